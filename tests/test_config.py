@@ -1167,6 +1167,7 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
     """Its YAML file is as much a place for an address as the user's own."""
     monkeypatch.setattr(registry, "_added", {})  # other tests know the shipped studies alone
     (tmp_path / "secretive.py").write_text((ROOT / "docs/examples/waves.py").read_text())
+    (tmp_path / "waves_data.py").write_text((ROOT / "docs/examples/waves_data.py").read_text())
     given = read_yaml(ROOT / "docs/examples/waves.yaml")
     arrays = {"input": "https://me:s3cret@h.org/x.npy?sig=s3cret", "target": "https://h.org/y.npy"}
     source = {"kind": "arrays", "all": arrays, "shares": {"train": 0.5, "valid": 0.5}}

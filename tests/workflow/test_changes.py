@@ -224,11 +224,11 @@ LEARNT = ["train cosmo unet", *tables("cosmo", "again")]
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
-    # A study from outside: its one file has its data and its model. What makes the data counts by its names.
+    # A study from outside: its model and its data are of a file each.
     Row("a study outside", append(f"../{OUTSIDE}/waves.py"), runs("waves")),
     Row(
         "its data",
-        replace(f"../{OUTSIDE}/waves.py", "wave += dataset.noise", "wave += 2 * dataset.noise"),
+        replace(f"../{OUTSIDE}/waves_data.py", "wave += dataset.noise", "wave += 2 * dataset.noise"),
         since("preprocess", "waves"),
     ),
     Row(
@@ -599,7 +599,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
     own |= {"dlscale.config.configure"}  # with which it keeps settings beside the results
     # Settings are of one of all kinds, those of a study from outside included.
-    kinds = [module for module in registry.kinds().values() if module != "waves"]
+    kinds = [module for module in registry.kinds().values() if module != "waves_data"]
     own |= {
         "dlscale.datasets",
         "dlscale.data.paired",

@@ -141,7 +141,7 @@ def test_a_kind_of_dataset_inside(clone: Tree) -> None:
 def test_a_study_outside(make_tree: Callable[..., Tree]) -> None:
     """The commands of the guide: copy the example, run it."""
     tree = make_tree()
-    for file in (ROOT / "docs/examples").glob("waves.*"):
+    for file in (ROOT / "docs/examples").glob("waves*"):
         shutil.copy(file, tree.path)
     shutil.copy(ROOT / "docs/examples/waves_run.yaml", tree.path / "tiny.yaml")
     outcome = tree.snakemake("--cores", "2")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def _write() -> None:
-    found = sorted(name for name in sys.modules if name.split(".")[0] in ("dlscale", "waves"))
+    found = sorted(name for name in sys.modules if name.split(".")[0] in ("dlscale", "waves", "waves_data"))
     if "dlscale.cli" in found and len(sys.argv) > 1:
         text = json.dumps(
             {"arguments": [word for word in sys.argv[1:] if not word.startswith("--study=")], "modules": found}

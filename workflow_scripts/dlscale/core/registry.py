@@ -1,23 +1,18 @@
-"""Studies, kinds of datasets and loaders: modules that a configuration names, and that are imported by these names.
+"""Studies, kinds of datasets and loaders: modules that a configuration names, imported by these names.
 
-A shipped study is a folder `dlscale/studies/NAME`: `study.py`, `study.yaml`, `model.py`; a shipped kind of dataset is a
-folder `dlscale/datasets/KIND`. A study from outside is a file or folder that the configuration names
-(`studies: {mine: path/to/mine.py}`) or an installed entry point of the group `dlscale.studies`; it may bring kinds of
-datasets along. Nothing else of dlscale knows a study or a kind by its name.
-
-The fingerprint of a stage follows static imports only. What this module imports by a computed name, the fingerprint
-learns from the same functions.
+A shipped study is a folder `dlscale/studies/NAME`, a shipped kind of dataset a folder `dlscale/datasets/KIND`. A study
+from outside is a file or folder that the configuration names (`studies: {mine: path/to/mine.py}`); it may bring kinds
+of datasets along. Fingerprints follow static imports; what is imported here by a computed name, they learn from the
+same functions.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 import traceback
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,8 +20,6 @@ from typing import Any
 from dlscale.core.errors import UserError, unknown
 
 PACKAGE = Path(__file__).resolve().parents[1]
-GROUP = "dlscale.studies"
-
 
 #: What the author of a study imports from `dlscale` itself, and where it is.
 PLACES = {
@@ -44,27 +37,31 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Study:
-    """Where a study is."""
+    """Place of a study."""
 
     name: str
     module: str  #: Name under which the study is imported.
-    file: Path  #: Its Python file (of a folder, its `__init__.py`).
-    outside: bool = False  #: Whether the file is not of this package.
+    file: Path  #: Python file (of a folder, its `__init__.py`).
 
     @property
     def yaml(self) -> Path:
-        """The file of its settings, datasets, plans and published figures: beside it, or in its folder."""
+        """File of its settings, datasets, plans and published figures: beside it, or in its folder."""
         if self.file.name == "__init__.py":
             return self.file.with_name(f"{self.file.parent.name}.yaml")
         return self.file.with_suffix(".yaml")
+
+    @property
+    def root(self) -> Path:
+        """Folder from which a study from outside is imported."""
+        return self.file.parents[self.file.name == "__init__.py"]
 
 
 _added: dict[str, Study] = {}
 
 
 def studies() -> dict[str, Study]:
-    """Return all studies by name: the shipped ones, those that are installed, those that were added."""
-    return {**_shipped(), **_installed(), **_added}
+    """Return all studies by name: the shipped ones, and those that were added."""
+    return {**_shipped(), **_added}
 
 
 @functools.cache
@@ -73,25 +70,8 @@ def _shipped() -> dict[str, Study]:
     return {f.parent.name: Study(f.parent.name, f"dlscale.studies.{f.parent.name}.study", f) for f in files}
 
 
-@functools.cache
-def _installed() -> dict[str, Study]:
-    installed = {}
-    for point in metadata.entry_points(group=GROUP):
-        where = f"entry point {point.name} of {GROUP}"
-        if point.name in _shipped():
-            raise UserError(f"{where}: dlscale has a study of this name; uninstall the package, or rename its study")
-        try:
-            spec = importlib.util.find_spec(point.module)
-        except ImportError:
-            spec = None
-        if spec is None or spec.origin is None:
-            raise UserError(f"{where}: no module {point.module}; install its package again")
-        installed[point.name] = Study(point.name, point.module, Path(spec.origin), outside=True)
-    return installed
-
-
-def add(name: str, path: str | Path) -> Study:
-    """Register the study in a file or folder outside of this package; adding the same one again is fine.
+def add(name: str, path: str | Path) -> None:
+    """Register the study in a file or folder outside of this package, and make it importable; twice is fine.
 
     A `UserError` is raised for a file that is missing, that Python cannot import, or for a name that is taken.
     """
@@ -100,17 +80,17 @@ def add(name: str, path: str | Path) -> Study:
     file = file / "__init__.py" if file.is_dir() else file
     if not file.is_file() or file.suffix != ".py":
         raise UserError(f"{where}: {path}: expected a study's Python file (.py), or a folder with __init__.py")
-    if name in _shipped() or name in _installed():
+    if name in _shipped():
         raise UserError(f"{where}: dlscale has a study of this name; choose another")
     module = (file.parent if file.name == "__init__.py" else file).stem
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
         raise UserError(f"{where}: {path}: Python cannot import a module called '{module}'; rename it")
-    study = Study(name, module, file, outside=True)
+    study = Study(name, module, file)
     if not study.yaml.is_file():
         raise UserError(f"{where}: {study.yaml}: no such file; a study's settings stand in a YAML file beside it")
     _added[name] = study
-    roots()  # the folder is importable from now on
-    return study
+    if str(study.root) not in sys.path:
+        sys.path.append(str(study.root))  # last: nothing there hides what is installed
 
 
 def added() -> dict[str, Study]:
@@ -118,47 +98,28 @@ def added() -> dict[str, Study]:
     return dict(_added)
 
 
-def _root(study: Study) -> Path:
-    """Return the folder from which a study's module is imported."""
-    return study.file.parents[study.module.count(".") + (study.file.name == "__init__.py")]
-
-
 def roots() -> list[Path]:
-    """Return the folders from which studies from outside are imported; those of added ones are made importable."""
-    for root in map(str, map(_root, _added.values())):
-        if root not in sys.path:
-            sys.path.append(root)  # last: nothing there hides what is installed
-    return list(dict.fromkeys(map(_root, (*_added.values(), *_installed().values()))))
+    """Return the folders from which studies from outside are imported."""
+    return list(dict.fromkeys(study.root for study in _added.values()))
 
 
 def source(module: str) -> Path | None:
-    """Return the file of a module that belongs to a study from outside; None for any other.
-
-    Of an installed study these are the modules of its own package, of an added one all in the folder that it is in.
-    """
-    words, files = module.split("."), {}
-    for study in (*_added.values(), *_installed().values()):
-        if study.name in _added or words[0] == study.module.split(".")[0]:
-            base = _root(study).joinpath(*words)
-            for file in (base.with_suffix(".py"), base / "__init__.py"):
-                if file.is_file():
-                    files[file] = study.name
+    """Return the file of a module in the folder of a study from outside; None for any other."""
+    bases = [root.joinpath(*module.split(".")) for root in roots()]
+    files = [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
     if len(files) > 1:
-        first, second, *_ = files
-        raise UserError(f"{first} and {second}: Python can import only one module '{module}'; rename one of them")
+        raise UserError(f"{files[0]} and {files[1]}: Python can import only one module '{module}'; rename one of them")
     return next(iter(files), None)
 
 
 def mistake(error: BaseException) -> str | None:
     """Return where in a study from outside an exception was raised, and what it says; None if it was elsewhere."""
+    places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places = [(Path(error.filename), error.lineno)]
-    else:
-        places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    roots = [_root(study) for study in _added.values()]
     for file, line in reversed(places):
         ours = file.is_relative_to(PACKAGE) or "site-packages" in file.parts
-        if not ours and any(file.is_relative_to(root) for root in roots):
+        if not ours and any(map(file.is_relative_to, roots())):
             return f"{file}:{line}: {type(error).__name__}: {' '.join(str(error).split())}"
     return None
 
@@ -210,36 +171,40 @@ def shipped_kinds() -> dict[str, str]:
     return {name: f"dlscale.datasets.{name}" for name in names}
 
 
-def kinds() -> dict[str, str]:
-    """Return the module of each kind of dataset: a folder of this package, or a study's module from outside."""
-    modules = dict(shipped_kinds())
-    for outside in (study for study in studies().values() if study.outside):
-        for kind in getattr(load(outside.module), "KINDS", []):
+def _outside_kinds() -> dict[str, Any]:
+    """Return the kinds of datasets in `KINDS` of studies from outside."""
+    found = dict[str, Any]()
+    for study in _added.values():
+        for kind in getattr(load(study.module), "KINDS", []):
             if isinstance(kind, type):
-                raise UserError(f"{outside.file}: KINDS holds the class {kind.__name__}; write {kind.__name__}()")
-            if modules.setdefault(kind.name, outside.module) != outside.module:
-                raise UserError(f"{outside.file}: a kind of dataset called '{kind.name}' is there already; rename it")
-    return modules
+                raise UserError(f"{study.file}: KINDS holds the class {kind.__name__}; write {kind.__name__}()")
+            if kind.name in shipped_kinds() or found.setdefault(kind.name, kind) is not kind:
+                raise UserError(f"{study.file}: a kind of dataset called '{kind.name}' is there already; rename it")
+    return found
+
+
+def kinds() -> dict[str, str]:
+    """Return the module of each kind of dataset: a folder of this package, or that of an outside kind's class."""
+    return {**shipped_kinds(), **{name: type(kind).__module__ for name, kind in _outside_kinds().items()}}
 
 
 def kind(name: str) -> Any:
     """Return a kind of dataset: the object `KIND` of a folder's `kind.py`, or one of an outside module's `KINDS`."""
     if name in shipped_kinds():
         return load(f"{shipped_kinds()[name]}.kind").KIND
-    if name not in (known := kinds()):
-        raise UserError(unknown("kind of dataset", name, known))
-    return next(kind for kind in load(known[name]).KINDS if kind.name == name)
+    known = _outside_kinds()
+    if name not in known:
+        raise UserError(unknown("kind of dataset", name, {**shipped_kinds(), **known}))
+    return known[name]
 
 
-#: Functions of each role that a kind of dataset may have itself. A role that is not here acquires: `acquire`.
+#: Functions of each role that an outside kind's module may have. A role that is not here acquires: `acquire`.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
     "describe": ("describe_prepared", "complete"),
     "preview": ("preview",),
 }
-
-
 #: Modules for a kind of dataset without one of its own for a role.
 DEFAULTS = {"samples": "dlscale.data.rows"}
 
@@ -247,17 +212,14 @@ DEFAULTS = {"samples": "dlscale.data.rows"}
 def module_of(name: str, role: str) -> str | None:
     """Return the module that does one thing for a kind of dataset; None if none does.
 
-    Parameters
-    ----------
-    role
-        `source`, `samples`, `describe`, `preview`, or what the kind calls a module that acquires. Of a folder it is the
-        module of that name; a single module from outside has all of its roles in itself, as functions.
+    `role` is `source`, `samples`, `describe`, `preview`, or what the kind calls a module that acquires. A shipped kind
+    has a module of that name in its folder; one from outside has functions for all roles beside its class.
     """
     if name in shipped_kinds():
         own = f"{shipped_kinds()[name]}.{role}"
         there = (PACKAGE / "datasets" / name / f"{role}.py").is_file()
     else:
-        own = kinds()[name]
+        own = type(kind(name)).__module__
         there = any(hasattr(load(own), function) for function in ROLES.get(role, ("acquire",)))
     return own if there else DEFAULTS.get(role)
 

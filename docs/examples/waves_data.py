@@ -1,0 +1,42 @@
+"""Data of the study in waves.py: noisy waves, made in memory. An edit here makes them again, one there does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dlscale import ArraySource, DatasetKind, DatasetSettings, Part, RowSamples
+
+
+class WavesDataset(DatasetSettings):
+    """How many waves each split has, and how noisy they are."""
+
+    kind: Literal["waves"]
+    train: int = 512
+    valid: int = 128
+    noise: float = 0.1
+
+
+class Waves(DatasetKind):
+    """One file a split, made in memory."""
+
+    name, Settings, Samples = "waves", WavesDataset, RowSamples
+
+    def parts(self, dataset: WavesDataset) -> list[Part]:
+        """See `DatasetKind`."""
+        return [Part("train", "waves"), Part("valid", "waves")]
+
+
+def open_source(dataset: WavesDataset, part: Part, paths: list[Path]) -> ArraySource:
+    """Make the waves of a split: float32 [N, 32], with their frequencies [N] in Hz."""
+    rng = np.random.default_rng([0, part.split == "valid"])
+    count = dataset.train if part.split == "train" else dataset.valid
+    frequency = rng.uniform(1, 4, count)
+    wave = np.sin(2 * np.pi * (frequency[:, None] * np.linspace(0, 1, 32) + rng.uniform(0, 1, (count, 1))))
+    wave += dataset.noise * rng.normal(size=wave.shape)
+    return ArraySource({"wave": wave, "frequency": frequency}, units={"frequency": "Hz"})
+
+
+KINDS = [Waves()]
