@@ -29,10 +29,10 @@ import signal
 import sys
 from pathlib import Path
 
-from dlscale.core import ending
+from dlscale.core import process
 from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
-from dlscale.core.lock import only_writer
+from dlscale.core.process import only_writer
 from dlscale.launch import slurm
 from dlscale.preflight import dryrun, live, why
 from snakemake.exceptions import WorkflowError
@@ -230,7 +230,7 @@ def have_the_last_word(looked, nothing, failed):
         return isinstance(error, WorkflowError) and failed()
 
     if workflow.is_main_process:
-        workflow.execute = ending.with_last_word(workflow.execute, ended, wrong)
+        workflow.execute = process.with_last_word(workflow.execute, ended, wrong)
 
 
 def looking():

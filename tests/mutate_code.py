@@ -236,8 +236,8 @@ MUTATIONS = [
     Mutation(
         "fingerprint_without_samples",
         "core/fingerprint.py",
-        'registry.studies()[study].module, _role(kind, "samples")]',
-        "registry.studies()[study].module]",
+        "registry.studies()[study].module, samples, ",
+        "registry.studies()[study].module, ",
         "test_architecture.py::test_a_run_reaches_its_own_study_and_no_other",
     ),
     Mutation(
@@ -256,7 +256,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lock_that_is_shared",
-        "core/lock.py",
+        "core/process.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "test_board.py::test_a_folder_has_one_writer",

@@ -240,7 +240,7 @@ TOUCHING = {
 
 #: What stands around a training: entered by the command line and by the stage, and imported by nothing that trains.
 AROUND = {
-    *("dlscale.cli", "dlscale.core.lock", "dlscale.core.log", "dlscale.core.progress"),
+    *("dlscale.cli", "dlscale.core.process", "dlscale.core.progress"),
     *("dlscale.core.telemetry", "dlscale.core.board", "dlscale.parallel.rendezvous", "dlscale.parallel.selftest"),
     *("dlscale.parallel.watchdog", "dlscale.train.exhaustion", "dlscale.train.interruption", "dlscale.train.logs"),
     *("dlscale.train.memory", "dlscale.train.provenance", "dlscale.train.trackers", "dlscale.train.train"),

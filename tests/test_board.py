@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from dlscale.core import board as boards
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
-from dlscale.core.lock import only_writer
+from dlscale.core.process import only_writer
 from dlscale.measure.profilers.records import Profile
 from dlscale.measure.records import Throughput
 from tests.conftest import ROOT, stage
@@ -61,7 +61,7 @@ def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     """A second one is told who holds it; nothing of the lock outlives a process that is killed."""
     code = (
-        "import sys; from pathlib import Path; from dlscale.core.lock import only_writer\n"
+        "import sys; from pathlib import Path; from dlscale.core.process import only_writer\n"
         "with only_writer(Path(sys.argv[1])): print(flush=True), input()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}

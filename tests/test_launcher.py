@@ -22,7 +22,7 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
-from dlscale.core.image import Image
+from dlscale.core.process import Image
 from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.launcher import Place, check_names, launch, outside, packages, resolve

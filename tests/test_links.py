@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from dlscale.config.run import Geometry
-from dlscale.core import ending, ranges
+from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
+from dlscale.core.process import LOST
 from dlscale.parallel import links, selftest
 from dlscale.parallel.links import Link, Place
 from dlscale.parallel.mesh import Mesh
@@ -471,7 +472,7 @@ def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple
 def test_a_training_with_a_wrong_process_ends_before_it_begins(tmp_path: Path, era5_data: Path) -> None:
     folder = configure(tmp_path, "era5_vit", 2)
     ended = train_faulty(folder, era5_data, "adds", 2)
-    assert [status for status, _ in ended] == [ending.LOST, ending.LOST], ended
+    assert [status for status, _ in ended] == [LOST, LOST], ended
     for _, said in ended:
         assert said.count("\n") == 1 and "process 1 on" in said and "at an end of" in said, said
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
@@ -483,7 +484,7 @@ def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_dat
     """It alone: who waits for it has begun one exchange more."""
     folder = configure(tmp_path, "era5_vit", 4)
     ended = train_faulty(folder, era5_data, "hangs", 4)
-    assert all(status == ending.LOST for status, _ in ended), ended
+    assert all(status == LOST for status, _ in ended), ended
     log = (folder / "train.log").read_text()
     assert "all have waited for 6 s for process 1 on" in log and "(self-test)" in log, log
     assert not any(f"process {rank} on" in log for rank in (0, 2, 3)), log

@@ -19,7 +19,7 @@ from dlscale.config.parallel import FSDP
 from dlscale.config.run import Geometry
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
-from dlscale.core.ranks import MEET
+from dlscale.core.process import MEET
 from dlscale.parallel import rendezvous
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.core.lock import turn
 from dlscale.core.machine import LOCAL_DISK
+from dlscale.core.process import turn
 from dlscale.data import staging
 from dlscale.data.manifest import Manifest
 from dlscale.data.staging import staged

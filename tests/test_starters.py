@@ -19,7 +19,7 @@ import pytest
 
 from dlscale.config.run import Geometry
 from dlscale.core.errors import UserError
-from dlscale.core.ranks import VARIABLES, Ranks, ranks
+from dlscale.core.process import VARIABLES, Ranks, ranks
 from dlscale.launch import launcher
 from dlscale.launch.contain import PASSED_ON
 from dlscale.parallel.rendezvous import join

@@ -356,12 +356,12 @@ LOG = """
 import os
 import sys
 from pathlib import Path
-from dlscale.core import log
+from dlscale.core import process
 path, kept, resumed, text = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "resumed", sys.argv[4]
-log.redirect(path)
+process.redirect(path)
 print(text, "begins", flush=True)
 os.system("echo a child")
-log.go_on(kept, resumed)
+process.go_on(kept, resumed)
 print(text, "ends", flush=True)
 """
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Limits, Site
-from dlscale.core import ending, ranges
+from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.machine import WATCHDOG
-from dlscale.core.ranks import MEET
+from dlscale.core.process import LOST, MEET
 from dlscale.launch.launcher import Place, launch
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
@@ -324,7 +324,7 @@ def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch
     """Its threads end with it: one that comes back from a store while Python ends has C++ abort the process."""
     monkeypatch.setenv(MEET, str(tmp_path / "meet"))
     said: list[str] = []
-    monkeypatch.setattr(ending, "end", lambda message, status: said.append(message))
+    monkeypatch.setattr(watchdog, "end", lambda message, status: said.append(message))
     found = Watchdog(0, 1, limits=Limits(silent=5, stuck=10))
     shutil.rmtree(tmp_path / "meet.watchdog")
     until("its word", lambda: said)
@@ -481,8 +481,8 @@ def test_ranges_tell_how_far_a_process_has_come(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_last_word_is_said_before_the_end() -> None:
-    program = "from dlscale.core import ending; ending.end('because', 7)"
+    program = "from dlscale.core import process; process.end('because', 7)"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stderr) == (7, "because\n")
-    assert ending.LOST not in (0, 1, 2, 75, 130)
+    assert LOST not in (0, 1, 2, 75, 130)

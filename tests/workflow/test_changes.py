@@ -623,7 +623,6 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
             whole |= set(reachable(["dlscale.report.report"], whole=True))
         assert imported - own <= whole, f"{name}: not in its fingerprint"
         brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
-        brought |= {"dlscale.core.yaml_loader"}  # only where settings come from a file, and not as JSON
         assert expected - brought - own <= imported, f"{name}: in its fingerprint, but not needed"
         stages_seen.append(name)
     # The engine knows what is new of an image; `test_sweep.py` has a sweep.

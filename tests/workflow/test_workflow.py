@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.core.lock import only_writer
+from dlscale.core.process import only_writer
 from dlscale.core.stages import STAGES
 from dlscale.measure.records import Throughput
 from tests.waiting import PATIENCE, until

@@ -29,11 +29,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dlscale.core import ending, log, progress, registry, times
+from dlscale.core import process, progress, registry, times
 from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
-from dlscale.core.ranks import Ranks, ranks
+from dlscale.core.process import Ranks, ranks
 from dlscale.core.settings import read_settings, typed, validate
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, option, path
 from dlscale.core.telemetry import node_file
@@ -274,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(warning, signal.SIG_IGN)
     try:
         if args.log:
-            terminal = log.redirect(_own_log(Path(args.log)))
-        ending.say = functools.partial(_say, terminal, args.stage)
+            terminal = process.redirect(_own_log(Path(args.log)))
+        process.say = functools.partial(_say, terminal, args.stage)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             hold_on()
         # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
     except PeerLost as lost:
-        return _fail(terminal, f"dlscale {args.stage}: {lost}", ending.LOST)
+        return _fail(terminal, f"dlscale {args.stage}: {lost}", process.LOST)
     except KeyboardInterrupt:
         return _fail(terminal, f"dlscale {args.stage}: interrupted", INTERRUPTED)
     except Exception as error:

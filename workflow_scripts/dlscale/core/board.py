@@ -1,23 +1,27 @@
-"""TensorBoard's event files, in a run's folder: a new writer takes the place of an older one's files, or goes on."""
+"""TensorBoard's event files: those of a run are written anew or gone on with, and those of any program are read."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.core.files import explained
+from dlscale.core.errors import UserError
+from dlscale.core.files import explained, no_pipe
 
 if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
 NAME = "tensorboard"  #: Folder in a run's folder.
-LAST = ".last"  #: Ends the name of a file with what is written once, at a run's end.
+LAST = ".last"  #: Suffix of the file that is written once, at a run's end.
 
 
 def writer(folder: Path, step: int = -1) -> SummaryWriter:
-    """Return a writer of a new event file in `folder`. Older ones are removed, unless it goes on after a step.
+    """Return a writer of a new event file in `folder`, where older ones are removed, unless it goes on after a step.
 
     TensorBoard then forgets what they have of later steps.
     """
@@ -50,3 +54,55 @@ def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
         for name, value in scalars.items():
             if value is not None:
                 board.add_scalar(name, value, 0)
+
+
+#: Greatest size of a record, bytes: one event, of which a picture is the largest.
+LARGEST = 64 * 2**20
+
+
+def events(path: Path) -> Iterator[Event]:
+    """Yield a file's events, one at a time in memory. Half a record at its end is left out: its writer was killed.
+
+    A `UserError` is raised for what is no event file, holds no event, or is damaged.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    no_pipe(path)
+    expected, read = "expected an event file of TensorBoard, events.out.tfevents.*", 0
+    with path.open("rb") as file:
+        while len(head := file.read(12)) == 12:  # length and its checksum, as many bytes and theirs
+            (length,) = struct.unpack("<Q", head[:8])
+            if length > LARGEST:
+                raise UserError(f"{path}: record {read + 1} claims to have {length} bytes; {expected}")
+            data, checksum = file.read(length), file.read(4)
+            if len(checksum) < 4:
+                break
+            read += 1
+            for part, mark in ((head[:8], head[8:]), (data, checksum)):
+                if masked_crc32c(part) != struct.unpack("<I", mark)[0]:
+                    raise UserError(f"{path}: damaged: record {read} has a wrong checksum; copy the file again")
+            try:
+                event = Event.FromString(data)
+            except DecodeError:
+                raise UserError(f"{path}: record {read} is no event; {expected}") from None
+            yield event  # of a tensor nothing is made: it may claim to be larger than memory
+    if not read:
+        raise UserError(f"{path}: holds no event; {expected}")
+
+
+def scalar(value: Summary.Value) -> float | None:
+    """Return the number in a value of a summary, as programs of either generation write it; None if it is none."""
+    from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
+    from tensorboard.util.tensor_util import make_ndarray
+
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    tensor = value.tensor
+    if not value.HasField("tensor") or tensor.tensor_shape.dim or tensor.dtype not in (DT_FLOAT, DT_DOUBLE):
+        return None
+    try:
+        return float(make_ndarray(tensor))
+    except ValueError:
+        return None

@@ -38,8 +38,7 @@ GUARDS = {
     "dlscale.core.files": "outputs that appear whole or not at all",
     "dlscale.data.verification": "whole data files, or a message",
     # processes that meet, are watched, and end
-    "dlscale.core.log": "a process's log and its last message",
-    "dlscale.core.ranks": "which of the processes this one is",
+    "dlscale.core.process": "rank, log, locks and last message of a process",
     "dlscale.parallel.rendezvous": "processes that meet, or a message",
     "dlscale.train.around": "processes that meet, right exchanges, whole data files, enough memory; or a message",
     # what is told

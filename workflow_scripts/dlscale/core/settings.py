@@ -1,4 +1,4 @@
-"""Reading settings from YAML, and one clear message for each mistake in them."""
+"""Settings from YAML, and one clear message for each mistake in them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, brief, cut, nearest
@@ -18,8 +19,6 @@ from dlscale.core.schema import BOUNDS, NAME, NAME_IN_WORDS, key_paths
 from dlscale.core.text import many
 
 Raw = dict[str, Any]
-#: Letters of a file of settings, at most.
-MOST_LETTERS = 2_000_000
 Kind = TypeVar("Kind")
 
 
@@ -33,30 +32,38 @@ def read_settings(config: str | Path) -> tuple[Raw, str]:
         raise UserError(f"--config: not valid JSON ({error}); pass what the workflow prints, or a file") from None
 
 
+class Loader(yaml.CSafeLoader):
+    """PyYAML's safe loader on libyaml's parser, which also refuses a key that is written twice in a mapping."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._seen: set[yaml.Node] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put what `<<` brings into a mapping; before that each of its keys is written once."""
+        written: dict[str, yaml.Node] = {}
+        for key, _ in node.value if node not in self._seen else ():
+            if (first := written.setdefault(str(key.value), key)) is not key and key.value != "<<":
+                problem = f"the key {key.value!r} stands in line {first.start_mark.line + 1} already; leave one out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        self._seen.add(node)
+        super().flatten_mapping(node)
+
+
 def read_yaml(path: str | Path) -> Raw:
     """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
-    import yaml  # settings may come as JSON, where there is no YAML
-
-    from dlscale.core.yaml_loader import Loader
-
     no_pipe(path, "a file of settings")  # who reads it next, such as Snakemake, would find it empty
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MOST_LETTERS + 1)
-        if len(text) > MOST_LETTERS:
-            raise UserError(f"{path}: has more than {MOST_LETTERS:,} letters: no file of settings; name another")
-        loader = Loader(text)
+        loader = Loader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        raw = loader.construct_document(node) if node else None
+        raw = loader.construct_object(node, deep=True) if node else None  # deep: a value in itself is refused
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:  # a number of thousands of digits is one
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of thousands of digits; many brackets
         raise UserError(f"{path}: not valid YAML: {brief(error)}") from None
-    except RecursionError:
-        raise UserError(f"{path}: not valid YAML: too many brackets in each other") from None
     if not isinstance(raw, dict):
         line = f", line {node.start_mark.line + 1}" if node else ""
         raise UserError(f"{path}{line}: expected keys and values, got {type(raw).__name__}")
@@ -68,8 +75,6 @@ def typed(word: str) -> tuple[str, Any]:
 
     Numbers remain strings, as those in Snakemake's `--config` do.
     """
-    import yaml
-
     key, equals, text = word.partition("=")
     if not (key and equals):
         raise UserError(f"{word}: expected KEY=VALUE")
@@ -163,40 +168,46 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
 
 
 def _reason(item: Any) -> str:
-    kind, context = item["type"], item.get("ctx", {})
-    given = item.get("input")
-    if kind == "missing":
-        last = item["loc"][-1]
-        return f"value {last + 1} is missing" if isinstance(last, int) else "this key is missing"
-    if kind in ("model_attributes_type", "model_type", "dict_type"):
-        return f"got {cut(repr(given))}; expected keys and values"
-    if kind == "union_tag_not_found":
-        return "the key 'kind' is missing"
-    if kind == "union_tag_invalid":
-        tags = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
-        given = context["tag"]
-        close = "" if isinstance(item["input"].get("kind"), list) else nearest(given, tags)
-        return f"kind: no such kind '{given}'{close}; expected one of: {', '.join(tags)}"
-    if kind == "literal_error":
-        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
-        close = "" if isinstance(given, list) else nearest(str(given), choices)
-        return f"got {cut(repr(given))}{close}; expected one of: {', '.join(choices)}"
-    if kind == "string_pattern_mismatch":
-        pattern = context["pattern"]
-        return f"got {cut(repr(given))}; expected {NAME_IN_WORDS if pattern == NAME else f'to match {pattern}'}"
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "not_a_mapping":
-        return f"got {cut(repr(given))}; {item['msg']}"
-    if kind == "too_short":
-        return f"got {given!r}; expected at least {many(context['min_length'], 'value')}"
-    message = item["msg"].removeprefix("Input should be ")
-    shown = repr(given) if len(repr(given)) < 60 else type(given).__name__
-    if kind == "less_than_equal" and (why := BOUNDS.get(context["le"])):
-        message = f"at most {context['le']:{',.0f' if context['le'] < 1e9 else 'g'}}: {why}"
-    elif kind == "int_parsing_size":
-        message = "a smaller number"
-    return f"got {shown}; expected {message}"
+    """Return what one of pydantic's complaints says, with what was given and what was expected."""
+    context, given = item.get("ctx", {}), item.get("input")
+    got = f"got {cut(repr(given))}"
+    match item["type"]:
+        case "missing":
+            last = item["loc"][-1]
+            return f"value {last + 1} is missing" if isinstance(last, int) else "this key is missing"
+        case "model_attributes_type" | "model_type" | "dict_type":
+            return f"{got}; expected keys and values"
+        case "union_tag_not_found":
+            return "the key 'kind' is missing"
+        case "union_tag_invalid":
+            tag, tags = context["tag"], _choices(context["expected_tags"])
+            close = "" if isinstance(given.get("kind"), list) else nearest(tag, tags)
+            return f"kind: no such kind '{tag}'{close}; expected one of: {', '.join(tags)}"
+        case "literal_error":
+            choices = _choices(context["expected"])
+            close = "" if isinstance(given, list) else nearest(str(given), choices)
+            return f"{got}{close}; expected one of: {', '.join(choices)}"
+        case "string_pattern_mismatch":
+            pattern = context["pattern"]
+            return f"{got}; expected {NAME_IN_WORDS if pattern == NAME else f'to match {pattern}'}"
+        case "value_error":
+            return str(context["error"])
+        case "not_a_mapping":
+            return f"{got}; {item['msg']}"
+        case "too_short":
+            return f"got {given!r}; expected at least {many(context['min_length'], 'value')}"
+        case "less_than_equal" if why := BOUNDS.get(context["le"]):
+            expected = f"at most {context['le']:{',.0f' if context['le'] < 1e9 else 'g'}}: {why}"
+        case "int_parsing_size":
+            expected = "a smaller number"
+        case _:
+            expected = item["msg"].removeprefix("Input should be ")
+    return f"got {repr(given) if len(repr(given)) < 60 else type(given).__name__}; expected {expected}"
+
+
+def _choices(listed: str) -> list[str]:
+    """Return the words of a list that pydantic writes: `'a', 'b' or 'c'`."""
+    return [word.strip("' ") for word in listed.replace(" or ", ", ").split(",")]
 
 
 def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:

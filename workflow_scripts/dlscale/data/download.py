@@ -13,7 +13,7 @@ import urllib3
 
 from dlscale.core import files, urls
 from dlscale.core.errors import UserError
-from dlscale.core.lock import only_writer
+from dlscale.core.process import only_writer
 
 _BUFFER = 2**20  # bytes in memory at a time
 _LONGEST_WAIT_S = 60.0  # between two attempts

@@ -24,8 +24,8 @@ from typing import IO, Literal
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import stamp
-from dlscale.core.lock import turn
 from dlscale.core.machine import LOCAL_DISK, free_memory
+from dlscale.core.process import turn
 from dlscale.core.text import size
 from dlscale.data.manifest import File, Manifest
 

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO
 
 from dlscale.core import urls
-from dlscale.core.ranks import VARIABLES
+from dlscale.core.process import VARIABLES
 
 #: Set anew for each process, hence passed on by name: rank, size and place of meeting, devices, the job.
 PASSED_ON = (

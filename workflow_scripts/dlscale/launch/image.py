@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
-from dlscale.core.image import Image
 from dlscale.core.machine import answer
+from dlscale.core.process import Image
 from dlscale.launch.launcher import LOCAL
 
 

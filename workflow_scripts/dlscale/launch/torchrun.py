@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from dlscale.core import machine
-from dlscale.core.ranks import MEET, ranks
+from dlscale.core.process import MEET, ranks
 
 #: Seconds between asking the others to end and ending them.
 GRACE = 30

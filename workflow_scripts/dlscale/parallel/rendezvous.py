@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Limits
-from dlscale.core import ending
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
 from dlscale.core.machine import driver, too_old
-from dlscale.core.ranks import MEET, ranks
+from dlscale.core.process import LOST, MEET, end, ranks
 from dlscale.parallel.mesh import Mesh
 from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
@@ -98,7 +97,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
                     lost = f"{watchdog.culprit(cause)}. This process ends with it"
                     if kind == "cuda":  # what waits on a device for the others would wait on
-                        ending.end(lost, ending.LOST)
+                        end(lost, LOST)
                     raise PeerLost(lost) from cause
                 if isinstance(error, Exception):
                     watchdog.tell(error)

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dlscale.config.site import Limits
-from dlscale.core import ending, progress, ranges
+from dlscale.core import progress, ranges
 from dlscale.core.errors import PeerLost, brief
-from dlscale.core.ranks import MEET
+from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BESIDE
 
 BEAT = 1.0  #: Seconds between two signs of life.
@@ -276,7 +276,7 @@ class Watchdog:
         for rank in [rank for rank, said in self._sign.sees.items() if said == STOPPED]:
             with contextlib.suppress(OSError):
                 os.kill(self._seen[int(rank)].process, signal.SIGKILL)  # it hears no other request to end
-        ending.end(f"{verdict}. This process ends with it", ending.LOST)
+        end(f"{verdict}. This process ends with it", LOST)
 
 
 def _exchanges() -> tuple[int, int]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import results_of
 from dlscale.core import registry
+from dlscale.core.board import events, scalar
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.events import events, scalar
 from dlscale.core.files import sha256, whole
 from dlscale.core.settings import validate
 from dlscale.core.text import many, shorten

@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from dlscale.core.image import Image
 from dlscale.core.machine import answer
 from dlscale.core.metrics import Best, LossInfo, Metric
+from dlscale.core.process import Image
 from dlscale.core.record import Record
 from dlscale.parallel.records import Device, Links
 

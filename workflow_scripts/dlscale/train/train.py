@@ -23,13 +23,12 @@ import numpy as np
 import torch
 
 from dlscale.config.run import Run, load_run
-from dlscale.core import log, ranges
+from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.figures import literal_text, save_png
 from dlscale.core.files import whole, write_text
-from dlscale.core.image import Image
-from dlscale.core.lock import only_writer
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
+from dlscale.core.process import Image, go_on, only_writer
 from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
@@ -86,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
             checkpoints.tidy()
         world.barrier()
         trainer = stack.enter_context(training(run, session, checkpoints))
-        log.go_on(folder / f"rank{world.rank}.log", resumed=trainer.resumed_from is not None)
+        go_on(folder / f"rank{world.rank}.log", resumed=trainer.resumed_from is not None)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
         if world.main:
             _lead(run, session, trainer, Path(args.out), len(cores), links)

@@ -25,7 +25,7 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import answer
-from dlscale.core.ranks import MEET
+from dlscale.core.process import MEET
 from dlscale.measure.profilers import child
 from dlscale.measure.profilers.nsys_database import summarize
 from dlscale.measure.profilers.nvtx_ranges import CAPTURE
