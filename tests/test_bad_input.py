@@ -727,22 +727,15 @@ def test_who_stops_reading_hears_of_no_defect(words: list[str]) -> None:
 # ---- what is the file's fault, and what is not ----------------------------------------------------------------
 
 
-def test_too_little_memory_is_no_damage(tmp_path: Path) -> None:
-    """But where NumPy is asked for more than a file of this size can hold, that comes of what the file says."""
-    small, large = tmp_path / "small", tmp_path / "large"
-    for path, size in ((small, 1000), (large, 2**40)):
-        path.touch()
-        os.truncate(path, size)
+def test_too_little_memory_or_damage_is_said(tmp_path: Path) -> None:
+    (tmp_path / "small").touch()
     with (
-        pytest.raises(UserError, match=r"small: cannot be read .*Unable to allocate.* the file may be torn"),
-        files.reading(small),
+        pytest.raises(
+            UserError, match=r"small: cannot be read .*Unable to allocate.* too little memory .* may be torn"
+        ),
+        files.reading(tmp_path / "small"),
     ):
         np.empty(2**44)
-    for path in (large, tmp_path / "an address"):
-        with pytest.raises(MemoryError), files.reading(path):
-            np.empty(2**44)
-    with pytest.raises(MemoryError), files.reading(small):  # who asks, and for how much, is not known
-        raise MemoryError
 
 
 def test_an_array_of_terabytes_in_a_small_file_is_damage(tmp_path: Path, refused: Check) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, no_pipe
+from dlscale.core.files import explained
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -69,7 +69,6 @@ def events(path: Path) -> Iterator[Event]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    no_pipe(path)
     expected, read = "expected an event file of TensorBoard, events.out.tfevents.*", 0
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:  # length and its checksum, as many bytes and theirs

@@ -21,13 +21,9 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.urls import hidden_in
 
 _HOST = socket.gethostname().split(".")[0]
-#: What to do about most files that cannot be read.
+#: Advice about most files that cannot be read.
 TORN = "the file may be torn or damaged: fetch or make it again"
-#: Times the size of a file that what is in it has at most: deflate packs up to 1032 bytes into one, and float16 become
-#: float64.
-EXPANSION = 4 * 1032
-
-#: The time of a file that is older than all it is made of, s since 1970: Snakemake takes 0 for no time.
+#: Time of a file that is older than all it is made of, s since 1970: Snakemake takes 0 for no time.
 OLDEST = 1
 
 
@@ -66,8 +62,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 class Forgiving(io.FileIO):
     """A new file for libraries that crash when a write fails, as HDF5 does while it closes a file.
 
-    After the first failure nothing more is written and nothing fails any more; leaving the context raises that
-    first error, once the library has closed the file.
+    After the first failure no write fails any more; leaving the context raises that first error, once the library has
+    closed the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,15 +72,13 @@ class Forgiving(io.FileIO):
 
     def write(self, data: Any) -> int:
         """Write all of `data`, or pretend to."""
-        view = memoryview(data).cast("B")
-        done = 0
-        while self._error is None and done < len(view):
-            try:
-                done += super().write(view[done:]) or 0
-            except OSError as error:
-                self._error = error
-        if done < len(view):
-            self.seek(len(view) - done, os.SEEK_CUR)
+        view, end = memoryview(data).cast("B"), self.tell() + memoryview(data).nbytes
+        try:
+            while self._error is None and (left := end - self.tell()):
+                super().write(view[-left:])
+        except OSError as error:
+            self._error = error
+        self.seek(end)
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
@@ -101,27 +95,32 @@ class Forgiving(io.FileIO):
             raise self._error
 
 
+#: How libraries that keep no error number report a lack of space; the last is PyTorch's: what it wrote is not there.
+FULL = ("no space left", "quota exceeded", "file too large", "unexpected pos")
+
+
 def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
     """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
-    text, number = str(error).lower(), getattr(error, "errno", None)
-    path = path or getattr(error, "filename", None) or ""
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
-        # The last is how PyTorch says it: what it wrote is not there.
-        words in text
-        for words in ("no space left", "quota exceeded", "file too large", "unexpected pos")
-    ):
-        return UserError(f"{path}: no space left for this file; free some, or choose a larger place for `results`")
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(f"{path}: no permission to write here; choose another place for `results`, or change its mode")
-    if number == errno.ENOENT:
-        return UserError(f"{getattr(error, 'filename', None) or path}: no such file or directory")
-    if number == errno.ELOOP:
-        return UserError(f"{getattr(error, 'filename', None) or path}: a link, expected a file or folder; remove it")
-    if number == errno.ENAMETOOLONG:
-        return UserError(f"{path}: a name is too long for this file system")
-    if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-        return UserError(f"{path}: a file stands where a folder is needed, or a folder where a file is; move it away")
-    return error
+    number, named = getattr(error, "errno", None), getattr(error, "filename", None)
+    path = path or named or ""
+    if any(words in str(error).lower() for words in FULL):
+        number = errno.ENOSPC
+    match number:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            what = "no space left for this file; free some, or choose a larger place for `results`"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            what = "no permission to write here; choose another place for `results`, or change its mode"
+        case errno.ENOENT:
+            path, what = named or path, "no such file or directory"
+        case errno.ELOOP:
+            path, what = named or path, "a link, expected a file or folder; remove it"
+        case errno.ENAMETOOLONG:
+            what = "a name is too long for this file system"
+        case errno.EEXIST | errno.ENOTDIR | errno.EISDIR:
+            what = "a file stands where a folder is needed, or a folder where a file is; move it away"
+        case _:
+            return error
+    return UserError(f"{path}: {what}")
 
 
 def _remove(path: Path) -> None:
@@ -148,7 +147,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no number of JSON")
 
-    no_pipe(path)
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
     except FileNotFoundError:
@@ -185,26 +183,17 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
     """Turn whatever a library raises while it reads a user's file into a `UserError`; a pipe is refused first.
 
     A damaged file leads a library anywhere, to any exception. The block calls it on this file, and does little else: a
-    defect of ours would be told as one of the file. Too little memory is no fault of the file, and stays a
-    `MemoryError`, unless NumPy was asked for more than a file of this size can hold.
+    defect of ours would be told as one of the file.
     """
     no_pipe(path)
     try:
         yield
     except UserError:
         raise
+    except MemoryError as error:
+        raise unreadable(path, error, f"too little memory for it, or {advice}") from error
     except Exception as error:
-        # NumPy's own knows how many bytes were asked for.
-        if isinstance(error, MemoryError) and getattr(error, "_total_size", 0) <= EXPANSION * _size(path):
-            raise
         raise unreadable(path, error, advice) from error
-
-
-def _size(path: str | os.PathLike[str]) -> float:
-    """Return the bytes of a file, or of all in a folder; without end of what is neither, such as an address."""
-    place = Path(path)
-    files = place.rglob("*") if place.is_dir() else [place]
-    return sum(file.stat().st_size for file in files) if place.exists() else float("inf")
 
 
 def stamp(path: Path) -> tuple[int, int]:
@@ -215,6 +204,5 @@ def stamp(path: Path) -> tuple[int, int]:
 
 def sha256(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory stays bounded."""
-    no_pipe(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

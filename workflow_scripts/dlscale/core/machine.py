@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 #: How threads of OpenMP wait for work: asleep, when they have looked for it for some microseconds. Those that sleep at
 #: once make small operations slow, since waking takes longer than they do; beside any other load, those that look for
@@ -82,22 +83,21 @@ def gpus() -> int:
     """Return how many GPUs a program sees here: those of CUDA_VISIBLE_DEVICES, or all; none without a driver."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return sum(name.strip() not in ("", "-1") for name in named.split(","))
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0
+    return int(_nvml("nvmlDeviceGetCount") or 0)
 
 
 def driver() -> str | None:
     """Return the version of NVIDIA's driver; None where there is none."""
+    return _nvml("nvmlSystemGetDriverVersion")
+
+
+def _nvml(function: str) -> Any:
+    """Return what a function of NVIDIA's driver does; None where there is no driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
+        return getattr(pynvml, function)()
     except pynvml.NVMLError:
         return None
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
 from dlscale.core.record import Measured, Number, Record
 from dlscale.core.text import unit
 
@@ -130,7 +129,6 @@ class Epoch(Record):
 
 def read_epochs(path: Path) -> list[Epoch]:
     """Read `metrics.jsonl`; a missing, torn or empty file is a `UserError`."""
-    no_pipe(path)
     advice = "delete it and run the train stage again"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

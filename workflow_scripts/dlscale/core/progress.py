@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import Field
+
 from dlscale.core.errors import UserError
 from dlscale.core.record import Record
 from dlscale.core.text import duration, number
@@ -36,11 +38,11 @@ class Doing(Record):
     unit: str = ""
     left: float | None = None  #: Seconds to the end, as far as one sees.
     values: dict[str, float] = {}  #: Numbers told with it, by name: loss, samples/s.
-    host: str = ""
-    place: str = ""  #: Where its `pid` is a number: the host, and on Linux the name space.
-    pid: int = 0
-    job: str | None = None  #: Slurm's number.
-    time: float = 0.0  #: When this was written, seconds since 1970-01-01 UTC.
+    host: str = Field(default_factory=socket.gethostname)
+    place: str = Field(default_factory=lambda: place())  #: Where its `pid` is a number: host and, on Linux, name space.
+    pid: int = Field(default_factory=os.getpid)
+    job: str | None = Field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))  #: Slurm's number.
+    time: float = Field(default_factory=time.time)  #: When this was said, seconds since 1970-01-01 UTC.
 
 
 @contextlib.contextmanager
@@ -68,10 +70,8 @@ def place() -> str:
 def tell(doing: Doing) -> None:
     """Write how far this process is; a place that cannot be written to is no reason to end."""
     if file:
-        where: dict[str, str | int | None] = {"host": socket.gethostname(), "place": place(), "pid": os.getpid()}
-        where["job"] = os.environ.get("SLURM_JOB_ID")
         with contextlib.suppress(UserError, OSError):
-            doing.model_copy(update={**where, "time": time.time()}).write(file)
+            doing.write(file)
 
 
 class Progress:

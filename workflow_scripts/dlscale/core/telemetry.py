@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ def line(sample: Sample) -> str:
 
 def read(path: str | Path) -> list[Sample]:
     """Read a file; none and an empty one hold no samples, and a last line without an end is left out."""
-    no_pipe(path, "telemetry")
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
         return [_sample(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
@@ -112,15 +109,14 @@ def begin(samples: Sequence[Sample]) -> float:
 
 
 def _sample(row: Mapping[str, str]) -> Sample:
-    def values(prefix: str, names: Sequence[str]) -> dict[str, Any]:
-        cells = {name: row[f"{prefix}{name}"] for name in names}
-        return {name: cell if name == "throttled" else float(cell) if cell else None for name, cell in cells.items()}
-
     if None in row or None in row.values():
         raise ValueError(f"expected {len(row) - (None in row)} cells")
-    count = sum(bool(re.fullmatch(r"gpu\d+_throttled", name)) for name in row)
-    gpus = tuple(GpuSample(**values(f"gpu{number}_", _GPU)) for number in range(count))
-    sample = Sample(**{**values("", _NODE), "cores": int(row["cores"])}, gpus=gpus)
+    values: dict[str, Any] = {
+        name: cell if name.endswith("_throttled") else float(cell) if cell else None for name, cell in row.items()
+    }
+    count = sum(name.endswith("_throttled") for name in row)
+    gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
+    sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
     if not (math.isfinite(sample.time) and 0 < sample.seconds < math.inf and sample.cores > 0):
         raise ValueError("expected a time, and seconds and cores above 0")
     return sample

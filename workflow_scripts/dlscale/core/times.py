@@ -1,4 +1,4 @@
-"""Where the time of a call of the workflow went: jobs by rule, the starts of their processes, and the cores it used."""
+"""Where the time of a call of the workflow went, by rule."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dlscale.core.text import duration, percent
 
@@ -22,14 +22,13 @@ def age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A job that is done."""
 
     rule: str
-    end: float  #: When it was done, seconds since 1970-01-01 UTC.
+    end: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
-    starting: float | None  #: Of these, until Python and what the stage imports had started; None if that is not known.
+    starting: float | None  #: Seconds until Python and the stage's imports had started; None if that is not known.
 
 
 def jobs(results: Path, since: float) -> list[Job]:
@@ -53,40 +52,20 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
     """Return a table of jobs by rule, the longest first; nothing if there was none.
 
     `since` and `until` are the begin and the end of it all, seconds since 1970-01-01 UTC. `busy` is the processor time
-    (s) that the call's own processes used of so many `cores`, where that is known; what others used is not.
+    (s) that the call's own processes used of so many `cores`, where that is known.
     """
     rules: dict[str, list[Job]] = {}
     for job in done:
         rules.setdefault(job.rule, []).append(job)
     if not rules:
         return []
-    elapsed = until - since
+    elapsed, totals = until - since, {rule: sum(job.seconds for job in own) for rule, own in rules.items()}
     used = f" on {cores} cores, of which this call used {percent(min(1.0, busy / (cores * elapsed)))}" if cores else ""
-    rows = [("", "jobs", "time", "of which starting")]
-    for rule, own in sorted(rules.items(), key=lambda item: -sum(job.seconds for job in item[1])):
+    beside = " Jobs ran side by side: their times are more in sum." if sum(totals.values()) > 1.02 * elapsed else ""
+    width = max(map(len, rules))
+    table = [f"  {'':<{width}}  jobs        time  of which starting"]
+    for rule, own in sorted(rules.items(), key=lambda item: -totals[item[0]]):
         known = [job.starting for job in own if job.starting is not None]
-        rows.append(
-            (rule, str(len(own)), _seconds(sum(job.seconds for job in own)), _seconds(sum(known)) if known else "")
-        )
-    rows.append(("between jobs", "", _seconds(_uncovered(rules, since, until)), ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))])
-        for name, *cells in rows
-    ]
-    together = sum(job.seconds for own in rules.values() for job in own) > 1.02 * elapsed
-    beside = " Jobs ran side by side: their times are more in sum." if together else ""
-    return [f"Where the time went: {duration(elapsed)}{used}.{beside}", *(f"  {row}".rstrip() for row in table)]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s"
-
-
-def _uncovered(rules: dict[str, list[Job]], since: float, until: float) -> float:
-    """Return how long no job ran."""
-    reached, free = since, 0.0
-    for start, end in sorted((job.end - job.seconds, job.end) for own in rules.values() for job in own):
-        free += max(0.0, start - reached)
-        reached = max(reached, end)
-    return free + max(0.0, until - reached)
+        starting = f"{sum(known):.1f} s" if known else ""
+        table.append(f"  {rule:<{width}}  {len(own):>4}  {totals[rule]:>8.1f} s  {starting:>17}".rstrip())
+    return [f"Where the time went: {duration(elapsed)}{used}.{beside}", *table]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.core import text
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.measure.profilers.records import Profile, ProfiledTool, TopEntry
 from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, table
@@ -239,7 +238,6 @@ def read(path: str | Path) -> Summary:
 
 def read_rows(file: Path) -> list[TopEntry]:
     """Read a `profile_summary.csv`."""
-    no_pipe(file)
     try:
         with file.open(newline="", encoding="utf-8") as lines:
             each = enumerate(csv.DictReader(lines), 1)
