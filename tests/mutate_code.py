@@ -532,7 +532,7 @@ MUTATIONS = [
     ),
     Mutation(
         "killed_process_of_another_status",
-        "launch/torchrun.py",
+        "launch/ranks.py",
         "failed[0] if failed[0] > 0 else 128 - failed[0]",
         "failed[0] if failed[0] > 0 else 128 + failed[0]",
         "test_starters.py::test_torchrun_ends_with_what_a_process_said",

@@ -27,7 +27,7 @@ from tests.ranks import spawn
 from tests.waiting import PATIENCE, until
 
 STOPPED = 75
-TORCHRUN = [*(sys.executable, "-m", "dlscale.launch.torchrun", "--nproc-per-node=2", "-m", "dlscale")]
+TORCHRUN = [*(sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", "-m", "dlscale")]
 #: Drop-out, so that a random state that is not restored shows; 10 steps an epoch, the last one smaller.
 RUN: dict[str, Any] = {**ERA5_RUN, "model": {**ERA5_RUN["model"], "dropout": 0.2}, "training": {"epochs": 2}}
 

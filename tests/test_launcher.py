@@ -62,7 +62,7 @@ def test_one_process_is_python_alone() -> None:
 
 def test_torchrun_starts_a_process_a_device() -> None:
     assert launch(site(engine="none"), HERE, FOUR) == [
-        *("python", "-P", "-m", "dlscale.launch.torchrun", "--nproc-per-node=4", "-P", "-m", "dlscale")
+        *("python", "-P", "-m", "dlscale.launch.ranks", "--nproc-per-node=4", "-P", "-m", "dlscale")
     ]
 
 

@@ -294,7 +294,7 @@ def test_a_run_on_a_processor(real_nsys: Path, cosmo_data: Path, tmp_path: Path)
 def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
     """Both are profiled, and their sums of gradients are ranges that overlap the backward pass."""
     configure(tmp_path, 2, ranks=[0, 1])
-    starter = ("-m", "dlscale.launch.torchrun", "--nproc-per-node=2")
+    starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, cosmo_data, real_nsys, *starter)
     tool, _ = found(tmp_path)
     assert tool.problem is None and left(tmp_path) == ["nsys.rank0.nsys-rep", "nsys.rank1.nsys-rep"]
@@ -307,7 +307,7 @@ def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_one_of_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
     configure(tmp_path, 2, ranks=[1])
-    starter = ("-m", "dlscale.launch.torchrun", "--nproc-per-node=2")
+    starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, cosmo_data, real_nsys, *starter)
     tool, top = found(tmp_path)
     assert tool.problem is None and left(tmp_path) == ["nsys.rank1.nsys-rep"] and {row.rank for row in top} == {1}
@@ -321,7 +321,7 @@ def test_a_mistake_in_one_of_two_processes_ends_both(
 ) -> None:
     """Its message is what is told; nobody waits for it."""
     configure(tmp_path, 2, ranks=[0, 1])
-    starter = ("-m", "dlscale.launch.torchrun", "--nproc-per-node=2")
+    starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, tmp_path / "nosuch", real_nsys, *starter)
     tool, top = found(tmp_path)
     assert tool.problem and tool.problem.startswith("the profiled process ended with status 2: ")

@@ -38,7 +38,7 @@ STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def launch(stage: str, ranks: int, *arguments: object, env: dict[str, str] | None = None) -> Any:
     """Run a stage in `ranks` processes, as the workflow does."""
-    starter = ["-m", "dlscale.launch.torchrun", f"--nproc-per-node={ranks}"]
+    starter = ["-m", "dlscale.launch.ranks", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *starter, "-m", "dlscale", stage, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **(env or {})}
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=ROOT)

@@ -204,7 +204,7 @@ def test_torchrun_meets_at_the_sites_place() -> None:
     chosen = site(engine="none", rendezvous="node1:29400", start=["pdsh", "-w", "node[1-{nodes}]"])
     eight = Geometry(nodes=2, gpus_per_node=4)
     assert launcher.launch(chosen, HERE, eight) == [
-        *("pdsh", "-w", "node[1-2]", "python", "-P", "-m", "dlscale.launch.torchrun"),
+        *("pdsh", "-w", "node[1-2]", "python", "-P", "-m", "dlscale.launch.ranks"),
         *("--nnodes=2", "--rdzv-endpoint=node1:29400", "--nproc-per-node=4", "-P", "-m", "dlscale"),
     ]
     launcher.check(chosen, eight)
@@ -234,7 +234,7 @@ time.sleep(600)
 """
     )
     signals = {"killed": "SIGKILL", "asked": "SIGTERM"}
-    words = ["-m", "dlscale.launch.torchrun", "--nproc-per-node=2", str(program), how]
+    words = ["-m", "dlscale.launch.ranks", "--nproc-per-node=2", str(program), how]
     command = [sys.executable, *words, signals.get(how, "")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == status and "said why" in done.stdout and "told to end" in done.stdout, done
@@ -245,13 +245,13 @@ def test_a_request_to_end_before_the_processes_are_there_reaches_them() -> None:
     """It comes while the starter makes the folder in which they meet."""
     program = """
 import os, signal, tempfile
-from dlscale.launch import torchrun
+from dlscale.launch import ranks as starter
 class Late(tempfile.TemporaryDirectory):
     def __init__(self, **named):
         os.kill(os.getpid(), signal.SIGTERM)
         super().__init__(**named)
 tempfile.TemporaryDirectory = Late
-raise SystemExit(torchrun.main(["--nproc-per-node=2", "-c", "import time; time.sleep(600)"]))
+raise SystemExit(starter.main(["--nproc-per-node=2", "-c", "import time; time.sleep(600)"]))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
@@ -342,7 +342,7 @@ def test_mpirun_is_told_the_geometry_and_where_ranks_meet() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
     usual = launcher.launch(site(engine="none", starter="mpirun"), HERE, eight)
     assert usual == [
-        *("python", "-P", "-m", "dlscale.launch.mpi", "mpirun", "-n", "8"),
+        *("python", "-P", "-m", "dlscale.launch.ranks", "mpirun", "-n", "8"),
         *("env", "MASTER_ADDR={host}", "MASTER_PORT={port}", "python", "-P", "-m", "dlscale"),
     ]
     start = ["mpiexec", "-n", "{ranks}", "-ppn", "{ranks_per_node}", "-hosts", "{nodes}"]
@@ -430,7 +430,7 @@ def test_a_real_mpirun(tmp_path: Path) -> None:
 
 
 def test_no_mpirun_is_one_message(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "dlscale.launch.mpi", "mpirun-of-nobody", "-n", "2"]
+    words = [sys.executable, "-m", "dlscale.launch.ranks", "mpirun-of-nobody", "-n", "2"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert done.stderr == "mpirun-of-nobody: no such command; load a module with MPI, or name another in site.start\n"

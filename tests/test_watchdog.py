@@ -90,7 +90,7 @@ strategies = pytest.mark.parametrize(
 
 def begin(folder: Path, data: Path, program: list[str], **env: str) -> subprocess.Popen[str]:
     """Start a training of the run in `folder` by two processes."""
-    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--nproc-per-node=2", *program]
+    starter = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", *program]
     arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 2]
     arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **env}
@@ -243,7 +243,7 @@ except PeerLost as lost:
     print("left behind:", dist.is_initialized(), "took up no connection in 1 s" in str(lost), flush=True)
 """
     )
-    starter = [sys.executable, "-m", "dlscale.launch.torchrun", "--nproc-per-node=2", str(program)]
+    starter = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", str(program)]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     done = subprocess.run(starter, capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.stdout.count("left behind: False True") == 2, done.stdout + done.stderr

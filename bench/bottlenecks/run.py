@@ -95,7 +95,7 @@ def call(stage: str, *words: str, ranks: int = 1) -> None:
     """Run a stage as a process, or as several."""
     start = ["-m", "dlscale"]
     if ranks > 1:
-        start = ["-m", "dlscale.launch.torchrun", f"--nproc-per-node={ranks}", "-m", "dlscale"]
+        start = ["-m", "dlscale.launch.ranks", f"--nproc-per-node={ranks}", "-m", "dlscale"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     study = [f"--study=plant={STUDY}"]
     done = subprocess.run([sys.executable, *start, *study, stage, *words], env=environment, check=False)

@@ -1,8 +1,7 @@
 """Run a container engine's client so that nothing is left behind: `python -m dlscale.launch.contain ENGINE ...`.
 
-The container gets a name. Signals go to it by that name, for a client that is killed takes none along; its own exit
-status is reported; and it is removed on the way out. Where this process itself is killed outright, the container's
-standard input, which it holds, ends, and the stage in it ends with that (`hold_on`).
+The container gets a name, by which signals reach it, its exit status is read, and it is removed. Where this process is
+killed, the container's standard input ends, and the stage in it with that (`hold_on`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import IO
 from dlscale.core import urls
 from dlscale.core.process import VARIABLES
 
-#: Set anew for each process, hence passed on by name: rank, size and place of meeting, devices, the job.
+#: Variables that each process has its own values of: rank, size and place of meeting, devices, the job.
 PASSED_ON = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
@@ -36,15 +35,15 @@ PASSED_ON = (
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-#: Statuses of the engine's own: it failed; the command cannot be run; there is no such command.
+#: Exit statuses of the engine itself: it failed; the command cannot be run; there is no such command.
 NOT_STARTED = (125, 126, 127)
 
-#: Seconds between asking a stage to end and ending it, where whoever started it is gone.
+#: Seconds between asking a stage to end and killing it.
 GRACE = 30
 
 
 def name() -> str:
-    """Return a name that no other container of this user on this node has."""
+    """Return a container's name, unique among the user's on this node."""
     numbers = (os.environ.get(key, "") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
     job = [number for number in numbers if number.isdecimal()]
     return "-".join(["dlscale", socket.gethostname().split(".")[0], *job, str(os.getpid())])
@@ -106,7 +105,7 @@ def main(command: list[str]) -> int:
 
 
 def _copy(stream: IO[bytes], last: collections.deque[bytes]) -> None:
-    """Pass on what the engine and the stage say, and remember its end."""
+    """Pass on the output of engine and stage, and keep its last lines."""
     for line in stream:
         last.append(line)
         with contextlib.suppress(OSError):
@@ -114,7 +113,7 @@ def _copy(stream: IO[bytes], last: collections.deque[bytes]) -> None:
 
 
 def _explain(engine: str, command: list[str], status: int, last: Iterable[bytes]) -> None:
-    """Write into the stage's log, which the stage had no chance to, why its container did not start."""
+    """Write into the stage's log why its container did not start."""
     if "--log" not in command[:-1]:
         return
     log = Path(command[command.index("--log") + 1])
@@ -127,7 +126,7 @@ def _explain(engine: str, command: list[str], status: int, last: Iterable[bytes]
 
 
 def hold_on() -> None:
-    """End this process when its standard input ends: inside a container, whoever holds it is gone then."""
+    """End this process when its standard input ends: in a container, its holder is gone then."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Stage `image`: build, pull and migrate the image that the stages run in; and which one it is."""
+"""Stage `image`: build, pull and migrate the image that stages run in; and identify it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dlscale.launch.launcher import LOCAL
 
 
 def identity(engine: str, image: str) -> str | None:
-    """Return what tells an image from every other, the same for the same content; None where it is not here.
+    """Return the digest of an image's content; None where the image is not here.
 
-    For podman and docker the SHA-256 of the image's configuration, which names its layers (a local image has no
-    repository digest); for Shifter the gateway's identifier; for an Apptainer file the SHA-256 of its content.
+    For podman and docker it is that of the image's configuration, for Shifter the gateway's identifier, for Apptainer
+    the SHA-256 of the file.
     """
     if engine == "none" or not image:
         return None
@@ -33,7 +33,7 @@ def identity(engine: str, image: str) -> str | None:
 
 
 def inherited(engine: str, image: str, first: bool) -> str:
-    """Return the image's identity, as the workflow's first process finds it and tells all others; "" if none."""
+    """Return the image's identity, which the first process of a workflow finds and passes on; "" if there is none."""
     told = Image.read()
     if not first and told and (told.engine, told.name) == (engine, image):
         return told.identity
@@ -45,7 +45,7 @@ def inherited(engine: str, image: str, first: bool) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Make `args.image` usable by `args.engine`: build or pull it, and where podman-hpc wants it, migrate it."""
+    """Build or pull `args.image` for `args.engine`, and migrate it for podman-hpc."""
     engine, image = args.engine, args.image
     if engine == "none" or not image:
         raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")
@@ -72,13 +72,13 @@ def main(args: argparse.Namespace) -> None:
 
 
 def migrated(image: str) -> bool:
-    """Whether podman-hpc lists the image as one that compute nodes see."""
+    """Whether podman-hpc lists the image as migrated."""
     words = ["podman-hpc", "images", "--format", "{{.Repository}}:{{.Tag}} {{.ReadOnly}}"]
     return f"{image if ':' in image else image + ':latest'} true" in (answer(words) or "").splitlines()
 
 
 def _run(words: list[str]) -> None:
-    """Run a command whose output is the log; no shell reads its words."""
+    """Run a command, whose output goes to the log."""
     logging.info("%s", " ".join(words))
     try:
         status = subprocess.run(words, check=False).returncode
@@ -89,5 +89,5 @@ def _run(words: list[str]) -> None:
 
 
 def shown(identity: str) -> str:
-    """Return a short form of an image's identity, for tables."""
+    """Return an image's identity, short."""
     return re.sub(r"^sha256:", "", identity)[:12]

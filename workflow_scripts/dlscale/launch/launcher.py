@@ -1,4 +1,4 @@
-"""How a stage's command becomes processes: container engine x process starter, as one pure function."""
+"""A stage's command as processes: container engine x process starter, in one pure function."""
 
 from __future__ import annotations
 
@@ -16,28 +16,25 @@ from dlscale.core.machine import LOCAL_DISK, VERIFY, WATCHDOG, answer
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
-#: -P: nothing is imported from the working folder, in which anybody may have put a file.
+#: Python, which imports nothing from the working folder (-P): anybody may have put a file there.
 PYTHON = ["python", "-P", "-m", "dlscale"]
 
-#: An image of this name is in no registry: it is built here.
+#: Begin of the names of images that are built here.
 LOCAL = "localhost/"
 
-#: Starts a process a device of its node; those of several nodes meet.
-TORCHRUN = ["python", "-P", "-m", "dlscale.launch.torchrun"]
+#: Starter of the ranks of a node, or of a command that starts them.
+RANKS = ["python", "-P", "-m", "dlscale.launch.ranks"]
 
-#: Puts in where the ranks of a run meet, on the node where they are started.
-MPI = ["python", "-P", "-m", "dlscale.launch.mpi"]
-
-#: Runs the engine's client: a name for the container, signals, the exit status, and nothing left behind.
+#: Supervisor of the engine's client.
 SUPERVISOR = ["python", "-P", "-m", "dlscale.launch.contain"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a container takes over from where it is started; paths are absolute, and the same inside."""
+    """Folders and owner that a container takes over; paths are absolute, and the same inside."""
 
     folder: str  #: Working folder.
-    sources: str  #: Folder of the package `dlscale`: the code that runs, whatever the image brings.
+    sources: str  #: Folder of the package `dlscale`, whose code runs in place of the image's.
     uid: int  #: Owner of what is written.
     gid: int  #: Its group.
     data: tuple[str, ...] = ()  #: Further folders or files that the stage reads.
@@ -47,7 +44,7 @@ class Place:
 def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:
     """Return the words that start `dlscale`, once or with a process for each device; the stage's own follow.
 
-    The site's choices are made (see `resolve`); a stage that needs no device has no geometry.
+    `site` is resolved; a stage that needs no device has no geometry.
     """
     ordered = _in_gpu_order(site, geometry)
     site = _told(site, geometry, ordered)
@@ -66,16 +63,16 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     if site.starter == "mpirun":
         host = "{host}" if geometry.nodes > 1 else "127.0.0.1"
         meet = ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
-        return [*MPI, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet, *container, *PYTHON]
+        return [*RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet, *container, *PYTHON]
     # It ends all processes when one fails. What follows its own words is Python's.
     several = geometry.nodes > 1
     start = _filled(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
-    return [*start, *container, *TORCHRUN, *meet, f"--nproc-per-node={geometry.gpus_per_node}", *PYTHON[1:]]
+    return [*start, *container, *RANKS, *meet, f"--nproc-per-node={geometry.gpus_per_node}", *PYTHON[1:]]
 
 
 def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
-    """Return the site with all that stages are told by their environment, and the folders that this names."""
+    """Return the site with the variables for its stages, and with the folders that these name."""
     environment, mounts = dict[str, str](), dict[str, str]()
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
@@ -92,7 +89,7 @@ def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
 
 
 def device(site: Site) -> str:
-    """Return the `--device` of runs on a site as it was written: where it says that there are GPUs, nothing else."""
+    """Return the `--device` of runs: `cuda` where the site says that there are GPUs."""
     there = site.scheduler is not None and site.scheduler.gpu_nodes.gpus > 0
     return "cuda" if (there if site.gpu is None else site.gpu) else "auto"
 
@@ -108,17 +105,16 @@ def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
 
 
 def check(site: Site, geometry: Geometry, where: str = "") -> None:
-    """Refuse a geometry that the site cannot hold, or on whose nodes it starts nothing; `where` begins its key."""
+    """Refuse a geometry that the site cannot hold or start; `where` begins its key."""
     reached = site.starter == "mpirun" or (site.starter == "torchrun" and site.rendezvous)
     if site.scheduler or not reached:
         slurm.check(site.scheduler, geometry, where)
 
 
 def _in_gpu_order(site: Site, geometry: Geometry | None) -> bool:
-    """Whether the processes of a run take GPUs in the site's order, by CUDA_VISIBLE_DEVICES: local rank i the i-th.
+    """Whether local rank i takes the i-th GPU of the site's order: on whole nodes, by CUDA_VISIBLE_DEVICES.
 
-    That is so on whole nodes. On a part of one, only the scheduler knows which GPUs a job has, and whether it numbers
-    them anew. One process has no order.
+    Of a part of a node, only the scheduler knows the GPUs.
     """
     if geometry is None or geometry.world_size == 1 or not (site.gpu and site.gpu_order):
         return False
@@ -126,7 +122,7 @@ def _in_gpu_order(site: Site, geometry: Geometry | None) -> bool:
 
 
 def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
-    """Return what puts a process into a container, or gives a bare one the site's environment."""
+    """Return the words that put a process into a container, or give a bare one the site's environment."""
     gpu = gpu and bool(site.gpu)
     image = site.image or ""
     if site.engine == "none":
@@ -189,12 +185,12 @@ def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
     return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 
 
-#: Those made for clusters first: where they are installed, they are what the site wants.
+#: Engines in the order of `auto`: those made for clusters first.
 ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "docker")
 
 
 def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
-    """Return the site with what is here for `auto` and choices not made, and the reasons; `folder` stands for PATH."""
+    """Return the site with `auto` and open choices resolved, and the reasons; `folder` replaces PATH."""
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.packages and not Path(site.packages).is_dir():
@@ -219,7 +215,7 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
 
 
 def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
-    """Return what keeps an engine from being used for an image, or None."""
+    """Return why an engine cannot be used for an image, or None."""
     command = shutil.which(engine, path=str(folder) if folder else None)
     if not command:
         return "absent"
@@ -232,15 +228,12 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
 
 
 def packages(site: Site) -> list[str]:
-    """Return name and version of what `site.packages` holds."""
+    """Return names and versions of the packages in `site.packages`."""
     return sorted(info.stem for info in Path(site.packages).glob("*.dist-info")) if site.packages else []
 
 
 def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]:
-    """Return the folders of `paths` that a container with the folders `inside` would not see, absolute.
-
-    Where a path leads through links, the folders of all that they point to: the container follows the links as well.
-    """
+    """Return the absolute folders of `paths`, and of all links on their way, that are not within `inside`."""
     seen = [Path(folder).resolve() for folder in inside]
     places = [place for path in paths for place in _chain(Path(path).absolute())]
     unseen = [place for place in places if not any(place.is_relative_to(folder) for folder in seen)]
@@ -248,7 +241,7 @@ def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]
 
 
 def _chain(path: Path) -> list[Path]:
-    """Return a path, and what it becomes as each link in it is followed."""
+    """Return a path, and its forms as each link in it is followed."""
     chain = [path]
     for _ in range(40):  # as many as Linux follows
         link = next((part for part in [*reversed(chain[-1].parents), chain[-1]] if part.is_symlink()), None)
@@ -260,7 +253,7 @@ def _chain(path: Path) -> list[Path]:
 
 
 def check_names(paths: Iterable[str], site: Site) -> None:
-    """Refuse names of folders and files that an engine, or the executor that submits jobs, cannot carry."""
+    """Refuse paths that an engine, or the executor that submits jobs, cannot carry."""
     for path in paths:
         # It puts the command between double quotes, in which a shell still reads these.
         if site.scheduler and (bad := re.search(r'[$`"\\\n]', path)):

@@ -1,4 +1,4 @@
-"""What a stage asks of Slurm: nodes, GPUs, queue and time, from its geometry and the site; and what is queued."""
+"""Slurm requests of stages, from their geometry and the site; and the jobs in the queue."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dlscale.core.text import many
 #: Numbers and words by the executor's names of resources.
 Request = dict[str, Any]
 
-#: What sbatch is told of each resource that `request` may ask for, in the order in which it is shown.
+#: Option of sbatch for each resource of a request, in the order in which they are shown.
 WORDS = {
     **{"slurm_account": "--account", "slurm_partition": "--partition", "qos": "--qos", "constraint": "--constraint"},
     **{"nodes": "--nodes", "tasks": "--ntasks", "tasks_per_node": "--ntasks-per-node"},
     **{"cpus_per_task": "--cpus-per-task", "gres": "--gres", "mem_mb": "--mem", "runtime": "--time"},
 }
-#: All that `request` may ask for.
+#: Names of all resources of a request.
 RESOURCES = (*WORDS, "slurm_extra", "mpi")
 
 
@@ -37,11 +37,10 @@ def request(
     minutes: int | None = None,
     processes: Geometry | None = None,
 ) -> Request:
-    """Return what the workflow's Slurm executor shall ask for, by its names of resources.
+    """Return a job's resources, by the names of the workflow's Slurm executor.
 
-    `geometry` is a run's; None for a stage on part of a CPU node. `minutes` is the time limit, as estimated (None: the
-    site's own for the stage); it is cut to what the queue allows. `processes` are nodes and processes of each, where
-    these are not one for each device.
+    `geometry` is a run's; None for a stage on part of a CPU node. `minutes` is the estimated time limit (None: the
+    site's own for the stage), cut to the queue's. `processes` are nodes and processes of each, if not one a device.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1}
@@ -78,13 +77,13 @@ def request(
 
 
 def words(asked: Mapping[str, Any]) -> str:
-    """Return resources of a job as the words that sbatch gets of them, for a shell."""
+    """Return a job's resources as options of sbatch, quoted for a shell."""
     told = [f"{word}={asked[name]}" for name, word in WORDS.items() if asked.get(name)]  # --mem 0 is not said
     return " ".join([shlex.join(told), *filter(None, [asked.get("slurm_extra")])])
 
 
 def part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked: Request) -> float:
-    """Return the part of each node that a job has, and pays for."""
+    """Return the fraction of each node that a job has, and pays for."""
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     if qos is not None and qos == scheduler.whole_qos and qos != scheduler.part_qos:
         return 1.0
@@ -100,7 +99,7 @@ def cpus_per_task(scheduler: Scheduler) -> int:
 
 
 def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
-    """Return the account that jobs on these nodes are charged to."""
+    """Return the account of jobs on these nodes."""
     account = scheduler.account or os.environ.get("SBATCH_ACCOUNT")
     for suffix in (scheduler.cpu_nodes.account_suffix, scheduler.gpu_nodes.account_suffix):
         account = account and account.removesuffix(suffix)
@@ -108,7 +107,7 @@ def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
 
 
 def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
-    """Return the queue of a run: that for parts of a node where it fits."""
+    """Return the queue of a run: that for parts of a node, if the run fits there."""
     part = scheduler.qos.get(scheduler.part_qos or "", Qos())
     small = geometry.nodes == 1 and geometry.gpus_per_node < scheduler.gpu_nodes.gpus
     fits = geometry.gpus_per_node <= (part.max_gpus or scheduler.gpu_nodes.gpus)
@@ -116,7 +115,7 @@ def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
 
 
 def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> None:
-    """Refuse a geometry that the site's nodes or queues, or a machine alone, cannot hold; `where` begins its key."""
+    """Refuse a geometry that nodes or queues cannot hold; `where` begins its key."""
     if scheduler is None:
         if geometry.nodes > 1:
             raise UserError(
@@ -141,10 +140,7 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
 
 
 def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = True) -> str:
-    """Return a geometry, and the processes on it, in words, as it is shown before anything is submitted.
-
-    Without GPUs each device is a process on processors.
-    """
+    """Return a geometry and its processes in words; without GPUs a device is a process."""
     device = many(geometry.gpus_per_node, "GPU" if gpus else "process")
     devices = f"{many(geometry.nodes, 'node')} x {device}"
     axes = [f"dp {geometry.dp}", *(f"{axis} {n}" for axis in ("cp", "tp") if (n := getattr(geometry, axis)) > 1)]
@@ -152,10 +148,7 @@ def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = Tr
 
 
 def left_running(folder: str) -> list[str] | None:
-    """Return the jobs that a workflow of the user submitted from `folder` and that are still queued; None: no answer.
-
-    A job is its number, what it is for, and its state.
-    """
+    """Return number, purpose and state of each queued job of a workflow in `folder`; None: no answer."""
     if not shutil.which("squeue"):  # no Slurm here, no jobs
         return []
     listed = answer(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
@@ -170,11 +163,7 @@ def left_running(folder: str) -> list[str] | None:
 
 
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
-    """Return when no job of an earlier workflow in `folder` is queued any more: what it does is not to be done twice.
-
-    A controller that was killed leaves its jobs; they finish, and leave their results. Asked every `seconds`, since
-    the controller shares its node and Slurm with others.
-    """
+    """Wait until no job of an earlier workflow in `folder` is queued: a killed controller's jobs go on and finish."""
     said: int | None = 0
     while (jobs := left_running(folder)) is None or jobs:
         number = None if jobs is None else len(jobs)

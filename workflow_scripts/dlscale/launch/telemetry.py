@@ -1,4 +1,4 @@
-"""Starts the process that looks at a node beside a stage, and ends it; the stage's own process imports none of it."""
+"""The process that samples a node beside a stage; the stage's own process imports none of it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ PATIENCE = 5.0  #: Seconds that a stage waits at its end for the last row.
 
 @contextlib.contextmanager
 def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
-    """Have rows written to a new file `path` while this context lasts, and not longer than this process lives.
+    """Have rows written to a new file `path` while this context, and this process, last.
 
     Parameters
     ----------
-    path
-        What was there is lost; a place that cannot be written to is a `UserError`.
     root
-        The process that with its descendants is the run on this node: this one, or its parent if that started several.
+        Process that with its descendants is the run on this node: this one, or its parent if that started several.
     ranks
-        Processes of the run on this node.
+        Number of the run's processes on this node.
     gpus
-        Of them that the run may use; none if it computes on a CPU.
+        Number of its GPUs; 0 on a CPU.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,10 +57,7 @@ def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
 
 
 def show(file: Path) -> None:
-    """Have TensorBoard show what a node did while a stage ran: means over time, energy, time held back.
-
-    Only telemetry in the folder of its run is shown.
-    """
+    """Have TensorBoard show the means, energy and throttled time of telemetry in its run's folder."""
     if file.parent.name != "telemetry" or not file.exists():
         return
     try:

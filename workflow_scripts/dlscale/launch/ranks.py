@@ -1,11 +1,8 @@
-"""Start a process a device: `python -P -m dlscale.launch.torchrun --nproc-per-node=4 -m dlscale train ...`.
+"""Start the ranks of a run: `python -P -m dlscale.launch.ranks --nproc-per-node=4 -m dlscale train ...`.
 
-Three words, each with `=`, are those of PyTorch's torchrun, whose place it takes without its ports: the processes of
-one node meet in a folder that is their user's alone, and those of several at `--rdzv-endpoint`, where the first of them
-listens.
-
-Where one fails, the others are asked to end, and ended 30 s later. Why it failed it has said itself, and which one was
-killed the others say.
+The options, each with `=`, are PyTorch's torchrun's, whose place this takes without open ports: ranks of one node meet
+in a folder of their user's, those of several at `--rdzv-endpoint`. Without options the words start ranks themselves:
+`mpirun -n 8 env MASTER_ADDR={host} ...`.
 """
 
 from __future__ import annotations
@@ -15,7 +12,9 @@ import contextlib
 import functools
 import itertools
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,23 +25,26 @@ from types import FrameType
 from dlscale.core import machine
 from dlscale.core.process import MEET, ranks
 
-#: Seconds between asking the others to end and ending them.
+#: Seconds between asking the other processes to end and ending them.
 GRACE = 30
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(words: Sequence[str]) -> int:
-    """Run all to their end; the exit status is that of the one that failed first, of one that was killed as shells say.
+    """Run all ranks to their end and return the exit status of the first that failed, as shells count signals.
 
-    `NODE_RANK` says which of several nodes this is, else what started a process on each does; else it is the first.
+    The others are then asked to end, and killed 30 s later. `NODE_RANK` numbers this one of several nodes, else what
+    started a process on each does.
     """
-    parser = argparse.ArgumentParser(prog="dlscale.launch.torchrun")
+    parser = argparse.ArgumentParser(prog="dlscale.launch.ranks")
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     given = list(itertools.takewhile(lambda word: word.startswith("--"), words))
     python = words[len(given) :]  # no `--` before them: podman-hpc leaves that word out of what it passes on
+    if not given:
+        return become(python)
     args = parser.parse_args(given)
     each = args.nproc_per_node
     first = each * int(os.environ.get("NODE_RANK") or ranks().rank) if args.nnodes > 1 else 0
@@ -73,7 +75,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _begin(parent: int) -> None:
-    """Hear signals, and be asked to end when this one's parent is killed."""
+    """Let signals in, and have the kernel ask this process to end when its parent is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     machine.with_parent(parent, signal.SIGTERM)
 
@@ -88,11 +90,25 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], No
             send(signal.SIGTERM)
         if not running:
             return status
-        if time.monotonic() > end:
-            for process in running:  # and what it started
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        for process in running if time.monotonic() > end else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
         time.sleep(0.1)
+
+
+def become(words: Sequence[str]) -> int:
+    """Become a command that starts ranks, such as mpirun, with `{host}` and `{port}` put in: those of this node.
+
+    It is a job's first node, where rank 0 is. Runs on the same machine meet at different ports.
+    """
+    host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)
+    if not shutil.which(words[0]):
+        print(f"{words[0]}: no such command; load a module with MPI, or name another in site.start", file=sys.stderr)
+        return 127
+    met = [
+        word.replace("{host}", host).replace("{port}", port) if word.startswith("MASTER_") else word for word in words
+    ]
+    os.execvp(words[0], met)
 
 
 if __name__ == "__main__":
