@@ -1,4 +1,4 @@
-"""TensorBoard's event files: those of a run are written anew or gone on with, and those of any program are read."""
+"""TensorBoard's event files: writers of a run's, and a reader of any program's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ LAST = ".last"  #: Suffix of the file that is written once, at a run's end.
 
 
 def writer(folder: Path, step: int = -1) -> SummaryWriter:
-    """Return a writer of a new event file in `folder`, where older ones are removed, unless it goes on after a step.
-
-    TensorBoard then forgets what they have of later steps.
-    """
+    """Return a writer of event files in `folder`, in place of older ones, or going on after a step."""
     from torch.utils.tensorboard import SummaryWriter
 
     for file in files(folder):
@@ -34,7 +31,7 @@ def writer(folder: Path, step: int = -1) -> SummaryWriter:
 
 
 def last_writer(folder: Path) -> SummaryWriter:
-    """Return a writer of a run's end, beside the other files of `folder`."""
+    """Return a writer of a run's end, beside the other files."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), filename_suffix=LAST)
@@ -49,7 +46,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
-    """Have TensorBoard show in `folder` these scalars, all that are not None, and no older ones."""
+    """Show these scalars in `folder`, in place of older ones; None is left out."""
     with writer(folder) as board:
         for name, value in scalars.items():
             if value is not None:
@@ -61,9 +58,9 @@ LARGEST = 64 * 2**20
 
 
 def events(path: Path) -> Iterator[Event]:
-    """Yield a file's events, one at a time in memory. Half a record at its end is left out: its writer was killed.
+    """Yield a file's events, one at a time in memory; half a record at its end, of a killed writer, is left out.
 
-    A `UserError` is raised for what is no event file, holds no event, or is damaged.
+    A `UserError` is raised for a file that is damaged, holds no event, or is no event file.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
@@ -92,7 +89,7 @@ def events(path: Path) -> Iterator[Event]:
 
 
 def scalar(value: Summary.Value) -> float | None:
-    """Return the number in a value of a summary, as programs of either generation write it; None if it is none."""
+    """Return the number in a summary's value, written by either generation of programs; None if it is none."""
     from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
     from tensorboard.util.tensor_util import make_ndarray
 

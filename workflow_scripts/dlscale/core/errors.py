@@ -1,4 +1,4 @@
-"""The one exception that reaches a user as a message, without a traceback."""
+"""Exceptions, and the words of messages."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A mistake in what was asked for: configuration, arguments or data.
+    """A user's mistake in configuration, arguments or data: one line, printed without a traceback, with exit status 2.
 
-    The message says what is wrong and where, what was expected, and what to do. The command line
-    prints it on one line and exits with status 2; any other exception is a defect of dlscale.
+    The message names the fault and its place, what was expected, and what to do. Any other exception is a defect.
     """
 
 
 class Refused(ValueError):
-    """Settings that do not go together: a message that begins with the key at fault."""
+    """Settings that do not go together; the message begins with the key at fault."""
 
 
 class Stopped(Exception):
-    """A stage was asked to end and has saved what it did; the same command goes on from there."""
+    """A stage ended on request, with all saved; the same command goes on from there."""
 
 
 class PeerLost(Exception):
-    """Another process of the run ended, hangs, or sends wrong values: this one cannot go on."""
+    """Another process of the run ended, hangs, or sends wrong values."""
 
 
 def brief(error: BaseException) -> str:
-    """Return the message of an exception in a short line: those of other libraries may fill pages."""
+    """Return an exception's message in one line of at most 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:299] + "…"
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Return a text without its middle if it is longer than `most`: the end of a long message says what to do."""
+    """Return a text of at most `most` characters, without its middle: a message's end says what to do."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question, ` (did you mean 'x'?)`, for the closest of `known` names, or an empty string."""
+    """Return ` (did you mean 'x'?)` for the closest of `known` names, or an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def of_another(file: Path) -> str:
-    """Return what to do where a name that is not known has results in `file`; nothing where there is no such file."""
+    """Return advice where an unknown name has results in `file`; nothing where that does not exist."""
     return f"; {file} was made from another configuration: name its file with --configfile" if file.exists() else ""
 
 
@@ -54,7 +53,7 @@ LISTED = 20
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """Return the message for a reference to something that is not there."""
+    """Return the message for a name that does not exist."""
     known, name = sorted(known), cut(str(name))
     close = nearest(name, known)
     listed = f"; there are: {cut(', '.join(known), 2_000)}" if not close or len(known) <= LISTED else ""

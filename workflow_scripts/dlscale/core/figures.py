@@ -1,4 +1,4 @@
-"""Figures of matplotlib: with a user's names of classes, channels and units, in small files."""
+"""Matplotlib figures with a user's names, in small files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from dlscale.core.files import whole
 
 @contextlib.contextmanager
 def literal_text() -> Iterator[None]:
-    """Draw a figure and save it in here: a $ is a $, where matplotlib would read mathematics, or fail to.
-
-    Both, since the labels of ticks come into being when it is saved. What is to be mathematics says `parse_math=True`.
-    """
+    """Draw and save a figure in here: a `$` is a `$`, unless `parse_math=True`. Labels of ticks arise while saving."""
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):
@@ -24,7 +21,7 @@ def literal_text() -> Iterator[None]:
 
 
 def save_png(figure: Any, path: Path, dpi: int) -> None:
-    """Write a figure as a PNG file, whole or not at all, in 256 colours, which halves it: pages hold many."""
+    """Write a figure as PNG, atomically, in 256 colours, which halves its size."""
     from PIL import Image
 
     drawn = io.BytesIO()

@@ -29,10 +29,9 @@ OLDEST = 1
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` that takes its place when the block succeeds.
+    """Yield a temporary sibling of `path`, file or folder, that takes its place when the block succeeds.
 
-    The block may create a file or a directory there. On any exception the temporary is removed and
-    `path` keeps its former content. Lack of space or of permission becomes a `UserError`.
+    On an exception it is removed and `path` stays. Lack of space or of permission becomes a `UserError`.
     """
     path = Path(path)
     # A token, since processes of different containers may have the same number.
@@ -62,8 +61,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 class Forgiving(io.FileIO):
     """A new file for libraries that crash when a write fails, as HDF5 does while it closes a file.
 
-    After the first failure no write fails any more; leaving the context raises that first error, once the library has
-    closed the file.
+    After a failure writes do nothing; leaving the context raises it, once the library has closed the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -137,12 +135,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as indented JSON to `path`, whole or not at all; NaN and infinities are refused."""
+    """Write `value` as indented JSON, atomically; NaN and infinities are refused."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read JSON from `path`; a missing or torn file, NaN and infinities are a `UserError`."""
+    """Read JSON; a missing or torn file, NaN and infinities are a `UserError`."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no number of JSON")
@@ -157,7 +155,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file, as `opener` of `open`, but no link and no pipe: in a folder of a group anybody may have put one."""
+    """Open a file, as `opener` of `open`, but no link or pipe, which others of a group may have put there."""
     found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if stat.S_ISFIFO(os.fstat(found).st_mode):
         os.close(found)
@@ -166,13 +164,13 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> None:
-    """Raise a `UserError` where a pipe or a device has the place of a file: to read one may never end."""
+    """Raise a `UserError` for a pipe or a device, which may never end."""
     if (place := Path(path)).exists() and not (place.is_file() or place.is_dir()):
         raise UserError(f"{path}: a pipe or a device; expected {expected}")
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TORN) -> UserError:
-    """Return the message for what a library raised while it read a user's file."""
+    """Return the message for an exception of a library that read a user's file."""
     if isinstance(error, FileNotFoundError) and not Path(path).exists():
         return UserError(f"{path}: no such file")
     return UserError(f"{path}: cannot be read ({hidden_in(brief(error)) or type(error).__name__}); {advice}")
@@ -180,10 +178,9 @@ def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TOR
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
-    """Turn whatever a library raises while it reads a user's file into a `UserError`; a pipe is refused first.
+    """Turn any exception of a library that reads a user's file into a `UserError`; refuse a pipe first.
 
-    A damaged file leads a library anywhere, to any exception. The block calls it on this file, and does little else: a
-    defect of ours would be told as one of the file.
+    The block does little but call the library: a defect of ours would be reported as one of the file.
     """
     no_pipe(path)
     try:
@@ -197,12 +194,12 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return a file's size and time of modification, ns: they tell whether it is still the same without reading it."""
+    """Return a file's size and time of modification, ns, by which a change shows."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory stays bounded."""
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits, in bounded memory."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

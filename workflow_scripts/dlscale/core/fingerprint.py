@@ -1,7 +1,7 @@
-"""Digests of the source code that each stage can reach, of which Snakemake, which follows no imports, knows nothing.
+"""Digests of the source code that each stage reaches; Snakemake does not follow imports.
 
-As a rule's parameter, such a digest makes an edited module run its stages again, and only them. Comments, docstrings,
-formatting and modification times do not count.
+As a rule's parameter, a digest makes an edited module run exactly its stages again. Comments, docstrings, formatting
+and modification times do not count.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MOST = 10_000
 
 @functools.cache
 def _file(module: str) -> Path | None:
-    """Return the source file of a module of this package, or of a study from outside; None for anything else."""
+    """Return the source file of a module of this package or of an outside study; None for others."""
     if module == "dlscale.core.stages":  # what it says of a stage is among the params of its jobs: entry, settings
         return None
     words = module.split(".")
@@ -73,9 +73,9 @@ _PARSED: dict[str, tuple[str, list[str]]] = {}
 
 
 def remember(path: Path) -> None:
-    """Take what an earlier call found of sources from a file, and bring the file up to date when this call ends.
+    """Load digests of parsed sources from an earlier call's file, and update that at exit.
 
-    Parsing all sources takes seconds, and few change between two calls. A file that cannot be used is ignored.
+    Parsing all sources takes seconds. A file that cannot be used is ignored.
     """
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + sys.version
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -94,7 +94,7 @@ def remember(path: Path) -> None:
 
 @functools.cache
 def _source(module: str) -> tuple[str, frozenset[str]]:
-    """Return a module's digest, and the modules with a file here that it imports, anywhere in its text."""
+    """Return a module's digest, and the modules with a file here that it imports anywhere."""
     file = _file(module)
     assert file is not None, module
     content = file.read_bytes()
@@ -109,7 +109,7 @@ def _source(module: str) -> tuple[str, frozenset[str]]:
 
 
 def _parsed(content: bytes, file: Path, module: str) -> tuple[str, list[str]]:
-    """Return the digest of a module's code, and all that it imports, whether that has a file here or not."""
+    """Return the digest of a module's code, and the names of all its imports."""
     try:
         tree = ast.parse(content)
     except SyntaxError as error:
@@ -146,7 +146,7 @@ def _code(node: Any) -> Any:
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a tree's nodes, but for what stands under `if TYPE_CHECKING`: that is never run."""
+    """Yield a tree's nodes, without those under `if TYPE_CHECKING`."""
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
@@ -157,10 +157,9 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
-    """Return the modules of dlscale, and of studies outside, that `modules` import; themselves included.
+    """Return the modules of dlscale, and of outside studies, that `modules` import; themselves included.
 
-    Imports inside functions count; those for types alone do not, nor do imports by computed name, which `run_modules`
-    and `data_modules` list. `whole` includes `GUARDS`.
+    Imports inside functions count; those for types, and by computed name, do not. `whole` includes `GUARDS`.
     """
     seen, todo = set[str](), [*modules]
     while todo:
@@ -180,7 +179,7 @@ def _digests(modules: tuple[str, ...]) -> dict[str, str]:
 def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
     """Return the SHA-256 (64 hexadecimal digits) of all sources that `modules` reach, and of `files`.
 
-    `files` are what the stage reads from the package beside its modules, such as a page's template.
+    `files` are package data of the stage, such as a page's template.
     """
     digests = _digests(tuple(sorted(modules)))
     digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode())
@@ -193,26 +192,22 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
 
 
 def _path(module: str) -> str:
-    """Return the name of a module's file: within the package, or absolute where it is of a study from outside."""
+    """Return the path of a module's file: within the package, or absolute."""
     file = _file(module)
     return str(file.relative_to(ROOT) if file and file.is_relative_to(ROOT) else file)
 
 
 def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
-    """Return the modules from which a stage reaches all the code that decides its results for a run.
-
-    `study` is the name of the run's study, `loaders` are the kinds of loaders that the stage may use.
-    """
+    """Return the modules that decide a stage's results for a run of `study` with `loaders`, by kind."""
     samples = registry.module_of(registry.study(study).dataset, "samples")
     modules = [STAGES[stage].decides, registry.studies()[study].module, samples, *map(registry.loader, loaders)]
     return [module for module in modules if module]
 
 
 def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
-    """Return the modules from which a stage reaches all the code that decides its results for a dataset of this kind.
+    """Return the modules that decide a stage's results for a dataset of this kind.
 
-    Stage `acquire` depends on what makes the file (`maker`) alone: a fetched file does not change with the code
-    that fetches it, and is not fetched again when that code is edited.
+    Stage `acquire` depends on the `maker` of the file alone: a fetched file does not change with the code that fetches.
     """
     roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)

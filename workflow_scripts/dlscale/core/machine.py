@@ -1,4 +1,4 @@
-"""The machine where the workflow runs: what its commands answer, and whether it has what some runs need."""
+"""The machine: its memory, GPUs and compilers, and the output of its commands."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ VERIFY = "DLSCALE_VERIFY"
 
 
 def let_threads_wait() -> None:
-    """Have threads wait as `WAITING` says, unless the environment says how; before anything loads OpenMP."""
+    """Set `WAITING`, unless the environment says otherwise; call it before anything loads OpenMP."""
     if not any(name in os.environ for name in (*WAITING, "KMP_BLOCKTIME")):
         os.environ.update(WAITING)
 
 
 def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when its parent, which is process `parent`, ends: nobody else would."""
+    """Have Linux send this process a signal when its parent, process `parent`, ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
@@ -45,7 +45,7 @@ def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def answer(words: list[str], seconds: float = 60.0) -> str | None:
-    """Return the output of a command; None where it is not here, fails, or takes longer than so many seconds."""
+    """Return a command's output; None if it is missing, fails, or takes longer."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -53,7 +53,7 @@ def answer(words: list[str], seconds: float = 60.0) -> str | None:
 
 
 def job_limits() -> list[tuple[int, int]]:
-    """Return the limits that the job's processes share, and what is used of each."""
+    """Return limit and use, bytes, of each control group of this process."""
     found = []
     with contextlib.suppress(OSError, ValueError):  # control groups, version 2, from this process's group upwards
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
@@ -65,7 +65,7 @@ def job_limits() -> list[tuple[int, int]]:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file, without blanks around it; an empty string where it cannot be read."""
+    """Return a file's text, stripped; an empty string if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -73,14 +73,14 @@ def text_of(path: Path) -> str:
 
 
 def free_memory() -> int:
-    """Return the bytes that the processes of this job may still take together."""
+    """Return the bytes of memory that this job may still take."""
     import psutil
 
     return int(max(min([psutil.virtual_memory().available, *(limit - used for limit, used in job_limits())]), 0))
 
 
 def gpus() -> int:
-    """Return how many GPUs a program sees here: those of CUDA_VISIBLE_DEVICES, or all; none without a driver."""
+    """Return the number of visible GPUs: those of CUDA_VISIBLE_DEVICES, or all."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return sum(name.strip() not in ("", "-1") for name in named.split(","))
     return int(_nvml("nvmlDeviceGetCount") or 0)
@@ -92,7 +92,7 @@ def driver() -> str | None:
 
 
 def _nvml(function: str) -> Any:
-    """Return what a function of NVIDIA's driver does; None where there is no driver."""
+    """Call a function of NVIDIA's driver; return None where there is no driver."""
     import pynvml
 
     try:
@@ -108,7 +108,7 @@ DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def too_old(driver: str, cuda: str) -> str | None:
-    """Return in words that a driver is older than a version of CUDA asks for; None if not, or if that is not known."""
+    """Return a sentence if a driver is older than a version of CUDA needs, else None."""
     least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if int(driver.partition(".")[0]) >= least:
         return None
@@ -138,7 +138,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 
 
 def missing(needs: list[str], provided: Collection[str] | None = None) -> list[str]:
-    """Return what of `needs` is not `provided`, or not here if nothing is said of that; in words."""
+    """Return the descriptions of `needs` that are not `provided` or, without that, not here."""
     return [
         what
         for name, (what, here) in NEEDS.items()

@@ -1,4 +1,4 @@
-"""Descriptions of losses and metrics, and the records of their values, epoch by epoch."""
+"""Losses and metrics: their descriptions, and the records of their values by epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlscale.core.text import unit
 
 
 class Metric(Record):
-    """Description of a validation metric, from which tables and the page are made."""
+    """Description of a validation metric, for tables and the page."""
 
     name: str  #: As in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` where there is one for each channel.
     title: str  #: Name of the kind for readers.
@@ -39,7 +39,7 @@ class Metric(Record):
 
     @property
     def full_title(self) -> str:
-        """Begin of a caption: the channel, which keeps its letters, or a capital."""
+        """Begin of a caption: the channel as it is written, or a capital letter."""
         return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
 
     @property
@@ -49,9 +49,9 @@ class Metric(Record):
         return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
 
     def skill(self, metrics: Mapping[str, float]) -> float | None:
-        """Return 1 - error / error of the naive answer from metrics by name; None where it has no such answer.
+        """Return 1 - error / error of the naive answer, from metrics by name; None without such an answer.
 
-        It is the share of the naive answer's error that is gone; a metric of which more is better has none.
+        A metric of which more is better has no skill.
         """
         value, naive = metrics.get(self.name), metrics.get(self.naive or "")
         return 1 - value / naive if self.better == "lower" and naive and value is not None else None
@@ -61,15 +61,15 @@ class Metric(Record):
         return epoch.valid_loss if self.name == VALID_LOSS.name else epoch.metrics.get(self.name, math.nan)
 
     def reaches(self, value: float, target: float) -> bool:
-        """Whether a value is as good as the target, or better; NaN never is."""
+        """Whether a value is as good as the target; NaN never is."""
         return value <= target if self.better == "lower" else value >= target
 
     def aim(self, value: float) -> str:
-        """Return in words that it is as good as a value, or better."""
+        """Return the target `value` in words."""
         return f"{self.title} {'≤' if self.better == 'lower' else '≥'} {value:g}"
 
     def best(self, epochs: Iterable[Epoch]) -> Epoch | None:
-        """Return the epoch after which it was best, the first of several; None if it has no finite value."""
+        """Return the first epoch with the best value; None without a finite value."""
         known = [epoch for epoch in epochs if math.isfinite(self.of(epoch))]
         sign = 1 if self.better == "lower" else -1
         return min(known, key=lambda epoch: sign * self.of(epoch), default=None)
@@ -123,7 +123,7 @@ class Epoch(Record):
 
     @property
     def begin(self) -> float:
-        """When its first step began, seconds since 1970-01-01 UTC; of one in several tries, as if without a pause."""
+        """Start time, seconds since 1970-01-01 UTC; of an epoch in several tries, as if without a pause."""
         return self.wall_time - self.epoch_seconds
 
 

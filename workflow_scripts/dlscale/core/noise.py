@@ -1,4 +1,4 @@
-"""What chance makes of measurements: intervals of means and of ratios, and successive halving."""
+"""Statistics of noisy measurements: intervals of means and ratios, and successive halving."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ TRIM = 0.2
 
 
 def standard_errors(samples: float, looks: int = 1) -> float:
-    """Return how many standard errors the interval of a mean of so many samples reaches to each side (Student's t).
+    """Return the half-width of a mean's interval in standard errors (Student's t); infinite for one sample.
 
-    Infinite for one sample, of which no spread is known. Of so many `looks` all intervals together hold what they
-    should in 95 % (Bonferroni).
+    `looks` intervals together hold in 95 % (Bonferroni).
     """
     from scipy.special import stdtrit
 
@@ -25,23 +24,22 @@ def standard_errors(samples: float, looks: int = 1) -> float:
 
 
 def reach(spread: float, samples: int, looks: int = 1) -> float:
-    """Return how far the interval of a mean of so many samples reaches to each side, given their standard deviation."""
+    """Return the half-width of a mean's interval, from the samples' standard deviation."""
     return standard_errors(samples, looks) * spread / math.sqrt(samples) if samples > 1 else math.inf
 
 
 def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation within groups, of all of them together, and its degrees of freedom."""
+    """Return the pooled standard deviation within groups, and its degrees of freedom."""
     freedom = sum(len(group) - 1 for group in groups)
     squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
     return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the trimmed mean of values, and how far its 95 % interval reaches to each side.
+    """Return the trimmed mean, and the half-width of its 95 % interval; infinite for one value.
 
-    A fifth of the values is cut off at each end, and the error is that of the Winsorized values (Tukey and McLaughlin
-    1963, Sankhya A 25, 331): other programs make a few of many measurements wrong by much. Of fewer than five values
-    none is cut, and the interval is Student's. One value has an infinite one.
+    A fifth is cut off at each end, and the error is that of the Winsorized values (Tukey and McLaughlin 1963, Sankhya A
+    25, 331): other programs distort a few measurements by much. Fewer than five values are not cut: Student's interval.
     """
     ordered, cut = sorted(values), int(TRIM * len(values))
     kept = ordered[cut : len(ordered) - cut]
@@ -54,19 +52,19 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return how many times as great the first of two numbers is, from measurements of both in turn, and its interval.
+    """Return the ratio of two quantities, measured in turn, and its 95 % interval.
 
-    The logarithms of the ratios are what `interval` is of: two that are alike have one above 1 in one of forty cases.
+    It is `interval` of the ratios' logarithms.
     """
     centre, reach = interval([math.log(first / second) for first, second in rounds])
     return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
 
 
 def halved(count: int, factor: float) -> list[int]:
-    """Return how many of so many each rung of successive halving has: all, one in `factor`, one in that of these, …
+    """Return the sizes of the rounds of successive halving: `count`, a `factor`-th of it, and so on.
 
-    Each rung is of the best of the one before, and measures them `factor` times as long (Jamieson and Talwalkar 2016,
-    arXiv:1502.07943, algorithm 1).
+    Each round has the best of the one before, `factor` times as long (Jamieson and Talwalkar 2016, arXiv:1502.07943,
+    algorithm 1).
     """
     sizes = [count]
     while sizes[-1] >= factor:

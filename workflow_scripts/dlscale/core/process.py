@@ -1,4 +1,4 @@
-"""A stage's process: its rank, its image, its log, the locks that it holds, and its last message."""
+"""A stage's process: rank, image, log, locks, and last message."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Ranks(NamedTuple):
 
 
 def ranks() -> Ranks:
-    """Return the place by the environment, before PyTorch is imported; alone, where the environment says nothing."""
+    """Return this process's place by the environment; alone, if that has none. PyTorch is not needed."""
     for names in VARIABLES:
         values = [os.environ.get(name, "") for name in names]
         if all(value.isdecimal() for value in values):
@@ -51,7 +51,7 @@ def ranks() -> Ranks:
 
 
 class Image(NamedTuple):
-    """Container image of a stage, as the workflow's first process found it; all others read it from `DLSCALE_IMAGE`."""
+    """Container image of a stage, found by the workflow's first process and passed on in `DLSCALE_IMAGE`."""
 
     engine: str
     name: str
@@ -75,7 +75,7 @@ _log: Path | None = None  #: File that this process logs to.
 
 
 def redirect(log: Path) -> TextIO:
-    """Send all that this process and its children print to a new file `log`; return the terminal."""
+    """Send the output of this process and its children to a new file `log`; return the terminal."""
     global _log
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -93,9 +93,9 @@ def redirect(log: Path) -> TextIO:
 
 
 def go_on(kept: Path, resumed: bool) -> None:
-    """Keep the log of this process under a second name, `kept`, too: Snakemake removes a job's log before each try.
+    """Keep this process's log under a second name, `kept`, too: Snakemake removes a job's log before each try.
 
-    `resumed` puts what an earlier process kept there first. Without hard links the log says that it is not kept.
+    `resumed` puts the content of `kept` first.
     """
     if not (_log and _log.is_file()):
         return
@@ -116,7 +116,7 @@ def go_on(kept: Path, resumed: bool) -> None:
 
 @contextlib.contextmanager
 def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Hold `folder/name` until the block, or this process, ends; raise a `UserError` that names another holder."""
+    """Hold the lock `folder/name` during the block; raise a `UserError` that names another holder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / name, "a+", errors="replace", opener=no_link)  # noqa: SIM115 - closed below, with the lock
@@ -142,7 +142,7 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` while the block runs; others on this machine wait for it."""
+    """Hold the lock file `path` during the block; others on this machine wait."""
     with open(path, "a", opener=no_link) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -163,7 +163,7 @@ say: Callable[[str], object] = _print
 
 
 def end(message: str, status: int) -> None:
-    """Print a message and end this process at once, whatever its other threads wait for."""
+    """Print a message and end this process at once, from any thread."""
     try:
         say(message)
     finally:
@@ -173,10 +173,10 @@ def end(message: str, status: int) -> None:
 def with_last_word(
     work: Callable[..., object], ended: Callable[[], int], failed: Callable[[Exception], bool]
 ) -> Callable[..., None]:
-    """Return a function that does `work` and then exits with the status of `ended`, unless that is 0.
+    """Return a function that does `work` and exits with the status of `ended`, unless that is 0.
 
-    Where `work` raises and `failed` returns that it has told the user all, the status is 1. (Of what is raised by
-    functions of the Snakefile, Snakemake tells where that was.)
+    Where `work` raises and `failed` has told the user all, the status is 1. (Snakemake shows where functions of the
+    Snakefile raise.)
     """
 
     def done(*args: object, **named: object) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a stage: a line every ten seconds in its log, and a file for `dlscale status`."""
+"""Progress of a stage: a line in its log every ten seconds, and a file for `dlscale status`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Doing(Record):
 
 @contextlib.contextmanager
 def told(log: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Have a file beside `log` tell how far this process is, while the block runs; without a log nothing is told."""
+    """Keep a file beside `log` with this process's progress during the block; without a log, none."""
     global file
     file = Path(f"{log}{SUFFIX}") if log else None
     try:
@@ -61,21 +61,21 @@ def told(log: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def place() -> str:
-    """Return where the number of a process means that process: the host, and on Linux the name space."""
+    """Return where a process number is valid: the host and, on Linux, the name space."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     return socket.gethostname()
 
 
 def tell(doing: Doing) -> None:
-    """Write how far this process is; a place that cannot be written to is no reason to end."""
+    """Write this process's progress; failures to write are ignored."""
     if file:
         with contextlib.suppress(UserError, OSError):
             doing.write(file)
 
 
 class Progress:
-    """Counts things, named by `unit` in the plural, towards a total (None: unknown) and shows the count."""
+    """Counter of things, `unit` in the plural, towards a total (None: unknown)."""
 
     def __init__(
         self,
@@ -85,10 +85,7 @@ class Progress:
         values: Callable[[], Mapping[str, float]] = dict,
         part: bool = False,
     ) -> None:
-        """Begin to count; `values` are numbers by name that are told with the count, asked for every ten seconds.
-
-        With `part` the end of the count is not that of the stage.
-        """
+        """Begin to count; `values` returns numbers to show, by name; `part` says that the stage goes on afterwards."""
         self.what, self.total, self.unit, self.values, self.part = what, total, unit, values, part
         self.done = self._shown = 0  # and what the last line said
         self._start = self._last = time.monotonic()
@@ -106,7 +103,7 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Seconds to the end, if the rest goes as what this process has done; None where that is not known."""
+        """Seconds to the end, at this process's pace; None if not known."""
         if self.total is None or self._first is None or self.done <= self._first[1]:
             return None
         return (self.total - self.done) * (time.monotonic() - self._first[0]) / (self.done - self._first[1])

@@ -1,9 +1,7 @@
-"""Named ranges of a step, for whichever profiler is at work; free without one.
+"""Named ranges of a step, for profilers, and the progress of a process, for the watchdog; free without either.
 
-The ranges are `step`, and within it `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`,
-`optimizer`, and `comm` (sums over ranks, which overlap `backward`).
-
-The watchdog asks how far a process has come, and in which kind of range: each kind may take its own time.
+Within `step` are `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`, `optimizer`, and `comm`
+(sums over ranks, which overlap `backward`).
 """
 
 from __future__ import annotations
@@ -49,17 +47,14 @@ def mark(name: str) -> AbstractContextManager[object]:
 
 
 def advance(name: str) -> None:
-    """Say that this process has come to what is called so, to which all come in the same order."""
+    """Record that this process reached `name`; all ranks reach names in the same order."""
     global entered, at
     entered, at = entered + 1, name
 
 
 @contextlib.contextmanager
 def part(name: str, kind: str | None = None) -> Iterator[None]:
-    """Say that this process is in a part of the run in this context: all are, and who has left it is ahead.
-
-    `kind` is that of what it does there; absent: as before.
-    """
+    """Record that this process is in a part of the run, as all ranks will be; `kind` is that of its work."""
     outer = at
     advance(name)
     with patience(kind or _kinds[-1]):
@@ -71,7 +66,7 @@ def part(name: str, kind: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patience(kind: str = OPENING) -> Iterator[None]:
-    """Say that what this process does in this context, it perhaps alone, is of another kind: compiling, opening."""
+    """Mark this process's work as of another kind, perhaps on this rank alone: compiling, opening."""
     _kinds.append(kind)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Records: one typed class for each file that a stage writes, for its writer and all its readers."""
+"""Records: a typed class for each file that a stage writes, for its writer and its readers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Positive = Annotated[Measured, Field(ge=1e-15)]
 
 
 class Record(BaseModel):
-    """A frozen record. Readers leave alone the keys that only later versions know."""
+    """A frozen record; keys of later versions are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
@@ -40,12 +40,12 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote; anything else in the file is a `UserError`."""
+        """Read a record's file; anything else in it is a `UserError`."""
         return cls.checked(read_json(path), str(path))
 
     @classmethod
     def checked(cls, values: Any, where: str) -> Self:
-        """Return the record in `values`; `where` names the place in the message of the `UserError`."""
+        """Return the record in `values`; `where` begins the message of a `UserError`."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:

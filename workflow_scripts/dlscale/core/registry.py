@@ -1,9 +1,8 @@
-"""Studies, kinds of datasets and loaders: modules that a configuration names, imported by these names.
+"""Studies, kinds of datasets and loaders: modules that a configuration names.
 
-A shipped study is a folder `dlscale/studies/NAME`, a shipped kind of dataset a folder `dlscale/datasets/KIND`. A study
-from outside is a file or folder that the configuration names (`studies: {mine: path/to/mine.py}`); it may bring kinds
-of datasets along. Fingerprints follow static imports; what is imported here by a computed name, they learn from the
-same functions.
+Shipped are the folders `dlscale/studies/NAME` and `dlscale/datasets/KIND`. A study from outside is a file or folder
+that the configuration names; it may bring kinds of datasets along. Fingerprints, which follow static imports, learn
+from here which modules are imported by name.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Study:
 
     @property
     def yaml(self) -> Path:
-        """File of its settings, datasets, plans and published figures: beside it, or in its folder."""
+        """File of its settings, datasets, plans and published figures."""
         if self.file.name == "__init__.py":
             return self.file.with_name(f"{self.file.parent.name}.yaml")
         return self.file.with_suffix(".yaml")
@@ -60,7 +59,7 @@ _added: dict[str, Study] = {}
 
 
 def studies() -> dict[str, Study]:
-    """Return all studies by name: the shipped ones, and those that were added."""
+    """Return all studies by name."""
     return {**_shipped(), **_added}
 
 
@@ -71,9 +70,9 @@ def _shipped() -> dict[str, Study]:
 
 
 def add(name: str, path: str | Path) -> None:
-    """Register the study in a file or folder outside of this package, and make it importable; twice is fine.
+    """Register the study in an outside file or folder, and make it importable; twice is fine.
 
-    A `UserError` is raised for a file that is missing, that Python cannot import, or for a name that is taken.
+    A `UserError` is raised for a missing file, one that Python cannot import, or a name that is taken.
     """
     where = f"studies.{name}"
     file = Path(path).expanduser().resolve()
@@ -104,7 +103,7 @@ def roots() -> list[Path]:
 
 
 def source(module: str) -> Path | None:
-    """Return the file of a module in the folder of a study from outside; None for any other."""
+    """Return the file of a module beside an outside study; None for others."""
     bases = [root.joinpath(*module.split(".")) for root in roots()]
     files = [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
     if len(files) > 1:
@@ -113,7 +112,7 @@ def source(module: str) -> Path | None:
 
 
 def mistake(error: BaseException) -> str | None:
-    """Return where in a study from outside an exception was raised, and what it says; None if it was elsewhere."""
+    """Return place and message of an exception raised in an outside study; None for others."""
     places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places = [(Path(error.filename), error.lineno)]
@@ -125,7 +124,7 @@ def mistake(error: BaseException) -> str | None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module that a function of this module names; a mistake in one from outside is a `UserError`."""
+    """Import a module by name; a mistake in one from outside is a `UserError`."""
     try:
         loaded = importlib.import_module(module)
     except UserError:
@@ -143,7 +142,7 @@ def load(module: str) -> ModuleType:
 
 
 def public(name: str) -> Any:
-    """Return what `from dlscale import NAME` asks for; its module is imported by then alone."""
+    """Return the object of `from dlscale import NAME`, importing its module."""
     if name not in PLACES:
         raise AttributeError(f"module 'dlscale' has no attribute {name!r}")
     return getattr(importlib.import_module(PLACES[name]), name)
@@ -166,7 +165,7 @@ def study(name: str) -> Any:
 
 @functools.cache
 def shipped_kinds() -> dict[str, str]:
-    """Return the folder of each kind of dataset of this package, as a package's name; nothing is imported."""
+    """Return the package of each shipped kind of dataset, importing nothing."""
     names = sorted(file.parent.name for file in (PACKAGE / "datasets").glob("*/kind.py"))
     return {name: f"dlscale.datasets.{name}" for name in names}
 
@@ -184,12 +183,12 @@ def _outside_kinds() -> dict[str, Any]:
 
 
 def kinds() -> dict[str, str]:
-    """Return the module of each kind of dataset: a folder of this package, or that of an outside kind's class."""
+    """Return the package of each shipped kind of dataset, and the module of each outside kind's class."""
     return {**shipped_kinds(), **{name: type(kind).__module__ for name, kind in _outside_kinds().items()}}
 
 
 def kind(name: str) -> Any:
-    """Return a kind of dataset: the object `KIND` of a folder's `kind.py`, or one of an outside module's `KINDS`."""
+    """Return a kind of dataset: `KIND` of a folder's `kind.py`, or one of an outside module's `KINDS`."""
     if name in shipped_kinds():
         return load(f"{shipped_kinds()[name]}.kind").KIND
     known = _outside_kinds()
@@ -210,10 +209,10 @@ DEFAULTS = {"samples": "dlscale.data.rows"}
 
 
 def module_of(name: str, role: str) -> str | None:
-    """Return the module that does one thing for a kind of dataset; None if none does.
+    """Return the module of a role for a kind of dataset; None if there is none.
 
-    `role` is `source`, `samples`, `describe`, `preview`, or what the kind calls a module that acquires. A shipped kind
-    has a module of that name in its folder; one from outside has functions for all roles beside its class.
+    `role` is `source`, `samples`, `describe`, `preview`, or the kind's name for a module that acquires. A shipped kind
+    has a module of that name; an outside kind has functions beside its class.
     """
     if name in shipped_kinds():
         own = f"{shipped_kinds()[name]}.{role}"

@@ -66,11 +66,7 @@ MOST_RUNS = 10_000
 
 
 class Strict(BaseModel):
-    """A frozen configuration model that refuses unknown keys and names the nearest valid one.
-
-    Numbers written as strings are accepted (YAML reads `5E-4` as a string, and `--config` passes
-    strings only).
-    """
+    """A frozen model of settings that refuses unknown keys with the nearest name, and takes numbers as strings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -97,7 +93,7 @@ class Strict(BaseModel):
 
 
 def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each key that settings of a type may have; `*` stands for names that users give."""
+    """Yield the path of each key of a type's settings; `*` stands for users' names."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
             key = field.alias or name
@@ -110,17 +106,14 @@ def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
 
 
 class Component(Strict):
-    """Settings of one of several kinds of a thing; `kind`, a Literal, says which."""
+    """Settings of one of several kinds, told apart by `kind`, a Literal."""
 
     kind: str
 
 
 @functools.cache
 def partial(model: type[BaseModel], without: tuple[str, ...] = ()) -> type[BaseModel]:
-    """Return `model` with every key optional, nested models included, but those `without`: the form of an override.
-
-    It serves the JSON schema only; overrides are validated after they are merged.
-    """
+    """Return `model` with optional keys at all depths, but those `without`: an override, for the JSON schema alone."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if name in without:
@@ -134,7 +127,7 @@ def partial(model: type[BaseModel], without: tuple[str, ...] = ()) -> type[BaseM
 
 
 def _told(field: FieldInfo) -> str | None:
-    """Return a key's description with its default, which an override does not have; nested keys say their own."""
+    """Return a key's description with its default, which an override lacks."""
     default = field.get_default()
     if field.is_required() or default is None or isinstance(default, BaseModel):
         return field.description

@@ -23,7 +23,7 @@ Kind = TypeVar("Kind")
 
 
 def read_settings(config: str | Path) -> tuple[Raw, str]:
-    """Return the settings in a YAML file, or in JSON (an object, as the workflow passes it), and what to call them."""
+    """Return the settings in a YAML file, or in JSON (an object), and their name in messages."""
     if not str(config).startswith("{"):
         return read_yaml(config), str(config)
     try:
@@ -33,14 +33,14 @@ def read_settings(config: str | Path) -> tuple[Raw, str]:
 
 
 class Loader(yaml.CSafeLoader):
-    """PyYAML's safe loader on libyaml's parser, which also refuses a key that is written twice in a mapping."""
+    """PyYAML's safe loader on libyaml's parser, which refuses keys that are written twice."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._seen: set[yaml.Node] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put what `<<` brings into a mapping; before that each of its keys is written once."""
+        """Refuse repeated keys, then merge what `<<` brings."""
         written: dict[str, yaml.Node] = {}
         for key, _ in node.value if node not in self._seen else ():
             if (first := written.setdefault(str(key.value), key)) is not key and key.value != "<<":
@@ -71,10 +71,7 @@ def read_yaml(path: str | Path) -> Raw:
 
 
 def typed(word: str) -> tuple[str, Any]:
-    """Return the key and the value of KEY=VALUE as it was typed; a `UserError` where it is no such word.
-
-    Numbers remain strings, as those in Snakemake's `--config` do.
-    """
+    """Return key and value of KEY=VALUE, numbers as strings, as in Snakemake's `--config`."""
     key, equals, text = word.partition("=")
     if not (key and equals):
         raise UserError(f"{word}: expected KEY=VALUE")
@@ -87,8 +84,8 @@ def typed(word: str) -> tuple[str, Any]:
 def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:
     """Validate `raw` as a type that pydantic knows; errors become one `UserError` that names each key by its path.
 
-    `layers` are the paths and settings that `raw` was merged from, later ones over earlier ones: a wrong value is
-    reported at the place where it was written.
+    `layers` are the paths and settings that `raw` was merged from, later over earlier: a wrong value is reported where
+    it was written.
     """
     try:
         return TypeAdapter(kind).validate_python(raw)
@@ -97,7 +94,7 @@ def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: S
 
 
 def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
-    """Return one line for each place in `raw` that `error` complains of; `kind` and `layers` as in `validate`."""
+    """Return one line for each place in `raw` that `error` complains of; see `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
         keys = _path(raw, item["loc"])
@@ -120,28 +117,28 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
 
 
 def to_try(key: str, values: list[Any]) -> str:
-    """Return how a sweep is written that tries each value of a key."""
+    """Return the settings of a sweep over values of a key."""
     return f"; to try each value: kind: sweep, sweep: {{over: {{{key}: {json.dumps(values, default=str)}}}}}"
 
 
 def _of_a_list(keys: tuple[int | str, ...], item: Any) -> str:
-    """Return how several values are tried, if a list stands where one value belongs; else an empty string."""
+    """Return advice if a list stands where one value belongs, else an empty string."""
     given, names = item.get("input"), [key for key in keys if isinstance(key, str)]
     one = names == [*keys] and (item["type"].endswith("_type") or item["type"] == "literal_error")
     return to_try(".".join(names), given) if one and isinstance(given, list) else ""
 
 
 def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:
-    """Return the message for an unknown key, with the place where a key of that name, or of a similar one, belongs."""
+    """Return the message for an unknown key, with the places of keys of that or a similar name."""
     key, here = item["ctx"]["key"], tuple(map(str, keys))
 
     def shared(path: tuple[str, ...]) -> int:
-        """Return how many steps a path has in common with the way to here; `*` stands for any name."""
+        """Return the number of steps a path has in common with the way to here; `*` matches any name."""
         steps = zip(path, here, strict=False)
         return len(list(itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)))
 
     def apart(path: tuple[str, ...]) -> int:
-        """Return how many steps of the tree are between a key and here."""
+        """Return the number of steps between a key and here."""
         return len(here) + len(path) - 2 * shared(path)
 
     valid = set(item["ctx"]["keys"].split(", "))
@@ -168,7 +165,7 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
 
 
 def _reason(item: Any) -> str:
-    """Return what one of pydantic's complaints says, with what was given and what was expected."""
+    """Return one of pydantic's complaints in words, with what was given and expected."""
     context, given = item.get("ctx", {}), item.get("input")
     got = f"got {cut(repr(given))}"
     match item["type"]:
@@ -206,12 +203,12 @@ def _reason(item: Any) -> str:
 
 
 def _choices(listed: str) -> list[str]:
-    """Return the words of a list that pydantic writes: `'a', 'b' or 'c'`."""
+    """Return the words of pydantic's lists: `'a', 'b' or 'c'`."""
     return [word.strip("' ") for word in listed.replace(" or ", ", ").split(",")]
 
 
 def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Drop from a pydantic location the union tags, which are no keys of the file."""
+    """Return a pydantic location without union tags, which are no keys of the file."""
     path: list[int | str] = []
     here = raw
     for position, key in enumerate(location):
@@ -229,7 +226,7 @@ def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def flat(settings: Raw, prefix: str = "") -> Raw:
-    """Return nested settings as one mapping with dotted keys, in their order."""
+    """Return nested settings as one mapping with dotted keys, in order."""
     values: Raw = {}
     for key, value in settings.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -1,4 +1,4 @@
-"""The table of stages: the one place that says what each stage is.
+"""The table of stages.
 
 The command line, a plan's `measure`, the params of rules, cost, doctor, time limits and Slurm requests derive from it.
 A stage that measures a run is added by a row here, its module, and a thin rule.
@@ -37,7 +37,7 @@ VALIDATION = 1 / 3
 
 
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of all steps + a third of those of all validations; `steps` may cut the last epoch short."""
+    """Return the samples of all steps + a third of those of all validations."""
     if train is None or valid is None:
         return None
     if run.training.steps is None:
@@ -49,29 +49,26 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
 
 
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return (warm-up + counted trials) x batches x batch size x 3 modes; FULL is the slowest of the three."""
+    """Return (warm-up + counted trials) x batches x batch size x 3 modes, of which FULL is the slowest."""
     trials = run.throughput.warmup + run.throughput.trials
     return float(3 * trials * run.throughput.batches * run.batch_size)
 
 
 def throughput_seconds(run: Any) -> float:
-    """Return how long the trials last at least, in 3 modes, and the turns with the plan's first run at most, s.
-
-    Without what opening both runs takes.
-    """
+    """Return the least time of the trials, in 3 modes, plus the longest of the turns, s."""
     settings = run.throughput
     turns = settings.beside if run.processes.world_size == 1 else 0.0
     return float(3 * (settings.warmup + settings.trials) * settings.seconds + turns)
 
 
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return (skipped + (profilers + two without) x profiled steps) x batch size; profilers slow steps down by some."""
+    """Return (skipped + (profilers + two without) x profiled steps) x batch size."""
     steps = run.profile.skip + (2 + len(run.profile.tools)) * run.profile.steps
     return float(steps * run.batch_size)
 
 
 def profile_starts(run: Any) -> int:
-    """Return how many processes a rank starts, one after the other: nsys looks at one of its own."""
+    """Return the number of processes that a rank starts in turn: nsys has one of its own."""
     return 1 + ("nsys" in run.profile.tools)
 
 

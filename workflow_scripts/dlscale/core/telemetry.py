@@ -1,6 +1,6 @@
-"""`telemetry/STAGE.csv` of a run: what a node did about once a second while a stage ran; its writer and all readers.
+"""`telemetry/STAGE.csv` of a run: a node's activity each second during a stage; its writer and readers.
 
-Imports the standard library alone, for the process that samples is to be small.
+The standard library alone is imported, for the sampling process is to be small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlscale.core.errors import UserError
 
 @dataclass(frozen=True)
 class GpuSample:
-    """What one GPU of the run did; None where it does not tell. Columns `gpu0_utilization`, `gpu0_memory_bytes`, ..."""
+    """Activity of a GPU of the run; None: not told. Columns `gpu0_utilization`, `gpu0_memory_bytes`, ..."""
 
     utilization: float | None = None  #: Share of the driver's last interval, 1/6 to 1 s, in which a kernel ran.
     memory_bytes: float | None = None  #: In use, by all processes.
@@ -33,9 +33,8 @@ class GpuSample:
 class Sample:
     """A row: rates and shares are means over the `seconds` before `time`.
 
-    The run's own processes are all ranks of the node and their descendants, those that load data included. Where these
-    are not all seen (ranks in containers of their own), `cpu_others` is None and what is said of the run is of those
-    that are.
+    The run's own processes are all ranks of the node and their descendants. Where these are not all seen (ranks in
+    containers of their own), `cpu_others` is None, and the run's figures are of those that are.
     """
 
     time: float  #: Seconds since 1970-01-01 UTC.
@@ -76,7 +75,7 @@ def line(sample: Sample) -> str:
 
 
 def read(path: str | Path) -> list[Sample]:
-    """Read a file; none and an empty one hold no samples, and a last line without an end is left out."""
+    """Read a file; none and an empty one hold no samples, and half a last line is left out."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
         return [_sample(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
@@ -87,10 +86,7 @@ def read(path: str | Path) -> list[Sample]:
 
 
 def read_nodes(path: str | Path) -> list[list[Sample]]:
-    """Read the file of the first node and those of the others; none has no samples.
-
-    A file that ended before the first node's began is left from an earlier run on more nodes.
-    """
+    """Read the files of all nodes, the first node's first, without those of an earlier run on more nodes."""
     path = Path(path)
     first = read(path)
     count = len(list(path.parent.glob(f"{path.stem}.node*")))
@@ -99,7 +95,7 @@ def read_nodes(path: str | Path) -> list[list[Sample]]:
 
 
 def node_file(path: Path, node: int) -> Path:
-    """Return the file of a node, by number, where `path` is that of the first."""
+    """Return the file of a node; `path` is that of the first."""
     return path.with_name(f"{path.stem}.node{node}{path.suffix}") if node else path
 
 
@@ -126,9 +122,9 @@ def _sample(row: Mapping[str, str]) -> Sample:
 
 
 def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> float | None:
-    """Return the joules of the run's GPUs between two times (seconds since 1970-01-01 UTC); None where nothing tells.
+    """Return the energy of the run's GPUs between two times (seconds since 1970-01-01 UTC), J; None if not known.
 
-    They are those of the GPUs' own counters, else power x time. Between two samples power is taken to be constant.
+    It is from the GPUs' own counters, else power x time; power is constant between samples.
     """
     found = list[float]()
     for samples in nodes:
@@ -147,7 +143,7 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
 
 @dataclass(frozen=True)
 class Summary:
-    """What a node did while a stage ran. Columns are named as in the file; those that were never known are absent."""
+    """A node's activity during a stage. Columns are named as in the file; unknown ones are absent."""
 
     seconds: float = 0.0
     means: Mapping[str, float] = field(default_factory=dict)  #: Over time.

@@ -17,13 +17,13 @@ _COLOURS = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """Return a text in a colour if `stream` is a terminal that has some, and its user wants them (no-color.org)."""
+    """Return a text in a colour if `stream` is a terminal that shows colours (no-color.org)."""
     shown = stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
     return f"\033[{_COLOURS[colour]}m{text}\033[0m" if shown else text
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits (all of them before the point) and thousands set apart."""
+    """Return `value` with `digits` significant digits (all before the point) and thousands set apart."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -53,7 +53,7 @@ def many(value: int, what: str) -> str:
 
 
 def unit(text: str | None) -> str:
-    """Return a unit with its powers raised (`m s**-1` and `m s-1`: m s⁻¹); nothing for the dimensionless `1`."""
+    """Return a unit with powers raised (`m s**-1` and `m s-1`: m s⁻¹); nothing for `1`."""
     if text in (None, "", "1"):
         return ""
     power = r"(?:\*\*|\^)([-+]?\d+)|(?<=\b[A-Za-z])(-?\d)\b|(?<=\b[A-Za-z]{2})(-?\d)\b"
@@ -79,7 +79,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(bytes_: float | None, space: str = _SPACE) -> str:
-    """Return a size in decimal units (1 kB = 1000 bytes); `space` parts the number from its unit."""
+    """Return a size in decimal units (1 kB = 1000 bytes), `space` before the unit."""
     if bytes_ is None:
         return NONE
     for name in ("B", "kB", "MB", "GB", "TB"):

@@ -1,4 +1,4 @@
-"""Where the time of a call of the workflow went, by rule."""
+"""Time of a call of the workflow, by rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
 
 def jobs(results: Path, since: float) -> list[Job]:
-    """Return the jobs that were done after `since` (seconds since 1970-01-01 UTC), from their benchmarks and logs."""
+    """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), from benchmarks and logs."""
     folder, found = results / "benchmarks", []
     for path in folder.rglob("*.tsv"):
         if (end := path.stat().st_mtime) < since:
@@ -51,8 +51,8 @@ def jobs(results: Path, since: float) -> list[Job]:
 def lines(done: Iterable[Job], since: float, until: float, cores: int | None = None, busy: float = 0.0) -> list[str]:
     """Return a table of jobs by rule, the longest first; nothing if there was none.
 
-    `since` and `until` are the begin and the end of it all, seconds since 1970-01-01 UTC. `busy` is the processor time
-    (s) that the call's own processes used of so many `cores`, where that is known.
+    `since` and `until` are seconds since 1970-01-01 UTC, `busy` the processor time (s) of the call's own processes on
+    `cores`, where that is known.
     """
     rules: dict[str, list[Job]] = {}
     for job in done:

@@ -1,7 +1,7 @@
-"""Addresses without what is secret in them, and the way that the secrets take to the stage that fetches.
+"""Addresses without their secrets, and the way of the secrets to the stage that fetches.
 
-A configuration is read with its addresses hidden, so that no page, no record, no command line and no parameter of a job
-holds a secret. The whole addresses go to `acquire` in its environment alone.
+A configuration is read with its addresses hidden, so that pages, records, command lines and params hold no secret. The
+whole addresses go to `acquire`, in its environment alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
 def hidden(url: str) -> str:
-    """Return an address without login and fragment, and without the values of its query.
+    """Return an address without login, fragment, and the values of its query.
 
-    What is left tells one file from another: a value is `***` under a key that is known for a login, which may change,
-    and else `~` with the first eight digits of its SHA-256. By these a short value can be found, if all are tried: as a
-    secret only a long random one is safe there. A text that is no address, or is one that is hidden already, stays; one
-    that is malformed and holds any of `@`, `?`, `#` becomes `***` altogether.
+    A value becomes `***` under a login's key, and else `~` with eight digits of its SHA-256, so that files stay apart;
+    a short secret could be guessed from these. A text that is no address, or hidden already, stays; a malformed address
+    with any of `@`, `?`, `#` becomes `***`.
     """
     parts = split(url)
     if parts is None:
@@ -70,7 +69,7 @@ def _hidden_value(word: str) -> str:
 
 
 def has_secret(settings: Any) -> bool:
-    """Return whether an address in settings has a login, a value of a key that is known for one, or one without key."""
+    """Return whether an address in settings has a login, or a query's value under a login's key or none."""
     if isinstance(settings, Mapping):
         return any(map(has_secret, settings.values()))
     if isinstance(settings, list | tuple):
@@ -83,14 +82,14 @@ def has_secret(settings: Any) -> bool:
 
 
 def hidden_in(text: str) -> str:
-    """Return a text of any kind with the addresses in it hidden, such as what a library says of its failure."""
+    """Return a text with the addresses in it hidden."""
     return _IN_TEXT.sub(lambda match: hidden(match[0]), text)
 
 
 def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> Any:
-    """Return settings with the addresses in them hidden; the whole ones go into `secrets`, by hidden ones.
+    """Return settings with addresses hidden; the whole ones go into `secrets`, by hidden ones.
 
-    An address that cannot be read is a `UserError`, which names its key by its path `where`.
+    A malformed address is a `UserError`, which names its key by its path `where`.
     """
     if isinstance(settings, Mapping):
         return {key: hide(value, f"{where}.{key}", secrets) for key, value in settings.items()}
@@ -110,7 +109,7 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
 
 
 def publish(secrets: Mapping[str, str]) -> None:
-    """Put whole addresses into this process's environment, for the stages that it starts."""
+    """Put whole addresses into the environment, for the stages of this process."""
     os.environ.pop(VARIABLE, None)
     text = json.dumps(secrets)
     if len(text.encode()) > MOST:
