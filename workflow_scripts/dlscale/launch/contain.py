@@ -6,7 +6,6 @@ killed, the container's standard input ends, and the stage in it with that (`hol
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import os
@@ -16,10 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from dlscale.core import urls
 from dlscale.core.process import VARIABLES
@@ -74,17 +70,13 @@ def main(command: list[str]) -> int:
     client = subprocess.Popen(
         [engine, command[1], "--name", called, "--sig-proxy=false", *command[2:]],
         stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    last: collections.deque[bytes] = collections.deque(maxlen=20)
-    copier = threading.Thread(target=_copy, args=(client.stderr, last), daemon=True)
-    copier.start()
     try:
         status = client.wait()
-        copier.join(5)
         if status in NOT_STARTED:
-            _explain(engine, command, status, last)
+            remedy = "is the image here, and are GPUs set up for containers (site.gpu: false leaves them out)?"
+            print(f"{engine} did not start the container (status {status}); {remedy}", file=sys.stderr)
         if status < 0:  # the client was killed; the container goes on
             waited = ask("wait", called).stdout.strip()
             status = int(waited) if waited.isdecimal() else 128 - status
@@ -102,27 +94,6 @@ def main(command: list[str]) -> int:
             if not left.strip() or time.monotonic() > end:
                 break
             time.sleep(0.25)
-
-
-def _copy(stream: IO[bytes], last: collections.deque[bytes]) -> None:
-    """Pass on the output of engine and stage, and keep its last lines."""
-    for line in stream:
-        last.append(line)
-        with contextlib.suppress(OSError):
-            os.write(2, line)
-
-
-def _explain(engine: str, command: list[str], status: int, last: Iterable[bytes]) -> None:
-    """Write into the stage's log why its container did not start."""
-    if "--log" not in command[:-1]:
-        return
-    log = Path(command[command.index("--log") + 1])
-    said = b"".join(last).decode(errors="replace")
-    remedy = "; is the image here, and are GPUs set up for containers (site.gpu: false leaves them out)?"
-    with contextlib.suppress(OSError):
-        log.parent.mkdir(parents=True, exist_ok=True)
-        if not log.exists() or not log.stat().st_size:
-            log.write_text(f"{said}{engine} did not start the container (status {status}){remedy}\n")
 
 
 def hold_on() -> None:
