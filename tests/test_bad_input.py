@@ -24,11 +24,9 @@ import numpy as np
 import pytest
 
 from dlscale import cli
-from dlscale.core import files, telemetry
-from dlscale.core.board import events
+from dlscale.core import files
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json, sha256, write_json
-from dlscale.core.metrics import read_epochs
+from dlscale.core.files import read_json, write_json
 from dlscale.data import describe as data_describe
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
@@ -37,8 +35,6 @@ from dlscale.data.parts import load_dataset
 from dlscale.datasets.cosmo import describe as cosmo_describe
 from dlscale.datasets.era5 import describe as era5_describe
 from dlscale.datasets.mnist.source import read_idx
-from dlscale.report.profiles import read_rows
-from dlscale.train.weights import read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage
 from tests.mutate_files import READERS
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
@@ -254,16 +250,6 @@ def test_a_pipe_is_no_file(tmp_path: Path, refused: Check) -> None:
     assert "a.npy: a pipe" in refused(*preprocess(tmp_path, starter(pipe), pipe, pipe, part="train/train"))
     with pytest.raises(UserError, match=r"a\.npy: a pipe or a device; expected a file"):
         read_idx(pipe, 3)
-
-
-@pytest.mark.parametrize(
-    "reader",
-    [sha256, read_json, read_epochs, Manifest.read, read_weights, telemetry.read, read_rows, lambda p: [*events(p)]],
-)
-def test_nothing_waits_for_a_pipe(tmp_path: Path, reader: Callable[[Path], object]) -> None:
-    os.mkfifo(pipe := tmp_path / "events.out.tfevents.1")
-    with pytest.raises(UserError, match="a pipe or a device; expected"):
-        reader(pipe)
 
 
 def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:

@@ -85,18 +85,6 @@ def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     assert re.findall(r"^Successfully installed (.*)$", said, re.MULTILINE) == [f"dlscale-{PROJECT['version']}"]
 
 
-def test_results_come_where_the_readme_says(tmp_path: Path) -> None:
-    """The folder is in a clone, with its README alone; what is made there is not tracked."""
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    shutil.copy2(ROOT / ".gitignore", tmp_path)
-    shutil.copytree(ROOT / "results", tmp_path / "results", ignore=lambda _, names: set(names) - {"README.md"})
-    (tmp_path / "results/report").mkdir()
-    (tmp_path / "results/report/index.html").touch()
-    subprocess.run(["git", "-C", tmp_path, "add", "--all"], check=True)
-    listed = subprocess.run(["git", "-C", tmp_path, "ls-files"], capture_output=True, text=True, check=True)
-    assert listed.stdout.split() == [".gitignore", "results/README.md"]
-
-
 def test_ci_tests_both_ends() -> None:
     """The oldest and newest Python and PyTorch of the ranges; every command that CI calls of make is there."""
     flows = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github/workflows").glob("*.yml")}

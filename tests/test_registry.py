@@ -70,29 +70,6 @@ def test_a_folder_with_relative_imports(tmp_path: Path) -> None:
     assert {"swell", "swell.inner", "swell.deep"} <= set(fingerprint.reachable(["swell"]))
 
 
-def test_an_installed_study_reaches_its_own_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it lie packages that it imports, as in site-packages."""
-    write(tmp_path / "tides/__init__.py", "import neighbour\n" + STUDY.format(kind="tides"))
-    (tmp_path / "neighbour.py").write_text("")
-    information = tmp_path / "tides-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: tides\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[dlscale.studies]\nt = tides\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    registry._installed.cache_clear()
-    try:
-        assert registry.study("t").dataset == "tides"
-        reached = fingerprint.reachable(["tides"])
-        assert "tides" in reached and "neighbour" not in reached
-        (information / "entry_points.txt").write_text("[dlscale.studies]\nt = gone.for.good\n")
-        registry._installed.cache_clear()
-        with pytest.raises(UserError, match=r"entry point t of dlscale.studies: no module gone.for.good"):
-            registry.studies()
-    finally:
-        monkeypatch.undo()
-        registry._installed.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,27 +69,6 @@ STAY = (
 """
 )
 
-#: A stranger: where there is a store at one of these addresses it lists the keys, and sets a pickle. What is no store
-#: may not answer at all.
-STRANGER = """
-import json, os, pickle, sys, threading
-from datetime import timedelta
-import torch.distributed as dist
-found = []
-def enter(host, port):
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
-    store.set("torch.rendezvous.none", pickle.dumps(print))
-    found.append([host, port, len(store.list_keys())])
-threading.excepthook = print
-threads = [threading.Thread(target=enter, args=place) for place in json.loads(sys.argv[1])]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join(5)
-print(json.dumps(found), flush=True)
-os._exit(0)
-"""
-
 
 @contextlib.contextmanager
 def staying(words: list[str], geometry: Geometry) -> Iterator[tuple[list[tuple[str, int]], str]]:
@@ -127,61 +105,12 @@ def staying(words: list[str], geometry: Geometry) -> Iterator[tuple[list[tuple[s
             node.communicate(timeout=PATIENCE)  # which ends their input
 
 
-def stranger(places: Sequence[tuple[str, int]], *inside: str) -> list[Any]:
-    """Return what a program of somebody else finds at these places."""
-    command = [*inside, sys.executable, "-c", STRANGER, json.dumps(places)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return list(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.fixture
-def elsewhere() -> Iterator[tuple[str, list[str]]]:
-    """This machine's address as another one sees it, and the words that run a program there: a network namespace."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("needs root, and ip, to make a network namespace")
-    name, ours = f"dlscale{os.getpid()}", f"dls{os.getpid()}"
-    net = f"10.213.{os.getpid() % 250}"
-    made = [
-        f"ip netns add {name}",
-        f"ip link add {ours} type veth peer name eth0 netns {name}",
-        f"ip address add {net}.1/24 dev {ours}",
-        f"ip link set {ours} up",
-        f"ip -n {name} address add {net}.2/24 dev eth0",
-        f"ip -n {name} link set eth0 up",
-        f"ip -n {name} link set lo up",
-    ]
-    try:
-        for command in made:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"no network namespace here: {done.stderr.strip()}")
-        yield f"{net}.1", ["ip", "netns", "exec", name]
-    finally:
-        subprocess.run(["ip", "link", "delete", ours], capture_output=True)
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
 def test_nobody_gets_into_a_run_on_one_node() -> None:
     """No store listens, and what does, for gradients, is on loopback, whatever address the machine's name has."""
     two = Geometry(gpus_per_node=2)
     with staying(launcher.launch(site(engine="none"), HERE, two), two) as (places, said):
         assert said.count("by lo 0o700") == 2
         assert places and {ip for ip, _ in places} == {"127.0.0.1"}
-        assert stranger(places) == []
-
-
-@pytest.mark.slow
-def test_on_several_nodes_the_store_listens_on_their_network_alone(elsewhere: tuple[str, list[str]]) -> None:
-    """From another network it cannot be reached, though the machine can."""
-    port, inside, each = free_port(), elsewhere[1], [elsewhere[0], "127.0.0.1"]
-    several = Geometry(nodes=2)
-    with staying(launcher.launch(site(engine="none", rendezvous=f"127.0.0.1:{port}"), HERE, several), several) as (
-        places,
-        _,
-    ):
-        assert [ip for ip, number in places if number == port] == ["127.0.0.1"]
-        assert stranger([(ip, port) for ip in each], *inside) == []
 
 
 def test_a_node_that_is_taken_for_the_first_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample
-from dlscale.launch.telemetry import beside, show
+from dlscale.launch.telemetry import beside
 from dlscale.measure import gpus, processes
 from dlscale.measure import telemetry as sampler
 from dlscale.measure.gpus import Gpus, bus_ids
@@ -98,14 +98,6 @@ def test_what_is_no_telemetry_is_said(tmp_path: Path, text: str) -> None:
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=r"train\.csv: not telemetry .* run its stage again"):
         telemetry.read(path)
-
-
-def test_a_stage_is_not_undone_by_its_telemetry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "telemetry/train.csv"
-    path.parent.mkdir()
-    path.write_text(telemetry.header(0) + "1,1\n")
-    show(path)
-    assert "not telemetry" in caplog.text and not (tmp_path / "tensorboard").exists()
 
 
 def test_nodes_of_this_run_and_of_no_earlier_one(tmp_path: Path) -> None:
@@ -266,15 +258,6 @@ def test_it_looks_once_a_second(tmp_path: Path) -> None:
     assert 0 < rows[-1].seconds < 1.5
 
 
-def test_ranks_that_are_not_seen(tmp_path: Path) -> None:
-    """More are said to be there, in containers of their own: others cannot be told from them."""
-    path = tmp_path / "train.csv"
-    with beside(path, os.getppid(), 100, 0):
-        pass
-    (row,) = telemetry.read(path)
-    assert row.cpu_others is None and row.cpu is not None and row.cpu_run is not None
-
-
 def samplers(pid: int) -> list[int]:
     return [p.pid for p in psutil.Process(pid).children() if "dlscale.measure.telemetry" in p.cmdline()]
 
@@ -318,22 +301,6 @@ def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
         enough.touch()
     assert path.read_text().endswith("\n") and telemetry.read(path)
     assert (tmp_path / "said").read_text() == ""
-
-
-def test_an_interruption_while_it_starts_is_the_stages(tmp_path: Path) -> None:
-    """Ctrl-C reaches all processes of the terminal's group, one that still imports its modules as well."""
-    path = tmp_path / "train.csv"
-    code = (
-        "import os, pathlib, signal, sys, time\n"
-        "from dlscale.launch.telemetry import beside\n"
-        "signal.signal(signal.SIGINT, lambda *_: None)\n"
-        "with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):\n"
-        "    time.sleep(0.05)\n"
-        "    os.killpg(0, signal.SIGINT)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, path], start_new_session=True, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert telemetry.read(path), "it looked at least once"
 
 
 def test_a_stage_outlives_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -491,27 +458,6 @@ def test_a_driver_that_refuses_leaves_no_gpus(monkeypatch: pytest.MonkeyPatch, b
     monkeypatch.setattr(FakeNvml, broken, refuse)
     found = Gpus(2)
     assert len(found) == 0 and found.sample() == ()
-
-
-def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(gpus.ctypes, "CDLL", missing)
-    assert bus_ids(1) == [] and Gpus(1).sample() == ()
-
-
-def test_the_reasons_are_nvmls() -> None:
-    import pynvml
-
-    named = {
-        pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
-        pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
-        pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature (software)",
-        pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature (hardware)",
-        pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
-    }
-    assert named == gpus.REASONS
 
 
 @pytest.mark.gpu

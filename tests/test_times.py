@@ -46,14 +46,12 @@ def test_what_a_job_left_half_written_is_no_job(tmp_path: Path, text: str) -> No
 
 
 def test_the_table_has_rules_by_their_time_and_what_was_used() -> None:
-    # From 100 to 130: 2 s before the first job, two side by side to 112, 3 s of nothing, one to 125, 5 s after it.
     done = [Job("configure", 106.0, 4.0, None), Job("train", 112.0, 8.0, 1.5), Job("train", 125.0, 10.0, 2.0)]
     assert times.lines(done, 100.0, 130.0, cores=2, busy=15.0) == [
         "Where the time went: 30.0\u00a0s on 2 cores, of which this call used 25\u00a0%.",
-        "                jobs    time  of which starting",
-        "  train            2  18.0 s              3.5 s",
-        "  configure        1   4.0 s",
-        "  between jobs        10.0 s",
+        "             jobs        time  of which starting",
+        "  train         2      18.0 s              3.5 s",
+        "  configure     1       4.0 s",
     ]
     side = [*done, Job("train", 125.0, 25.0, None)]
     assert times.lines(side, 100.0, 130.0)[0].endswith("Jobs ran side by side: their times are more in sum.")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -24,8 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -237,13 +234,6 @@ def install() -> None:
     """Install the packages, where they are missing, and keep them from starting daemons of their own."""
     if not missing():
         return
-    with (Path(tempfile.gettempdir()) / "dlscale-cluster.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of a test session may come to it at once
-        if missing():
-            _install()
-
-
-def _install() -> None:
     environment = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
     policy = Path("/usr/sbin/policy-rc.d")  # asked by every package that would start a daemon
     ours = not policy.exists()
@@ -269,11 +259,9 @@ class Cluster:
     folder
         Everything that it writes, made anew by `start`; only the logs stay after `stop`. The path has to be short,
         for there are sockets in it.
-    owner
-        The process (its id) that it is for: once that is gone, `sweep` stops the cluster. None: it stays until `stop`.
     """
 
-    def __init__(self, number: int = 0, folder: Path | None = None, owner: int | None = None) -> None:
+    def __init__(self, number: int = 0, folder: Path | None = None) -> None:
         if not 0 <= number < 100:
             raise ValueError(f"a cluster's number is 0 to 99, not {number}")
         self.id = f"dls{number}"  # names of network devices have at most 15 characters
@@ -284,36 +272,20 @@ class Cluster:
         self.folder = Path(folder or known or f"/tmp/{self.id}").resolve()
         if len(str(self.folder)) > 60:
             raise ValueError(f"too long for sockets: {self.folder}")
-        self.owner = owner
         self._children: list[subprocess.Popen[bytes]] = []
-
-    @classmethod
-    def claim(cls, owner: int) -> Cluster:
-        """Return a cluster, not started, of a number that no other has, for a process; stop those left behind."""
-        sweep()
-        RECORDS.mkdir(exist_ok=True)
-        for number in range(10, 100):  # the first ones are for people
-            # the file's appearance is what makes it ours
-            with contextlib.suppress(FileExistsError), open(RECORDS / f"dls{number}.json", "x"):
-                cluster = cls(number, owner=owner)
-                cluster._write({})
-                return cluster
-        raise ClusterError(f"all numbers are taken: {RECORDS}")
 
     # ---- what was started ------------------------------------------------------------------------
 
     def _recorded(self) -> dict[str, Any]:
-        """Return what is on record: the folder, the owner, the processes, each with when it started."""
+        """Return what is on record: the folder, and the processes, each with when it started."""
         try:
             text = self.record.read_text()
         except FileNotFoundError:
             text = ""
-        # empty while another process claims the number
-        return json.loads(text) if text else {"folder": None, "owner": None, "processes": {}}
+        return json.loads(text) if text else {"folder": None, "processes": {}}
 
     def _write(self, processes: dict[str, tuple[int, int]]) -> None:
-        owner = self.owner and (self.owner, started(self.owner))
-        record = {"folder": str(self.folder), "owner": owner, "processes": processes}
+        record = {"folder": str(self.folder), "processes": processes}
         RECORDS.mkdir(exist_ok=True)
         new = self.record.with_suffix(".new")
         new.write_text(json.dumps(record))
@@ -635,20 +607,6 @@ class Cluster:
 
 def _outside_of_jobs() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
-
-
-def recorded() -> Iterator[Cluster]:
-    """Yield the clusters that are on record."""
-    for path in sorted(RECORDS.glob("dls*.json")):
-        yield Cluster(int(path.stem.removeprefix("dls")))
-
-
-def sweep() -> None:
-    """Stop clusters whose process is gone: it was killed before it could."""
-    for cluster in recorded():
-        owner = cluster._recorded()["owner"]
-        if owner and started(owner[0]) != owner[1]:
-            cluster.stop()
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 
@@ -19,10 +20,12 @@ def cluster() -> Iterator[slurm.Cluster]:
     why = slurm.obstacle()
     if why:
         pytest.skip(f"no cluster here: {why}")
-    if slurm.missing():
-        if os.environ.get("DLSCALE_CLUSTER_TESTS") != "1":
-            names = ", ".join(slurm.missing())
-            pytest.skip(f"not installed: {names} (DLSCALE_CLUSTER_TESTS=1 installs them)")
+    if slurm.missing() and os.environ.get("DLSCALE_CLUSTER_TESTS") != "1":
+        pytest.skip(f"not installed: {', '.join(slurm.missing())} (DLSCALE_CLUSTER_TESTS=1 installs them)")
+    slurm.RECORDS.mkdir(exist_ok=True)
+    with (slurm.RECORDS / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of other sessions on this machine
         slurm.install()
-    with slurm.Cluster.claim(owner=os.getpid()) as running:
-        yield running
+        slurm.Cluster(1).stop()  # that of a session that was killed; number 0 is for people
+        with slurm.Cluster(1) as running:
+            yield running

@@ -13,13 +13,11 @@ import pytest
 from dlscale.core import telemetry
 from dlscale.measure.profilers.records import Profile
 from dlscale.report.profiles import read_rows
-from tests.cluster.cluster import Cluster
 from tests.cluster.flow import Flow
 from tests.cluster.test_containers import flow as flow  # a fixture
 from tests.cluster.test_containers import running
 from tests.container.conftest import Engine, container_engine, cpu_image  # noqa: F401 - fixtures
 from tests.test_nsys import totals
-from tests.waiting import PATIENCE, until
 
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.container, pytest.mark.slow),
@@ -109,24 +107,3 @@ def test_two_tasks_in_containers(
     samples = telemetry.read(profiled.path / FOLDER / "telemetry/profile.csv")
     assert len(samples) >= 3 and max(sample.rss_bytes or 0 for sample in samples) > 100e6
     assert (profiled.path / "results/report/profiled.html").exists()
-
-
-def test_a_cancelled_job_leaves_nothing(profiled: Flow, container_engine: Engine, cluster: Cluster) -> None:  # noqa: F811
-    """Neither a container nor nsys, which has processes of its own."""
-    profiled.config["plans"]["profiled"]["settings"]["profile"]["steps"] = 100_000
-    with profiled.running("--retries=0") as process:
-
-        def recorded() -> bool:
-            return sum("profilers.child" in line and "nsys profile" in line for line in processes(profiled)) >= 2
-
-        profiled.until("nsys in both containers", recorded, process)
-        (job,) = [row[0] for row in profiled.jobs("jobid", "comment:100") if row[1].startswith("rule_profile")]
-        cluster.run("scancel", job)
-        assert process.wait(PATIENCE) != 0
-    until(
-        "the end of all",
-        lambda: not running(container_engine) and not processes(profiled),
-        said=lambda: (running(container_engine), processes(profiled)),
-        seconds=2 * PATIENCE,
-    )
-    assert not (profiled.path / FOLDER / "profile").exists()

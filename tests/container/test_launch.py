@@ -16,7 +16,6 @@ import pytest
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.launch import image
-from dlscale.launch.contain import GRACE
 from dlscale.launch.launcher import Place, launch
 from tests.conftest import ERA5_RUN, ROOT, make_run
 from tests.container.conftest import Engine
@@ -135,23 +134,6 @@ def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine
     assert (tmp_path / "SIGTERM").exists(), "it was asked to end, and could have saved"
     if who == "client":
         assert process.wait(PATIENCE) in (75, 128 + signal.SIGKILL), "its own, unless it is removed before one can ask"
-
-
-def test_a_container_whose_name_begins_alike_is_not_waited_for(
-    start: Any, container_engine: Engine, cpu_image: str, tmp_path: Path
-) -> None:
-    """Of another process: numbers of processes begin alike, too."""
-    process = start(1000)
-    said(tmp_path, "ready")
-    [called] = containers(container_engine)
-    other = f"{called}0"
-    container_engine("run", "--detach", "--network=host", "--name", other, cpu_image, "sleep", 1000)
-    try:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(GRACE - 5) == 75, "it would wait for all of its grace"
-        assert containers(container_engine) == [other]
-    finally:
-        container_engine("rm", "--force", "--time=0", other)
 
 
 def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str], tmp_path: Path) -> None:
