@@ -95,17 +95,12 @@ def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> 
 
     rates = Throughput.read(folder / "throughput.json")
     assert rates.full and scalars(board, runs[3])["throughput/full"] == pytest.approx(rates.full.mean)
-    assert {"mfu", "mbu", "peak_memory_bytes"} < set(scalars(board, runs[3]))
     (tool,) = Profile.read(folder / "profile" / "profile.json").tools
     assert scalars(board, runs[0]) == {
         f"profile_torch_ms/{name}": pytest.approx(1e3 * time.seconds) for name, time in tool.ranges.items()
     }
-    assert {"profile_torch_ms/step", "profile_torch_ms/backward"} < set(scalars(board, runs[0]))
     seen = telemetry.summary(telemetry.read(folder / "telemetry" / "profile.csv"))
-    shown = scalars(board, runs[1])
-    assert shown["telemetry/cpu_run"] == pytest.approx(seen.means["cpu_run"], rel=1e-5)
-    assert shown["telemetry/seconds"] == pytest.approx(seen.seconds, rel=1e-5) and seen.seconds > 0
-    assert ("telemetry/joules" in shown) == (seen.joules is not None)
+    assert scalars(board, runs[1])["telemetry/cpu_run"] == pytest.approx(seen.means["cpu_run"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -97,12 +94,6 @@ def test_two_tasks_in_containers(
 
     assert by_torch.problem is None and by_torch.steps == STEPS
     assert {f"torch.rank{rank}.json.gz" for rank in (0, 1)} == set(by_torch.files.values())
-    for rank in (0, 1):
-        with gzip.open(folder / f"torch.rank{rank}.json.gz", "rt") as trace:
-            events = json.load(trace)["traceEvents"]
-        counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
-        assert [counts[name] for name in ("step", "forward", "backward", "optimizer")] == [STEPS] * 4
-        assert any(row.tool == "torch" and row.rank == rank and row.kind == "operator" for row in rows)
 
     samples = telemetry.read(profiled.path / FOLDER / "telemetry/profile.csv")
     assert len(samples) >= 3 and max(sample.rss_bytes or 0 for sample in samples) > 100e6

@@ -12,10 +12,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
@@ -126,23 +126,19 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, list[str]]:
             imported |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
             if name == ROOT.name:
                 imported |= {registry.PLACES[alias.name] for alias in node.names if alias.name in registry.PLACES}
-    return hashlib.sha256(repr(_code(tree)).encode()).hexdigest(), sorted(imported)
+    return hashlib.sha256(_code(tree).encode()).hexdigest(), sorted(imported)
 
 
-def _code(node: Any) -> Any:
-    """Return a tree as nested tuples, without places, docstrings, and empty fields, which differ by Python."""
-    if isinstance(node, list):
-        return [_code(each) for each in node]
-    if not isinstance(node, ast.AST):
-        return node
-    fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.Constant):
-        del fields["kind"]  # u"…" is "…"
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        match fields["body"]:
-            case [ast.Expr(value=ast.Constant(value=str())), *rest]:
-                fields["body"] = rest
-    return type(node).__name__, [(name, _code(value)) for name, value in fields.items() if value not in (None, [])]
+def _code(tree: ast.Module) -> str:
+    """Return the code of a parsed module: without docstrings, and what Python's versions write differently."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant():
+                node.kind = None  # u"…" is "…"
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if ast.get_docstring(node) is not None:
+                    del node.body[0]
+    return re.sub(r"(, )?\b\w+=(\[\]|Load\(\))", "", ast.dump(tree))
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
