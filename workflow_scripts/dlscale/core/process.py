@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -50,7 +51,8 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-class Image(NamedTuple):
+@dataclass(frozen=True)
+class Image:
     """Container image of a stage, found by the workflow's first process and passed on in `DLSCALE_IMAGE`."""
 
     engine: str
