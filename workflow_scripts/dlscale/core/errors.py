@@ -27,9 +27,8 @@ class PeerLost(Exception):
 
 
 def brief(error: BaseException) -> str:
-    """Return an exception's message in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:299] + "…"
+    """Return an exception's message in one line of some 300 characters at most."""
+    return cut(" ".join(str(error).split()), 300)
 
 
 def cut(text: str, most: int = 200) -> str:

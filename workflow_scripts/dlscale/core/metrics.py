@@ -34,7 +34,6 @@ class Metric(Record):
 
     @property
     def channel(self) -> str:
-        """The channel; empty if the metric is of no channel."""
         return self.name.partition("/")[2]
 
     @property
@@ -44,7 +43,6 @@ class Metric(Record):
 
     @property
     def label(self) -> str:
-        """Label of an axis."""
         shown = unit(self.unit)
         return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
 
@@ -57,7 +55,6 @@ class Metric(Record):
         return 1 - value / naive if self.better == "lower" and naive and value is not None else None
 
     def of(self, epoch: Epoch) -> float:
-        """Return its value after an epoch; NaN if it has none."""
         return epoch.valid_loss if self.name == VALID_LOSS.name else epoch.metrics.get(self.name, math.nan)
 
     def reaches(self, value: float, target: float) -> bool:
@@ -65,7 +62,6 @@ class Metric(Record):
         return value <= target if self.better == "lower" else value >= target
 
     def aim(self, value: float) -> str:
-        """Return the target `value` in words."""
         return f"{self.title} {'≤' if self.better == 'lower' else '≥'} {value:g}"
 
     def best(self, epochs: Iterable[Epoch]) -> Epoch | None:
@@ -91,7 +87,6 @@ class LossInfo(Record):
 
     @property
     def label(self) -> str:
-        """Label of an axis."""
         return self.title + " loss" * ("loss" not in self.title) + f" ({self.unit})" * bool(self.unit)
 
 

@@ -61,13 +61,11 @@ class Image:
 
     @staticmethod
     def read() -> Image | None:
-        """Return the image in the environment, if there is one."""
         name, _, identity = os.environ.get("DLSCALE_IMAGE", "").partition("=")
         engine, _, image = name.partition(":")
         return Image(engine, image, identity) if engine and image and identity else None
 
     def write(self) -> None:
-        """Put the image into the environment."""
         os.environ["DLSCALE_IMAGE"] = f"{self.engine}:{self.name}={self.identity}"
 
 

@@ -92,7 +92,6 @@ class Progress:
         self._first: tuple[float, int] | None = None  # when the first of this process was done, and the count then
 
     def update(self, done: int, total: int | None = None) -> None:
-        """Set the count to `done`."""
         self.done = done
         self.total = self.total if total is None else total
         now = time.monotonic()
@@ -131,7 +130,6 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write a last line."""
         if self.done != self._shown:
             self._line()
 

@@ -31,11 +31,9 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     def text(self) -> str:
-        """Return the record as one line of JSON."""
         return self.model_dump_json(by_alias=True, exclude_none=False)
 
     def write(self, path: str | Path) -> None:
-        """Write the record as JSON, whole or not at all."""
         write_json(path, self.model_dump(mode="json", by_alias=True))
 
     @classmethod

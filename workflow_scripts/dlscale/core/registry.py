@@ -171,7 +171,6 @@ def shipped_kinds() -> dict[str, str]:
 
 
 def _outside_kinds() -> dict[str, Any]:
-    """Return the kinds of datasets in `KINDS` of studies from outside."""
     found = dict[str, Any]()
     for study in _added.values():
         for kind in getattr(load(study.module), "KINDS", []):

@@ -122,7 +122,6 @@ def to_try(key: str, values: list[Any]) -> str:
 
 
 def _of_a_list(keys: tuple[int | str, ...], item: Any) -> str:
-    """Return advice if a list stands where one value belongs, else an empty string."""
     given, names = item.get("input"), [key for key in keys if isinstance(key, str)]
     one = names == [*keys] and (item["type"].endswith("_type") or item["type"] == "literal_error")
     return to_try(".".join(names), given) if one and isinstance(given, list) else ""
@@ -138,7 +137,6 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
         return len(list(itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)))
 
     def apart(path: tuple[str, ...]) -> int:
-        """Return the number of steps between a key and here."""
         return len(here) + len(path) - 2 * shared(path)
 
     valid = set(item["ctx"]["keys"].split(", "))
@@ -203,7 +201,6 @@ def _reason(item: Any) -> str:
 
 
 def _choices(listed: str) -> list[str]:
-    """Return the words of pydantic's lists: `'a', 'b' or 'c'`."""
     return [word.strip("' ") for word in listed.replace(" or ", ", ").split(",")]
 
 

@@ -51,7 +51,6 @@ class Sample:
     gpus: tuple[GpuSample, ...] = field(default=())
 
     def cells(self) -> dict[str, Any]:
-        """Return the row by column."""
         found = {name: getattr(self, name) for name in _NODE}
         for number, gpu in enumerate(self.gpus):
             found |= {f"gpu{number}_{name}": getattr(gpu, name) for name in _GPU}

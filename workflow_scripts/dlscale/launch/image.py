@@ -78,7 +78,6 @@ def migrated(image: str) -> bool:
 
 
 def _run(words: list[str]) -> None:
-    """Run a command, whose output goes to the log."""
     logging.info("%s", " ".join(words))
     try:
         status = subprocess.run(words, check=False).returncode
