@@ -195,15 +195,16 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
     reasons = []
     if site.packages and not Path(site.packages).is_dir():
         raise UserError(f"site.packages: {site.packages}: no such folder; make it: pip install --target FOLDER NAME")
-    if site.engine == "auto" and not site.image:
-        chosen["engine"] = "none"
-        reasons.append("engine: none, since site.image names no image")
-    elif site.engine == "auto":
-        troubles = [(engine, _trouble(engine, site.image or "", folder)) for engine in ENGINES]
-        engine = next((engine for engine, trouble in troubles if trouble is None), "none")
-        absent = ", ".join(f"{name} ({trouble})" for name, trouble in troubles if trouble not in (None, "absent"))
-        why = f"no engine is installed{f' but {absent}' if absent else ''}" if engine == "none" else "it is here"
-        chosen["engine"] = engine
+    if site.engine == "auto":
+        troubles = {engine: _trouble(engine, site.image, folder) for engine in ENGINES} if site.image else {}
+        engine = chosen["engine"] = next((name for name, trouble in troubles.items() if trouble is None), "none")
+        broken = ", ".join(
+            f"{name} ({trouble})" for name, trouble in troubles.items() if trouble not in (None, "absent")
+        )
+        none = (
+            f"no engine is installed{f' but {broken}' if broken else ''}" if site.image else "site.image names no image"
+        )
+        why = none if engine == "none" else "it is here"
         reasons.append(f"engine: {engine}, since {why}")
     if site.starter == "auto":
         chosen["starter"] = "srun" if site.scheduler else "torchrun"
