@@ -129,37 +129,32 @@ def _of_a_list(keys: tuple[int | str, ...], item: Any) -> str:
 
 def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:
     """Return the message for an unknown key, with the places of keys of that or a similar name."""
-    key, here = item["ctx"]["key"], tuple(map(str, keys))
-
-    def shared(path: tuple[str, ...]) -> int:
-        """Return the number of steps a path has in common with the way to here; `*` matches any name."""
-        steps = zip(path, here, strict=False)
-        return len(list(itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)))
-
-    def apart(path: tuple[str, ...]) -> int:
-        return len(here) + len(path) - 2 * shared(path)
-
-    valid = set(item["ctx"]["keys"].split(", "))
+    key, here, valid = item["ctx"]["key"], tuple(map(str, keys)), item["ctx"]["keys"].split(", ")
     if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a letter too many or too few: nearer than any place
         return str(item["msg"])
-    every = sorted(set(key_paths(kind)), key=lambda path: (apart(path), path))
+    # The path of each key, after the steps of the tree between it and here, and those that it has in common with here.
+    every = [(len(path) - 2 * same, path, same) for path in set(key_paths(kind)) for same in [_shared(path, here)]]
     # Of a union each member has its keys; those of others are not valid here.
-    every = [path for path in every if shared(path) < len(here) or not {*path[len(here) :][:1]} - valid]
-    named = [path for path in every if path[-1] == key]
+    every = [each for each in sorted(every) if each[2] < len(here) or {*each[1][len(here) :][:1]} <= {*valid}]
+    named = [each for each in every if each[1][-1] == key]
     if not named and not item["ctx"]["nearest"]:
-        close = difflib.get_close_matches(key, {path[-1] for path in every}, n=1, cutoff=0.75)
-        named = [path for path in every if path[-1] in close]
-    near = [path for path in named if apart(path) == apart(named[0])]
+        close = difflib.get_close_matches(key, {path[-1] for _, path, _ in every}, n=1, cutoff=0.75)
+        named = [each for each in every if each[1][-1] in close]
+    near = [each for each in named if each[0] == named[0][0]]
     if not 1 <= len(near) <= 3:  # `kind` is a key of many sections, none of which is meant more than the others
         return str(item["msg"])
+    places = [
+        ".".join(path[same:] if same == len(here) < len(path) else (*prefix, *here[:same], *path[same:]))
+        for _, path, same in near
+    ]
+    meant = " or ".join(f"'{place.replace('*', 'NAME')}'" for place in places)
+    return f"unknown key '{key}' (did you mean {meant}?); valid keys: {item['ctx']['keys']}"
 
-    def place(path: tuple[str, ...]) -> str:
-        same = shared(path)
-        below = same == len(here) < len(path)
-        return ".".join(path[same:] if below else (*prefix, *here[:same], *path[same:])).replace("*", "NAME")
 
-    places = " or ".join(f"'{place(path)}'" for path in near)
-    return f"unknown key '{key}' (did you mean {places}?); valid keys: {item['ctx']['keys']}"
+def _shared(path: tuple[str, ...], here: tuple[str, ...]) -> int:
+    """Return the number of steps that two paths have in common; `*` stands for any name."""
+    steps = zip(path, here, strict=False)
+    return len([*itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)])
 
 
 def _reason(item: Any) -> str:

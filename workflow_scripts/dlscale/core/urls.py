@@ -40,7 +40,7 @@ def hidden(url: str) -> str:
     if parts is None:
         return "***" if set(url) & set("@?#") else url
     query = "&".join(map(_hidden_value, parts.query.split("&"))) if parts.query else ""
-    return anonymous(parts)._replace(query=query).geturl()
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query, fragment="").geturl()
 
 
 def split(url: str) -> SplitResult | None:
@@ -51,11 +51,6 @@ def split(url: str) -> SplitResult | None:
     except ValueError:
         return None
     return parts if parts.hostname else None
-
-
-def anonymous(parts: SplitResult) -> SplitResult:
-    """Return an address without login and fragment."""
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="")
 
 
 def _hidden_value(word: str) -> str:
