@@ -1,7 +1,7 @@
 """Run a container engine's client so that nothing is left behind: `python -m dlscale.launch.contain ENGINE ...`.
 
-The container gets a name, by which signals reach it, its exit status is read, and it is removed. Where this process is
-killed, the container's standard input ends, and the stage in it with that (`hold_on`).
+By the container's name signals reach it, its exit status is read, and it is removed. Where this process is killed, the
+container's standard input ends, and its stage with that (`hold_on`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Start the ranks of a run: `python -P -m dlscale.launch.ranks --nproc-per-node=4 -m dlscale train ...`.
 
-The options, each with `=`, are PyTorch's torchrun's, whose place this takes without open ports: ranks of one node meet
-in a folder of their user's, those of several at `--rdzv-endpoint`. Without options the words start ranks themselves:
-`mpirun -n 8 env MASTER_ADDR={host} ...`.
+The options, each with `=`, are those of PyTorch's torchrun, but no port is opened: ranks of one node meet in their
+user's folder, those of several at `--rdzv-endpoint`. Without options the words start ranks themselves, as mpirun's do.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 def main(words: Sequence[str]) -> int:
     """Run all ranks to their end and return the exit status of the first that failed, as shells count signals.
 
-    The others are then asked to end, and killed 30 s later. `NODE_RANK` numbers this one of several nodes, else what
-    started a process on each does.
+    The others are then asked to end, and killed 30 s later. `NODE_RANK`, else what started this process, numbers the
+    node.
     """
     parser = argparse.ArgumentParser(prog="dlscale.launch.ranks")
     parser.add_argument("--nproc-per-node", type=int, default=1)
@@ -97,9 +96,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], No
 
 
 def become(words: Sequence[str]) -> int:
-    """Become a command that starts ranks, such as mpirun, with `{host}` and `{port}` put in: those of this node.
+    """Become a command that starts ranks, such as mpirun, with this node, where rank 0 is, for `{host}` and `{port}`.
 
-    It is a job's first node, where rank 0 is. Runs on the same machine meet at different ports.
+    Runs on the same machine meet at different ports.
     """
     host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)
     if not shutil.which(words[0]):

@@ -40,7 +40,7 @@ def request(
     """Return a job's resources, by the names of the workflow's Slurm executor.
 
     `geometry` is a run's; None for a stage on part of a CPU node. `minutes` is the estimated time limit (None: the
-    site's own for the stage), cut to the queue's. `processes` are nodes and processes of each, if not one a device.
+    site's), cut to the queue's. `processes` are nodes and processes of each, if not one a device.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1}
