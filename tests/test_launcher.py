@@ -484,16 +484,6 @@ def test_auto_takes_an_engine_that_can_have_the_image(tmp_path: Path) -> None:
         assert resolve(site(engine="auto", image=name), there)[0].engine == engine
 
 
-def test_what_a_site_provides_counts_for_what_runs_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    plan = {"targets": ["cosmo_ladder"]}
-    container = {"engine": "podman", "image": "x"}
-    assert "dali" in config.load({**plan, "site": {**container, "provides": ["dali"]}}).plans["cosmo_ladder"]
-    assert "dali" not in config.load({**plan, "site": {**container, "provides": []}}).plans["cosmo_ladder"]
-    here = "dali" in config.load(plan).plans["cosmo_ladder"]
-    assert ("dali" in config.load({**plan, "site": {"provides": []}}).plans["cosmo_ladder"]) == here, "no container"
-
-
 def test_auto_without_an_image_is_no_engine(tmp_path: Path) -> None:
     """Whichever is here: it would be refused at once, for want of one."""
     chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +54,8 @@ def free_port() -> int:
 
 # ---- who else can come in ----------------------------------------------------------------------------
 
-#: As MEET, says by which interface gradients go and who may enter the folder in which the ranks met, and waits until
-#: nobody holds its standard input any more.
+#: As MEET, says by which interface gradients go and who may enter the folder in which the ranks met, and waits for the
+#: end of its standard input.
 STAY = (
     MEET
     + """
@@ -70,47 +68,19 @@ STAY = (
 )
 
 
-@contextlib.contextmanager
-def staying(words: list[str], geometry: Geometry) -> Iterator[tuple[list[tuple[str, int]], str]]:
-    """Start a run by the words for each node; give where its processes listen, once all met, and what they said."""
-    program = STAY.format(nodes=geometry.nodes, each=geometry.gpus_per_node)
-    command = [*words[:-3], "-c", program]  # in place of -P -m dlscale
-    nodes = [
-        subprocess.Popen(
-            command,
-            env=environment(NODE_RANK=str(number)),
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for number in range(geometry.nodes)
-    ]
-    try:
-        said = ""
-        for number, node in enumerate(nodes, 1):
-            while said.count("by ") < number * geometry.gpus_per_node:
-                line = node.stdout.readline() if node.stdout else ""
-                assert line, said
-                said += line
-        assert said.count("all together") == geometry.world_size
-        family = [psutil.Process(node.pid) for node in nodes]
-        family += [child for process in family for child in process.children(recursive=True)]
-        assert len(family) == geometry.nodes + geometry.world_size
-        sockets = {each.laddr for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"}
-        yield sorted((address.ip, address.port) for address in sockets), said
-    finally:
-        for node in nodes:
-            node.communicate(timeout=PATIENCE)  # which ends their input
-
-
 def test_nobody_gets_into_a_run_on_one_node() -> None:
     """No store listens, and what does, for gradients, is on loopback, whatever address the machine's name has."""
-    two = Geometry(gpus_per_node=2)
-    with staying(launcher.launch(site(engine="none"), HERE, two), two) as (places, said):
-        assert said.count("by lo 0o700") == 2
-        assert places and {ip for ip, _ in places} == {"127.0.0.1"}
+    words = launcher.launch(site(engine="none"), HERE, Geometry(gpus_per_node=2))
+    command = [*words[:-3], "-c", STAY.format(nodes=1, each=2)]  # in place of -P -m dlscale
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, **pipes) as node:
+        assert node.stdout
+        said = "".join(node.stdout.readline() for _ in range(4))  # two of each
+        family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+        listening = {each.laddr.ip for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"}
+        node.communicate(timeout=PATIENCE)  # which ends their input
+    assert said.count("all together 1") == said.count("by lo 0o700") == 2
+    assert len(family) == 3 and listening == {"127.0.0.1"}
 
 
 def test_a_node_that_is_taken_for_the_first_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
