@@ -27,7 +27,7 @@ MODULES = {
     ".".join(["dlscale", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): file
     for file in sorted(PACKAGE.rglob("*.py"))
 }
-STUDIES = {name: study.module for name, study in registry.studies().items() if not study.outside}
+STUDIES = {name: study.module for name, study in registry.studies().items()}
 KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
 #: What a module of a kind of dataset has for each role; see `dlscale.data.kind`.
