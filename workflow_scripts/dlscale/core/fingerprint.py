@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -130,15 +129,14 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, list[str]]:
 
 
 def _code(tree: ast.Module) -> str:
-    """Return the code of a parsed module: without docstrings, and what Python's versions write differently."""
+    """Return the code of a parsed module, without docstrings, and without fields that Python's versions leave out."""
     for node in ast.walk(tree):
-        match node:
-            case ast.Constant():
-                node.kind = None  # u"…" is "…"
-            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                if ast.get_docstring(node) is not None:
-                    del node.body[0]
-    return re.sub(r"(, )?\b\w+=(\[\]|Load\(\))", "", ast.dump(tree))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            del node.body[: ast.get_docstring(node) is not None]
+        for name, value in [*ast.iter_fields(node)]:
+            if value == [] or isinstance(value, ast.Load) or name == "kind":  # u"…" is "…"
+                delattr(node, name)
+    return ast.dump(tree)
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
