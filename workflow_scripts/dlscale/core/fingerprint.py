@@ -128,11 +128,15 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, list[str]]:
     return hashlib.sha256(_code(tree).encode()).hexdigest(), sorted(imported)
 
 
+#: Nodes that may have a docstring.
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 def _code(tree: ast.Module) -> str:
     """Return the code of a parsed module, without docstrings, and without fields that Python's versions leave out."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            del node.body[: ast.get_docstring(node) is not None]
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            del node.body[0]
         for name, value in [*ast.iter_fields(node)]:
             if value == [] or isinstance(value, ast.Load) or name == "kind":  # u"…" is "…"
                 delattr(node, name)
