@@ -14,8 +14,7 @@ from bench.tasks import Bench, Skip, Task, Values
 from dlscale.core.errors import UserError
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
-from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.direct_device import Streamed
+from dlscale.data.loaders.direct_loader import Streamed
 from dlscale.data.loaders.settings import DaliLoader, DirectLoader
 from dlscale.data.samples import GridSamples
 from dlscale.train.selfcheck import check_operations
@@ -87,7 +86,7 @@ def loader_of(
     )
     loader = direct_loader.build(samples, settings, share, bench.device, delivery)
     if kind == "streamed" and not bench.cuda:  # the way to a GPU, with the processor in its place
-        loader._backend = Streamed(samples, stored_fields(samples), batch_size, loader._slots, bench.device, delivery)
+        loader._backend = Streamed(samples, batch_size, loader._slots, bench.device, delivery)
     return loader
 
 

@@ -24,8 +24,8 @@ from bench.gpu_timings import Data, data
 from bench.tasks import Bench, Skip, Task, Values
 from dlscale.data.loaders import decode
 from dlscale.data.loaders.base import AS_DECLARED
-from dlscale.data.loaders.decode import on_device, stored_fields
-from dlscale.data.loaders.direct_device import Resident
+from dlscale.data.loaders.decode import on_device
+from dlscale.data.loaders.direct_loader import Resident
 from dlscale.train.attention import BACKENDS, only, registered
 
 #: What the rungs before compiling leave.
@@ -386,9 +386,9 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
     if wide:
         bench.need_cuda()
     samples = data.samples()
-    fields, batch_size = stored_fields(samples), data.case.batch_size
+    fields, batch_size = (samples.input, samples.target), data.case.batch_size
     boxes = samples.boxes(0).take(range(batch_size))
-    held = Resident(samples, fields, bench.device)._held
+    held = Resident(samples, bench.device)._held
     work = []
     for field, (values, firsts, strides), starts in zip(fields, held, (boxes.input, boxes.target), strict=True):
         shift = max(2**31 - len(values), 0) if wide else 0

@@ -454,7 +454,7 @@ MUTATIONS = [
     ),
     Mutation(
         "split_without_its_gap",
-        "data/paired.py",
+        "data/kind.py",
         "(gap if low > 0 else 0)",
         "0",
         "test_data.py::test_fractions_are_disjoint_volumes",

@@ -38,7 +38,6 @@ from dlscale.core.metrics import read_epochs
 from dlscale.core.registry import study
 from dlscale.data import describe, parts
 from dlscale.data.manifest import Manifest
-from dlscale.data.mapped import MappedArray
 from dlscale.data.parts import load_dataset
 from dlscale.data.store import Reader
 from dlscale.datasets.imagenet.folder import pictures
@@ -93,13 +92,11 @@ def prepared(settings: Callable[[Path], dict[str, Any]]) -> Read:
         }
         describe.main(argparse.Namespace(**arguments, manifest=out / "manifest.json", stats=out / "stats"))
         manifest = Manifest.read(out / "manifest.json")
-        for name, info in manifest.fields.items():
+        for name in manifest.fields:
             for file in manifest.files("train"):
                 reader = Reader(manifest.path(file), name)
                 reader[(slice(0, 2),)]
-                if len(reader.shape) == 4 and info.channel_axis is not None:
-                    mapped = MappedArray(reader, info.channel_axis)
-                    mapped.copy(np.zeros(3, int), np.empty((mapped.shape[0], 1, 1, 1), mapped.buffer_dtype))
+                reader.copy(tuple(slice(0, 1) for _ in reader.shape), np.empty([1] * len(reader.shape), np.float32))
 
     return read
 

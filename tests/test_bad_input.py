@@ -32,8 +32,8 @@ from dlscale.core.metrics import read_epochs
 from dlscale.data import describe as data_describe
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
-from dlscale.data.mapped import map_chunks
 from dlscale.data.parts import load_dataset
+from dlscale.data.store import map_chunks
 from dlscale.datasets.cosmo import describe as cosmo_describe
 from dlscale.datasets.era5 import describe as era5_describe
 from dlscale.datasets.mnist.source import read_idx

@@ -14,7 +14,7 @@ import torch
 
 from dlscale.data.loaders import decode
 from dlscale.data.loaders.base import AXES, Delivery, Share
-from dlscale.data.loaders.decode import StoredField, on_device
+from dlscale.data.loaders.decode import on_device
 from dlscale.data.samples import BoxField
 from dlscale.train.step import Network
 from tests.test_loaders import CPU, VOLUMES, build, crops, pairs, streamed
@@ -45,17 +45,10 @@ def forget() -> None:
     sys.modules.pop(KERNEL, None)
 
 
-def tiles(monkeypatch: pytest.MonkeyPatch, rows: int, values: int) -> None:
-    """Make the kernel's tiles smaller, so that boxes are larger."""
-    if KERNEL in sys.modules:
-        monkeypatch.setattr(sys.modules[KERNEL], "ROWS", rows)
-        monkeypatch.setattr(sys.modules[KERNEL], "VALUES", values)
-
-
-def held(field: StoredField, file: int) -> tuple[torch.Tensor, np.ndarray]:
+def held(field: BoxField, file: int) -> tuple[torch.Tensor, np.ndarray]:
     """Return all values of a file as they are stored, and their strides [4]."""
-    canonical = np.empty(field.files[file].shape, field.dtype)
-    field.files[file].copy(np.zeros(3, np.int64), canonical)
+    canonical = np.empty(field.shape_of(file), field.dtype)
+    field.copy(file, np.zeros(3, np.int64), canonical)
     stored = np.ascontiguousarray(canonical.transpose(field.order))
     return torch.from_numpy(stored.reshape(-1)), field.strides(field.canonical(stored))
 
@@ -69,11 +62,10 @@ def decoded(
     field: BoxField, starts: np.ndarray, symmetries: list[int], dtype: torch.dtype, layout: torch.memory_format
 ) -> torch.Tensor:
     """Decode boxes of the first file."""
-    stored_field = StoredField(field)
-    stored, strides = held(stored_field, 0)
+    stored, strides = held(field, 0)
     file, base = np.zeros(len(starts), np.int64), (starts * strides[1:]).sum(axis=1)
-    plan = stored_field.plan(file, np.array(symmetries), base, strides[None])
-    return on_device(stored, plan, stored_field, dtype, Delivery(dtype, layout))
+    plan = field.plan(file, np.array(symmetries), base, strides[None])
+    return on_device(stored, plan, field, dtype, Delivery(dtype, layout))
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype, way: str) -> torch.Tensor:
@@ -99,36 +91,23 @@ def test_every_symmetry(tmp_path: Path, way: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_values", [(4, 16), (8, 512)])
 @pytest.mark.parametrize("layout", [PLAIN, torch.channels_last_3d])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["half, whole", "channels last, half, whole"])
 def test_every_form_of_crops(
-    tmp_path: Path,
-    way: str,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    dtype: torch.dtype,
-    layout: torch.memory_format,
-    rows_values: tuple[int, int],
+    tmp_path: Path, way: str, name: str, dtype: torch.dtype, layout: torch.memory_format
 ) -> None:
-    """Rounded once, whatever the tiles."""
-    tiles(monkeypatch, *rows_values)
+    """Rounded once."""
     samples = crops(tmp_path, VOLUMES[name], files=1)
-    symmetries = SOME if rows_values[0] == 8 else SOME[:4]
-    starts = starts_of(len(symmetries), (7, 5, 6))
+    starts, symmetries = starts_of(len(SOME), (7, 5, 6)), SOME
     found = decoded(samples.input, starts, symmetries, dtype, layout)
     assert found.is_contiguous(memory_format=layout) and found.dtype == dtype
     assert torch.equal(found, rounded(truth(samples.input, 0, starts, symmetries), dtype, way))
 
 
 @pytest.mark.parametrize("layout", [PLAIN, torch.channels_last])
-@pytest.mark.parametrize("rows_values", [(2, 16), (8, 512)])
-def test_every_form_of_states(
-    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, layout: torch.memory_format, rows_values: tuple[int, int]
-) -> None:
+def test_every_form_of_states(tmp_path: Path, way: str, layout: torch.memory_format) -> None:
     """Boxes with an axis of one cell, and of unequal edges."""
-    tiles(monkeypatch, *rows_values)
     samples = pairs(tmp_path, {"dtype": "float16"})
     starts = np.array([[time, 0, 0] for time in (5, 0, 6)])
     found = decoded(samples.input, starts, [0] * 3, torch.float32, layout)
@@ -139,8 +118,8 @@ def test_every_form_of_states(
 def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
     """Of 2^32 stored values (a file with a hole, which takes no memory), with channels 2^31 values apart."""
     samples = crops(tmp_path, VOLUMES["half, whole"], files=1)
-    stored_field = StoredField(samples.input)
-    stored, strides = held(stored_field, 0)
+    field = samples.input
+    stored, strides = held(field, 0)
     apart, first = 2**31, 2**30 + 12345
     with open(tmp_path / "huge", "wb") as file:
         file.truncate(2 * (3 * apart + 2**31))
@@ -151,9 +130,9 @@ def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
     starts = starts_of(3, (7, 5, 6))
     base = first + (starts * strides[1:]).sum(axis=1)
     wide = np.array([[apart, *strides[1:]]])
-    plan = stored_field.plan(np.zeros(3, np.int64), np.array([0, 14, 47]), base, wide)
-    found = on_device(torch.from_numpy(huge), plan, stored_field, torch.float32, Delivery())
-    assert torch.equal(found, truth(samples.input, 0, starts, [0, 14, 47]))
+    plan = field.plan(np.zeros(3, np.int64), np.array([0, 14, 47]), base, wide)
+    found = on_device(torch.from_numpy(huge), plan, field, torch.float32, Delivery())
+    assert torch.equal(found, truth(field, 0, starts, [0, 14, 47]))
 
 
 @pytest.mark.slow
@@ -183,17 +162,6 @@ def test_loaders_deliver_what_the_step_takes(tmp_path: Path, way: str, make: Any
     loader.close()
 
 
-def test_without_triton_operations_decode(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """And the log says so, once."""
-    caplog.set_level("INFO")
-    forget()
-    monkeypatch.setitem(sys.modules, "triton", None)
-    for _ in range(3):
-        assert decode.kernel(torch.device("cuda")) is None
-    assert [message for message in caplog.messages if "no Triton" in message] == caplog.messages != []
-    forget()
-
-
 @pytest.mark.parametrize("case", ["channels last", "contiguous", "one time"])
 def test_the_kernel_compiles_for_gpus(case: str) -> None:
     """For A100 and H200, without one: values are written 16 bytes at a time, and multiply-adds keep their digits.
@@ -208,11 +176,11 @@ def test_the_kernel_compiles_for_gpus(case: str) -> None:
     decode_kernel = importlib.import_module(KERNEL)
 
     types = {"stored": "*fp16", "places": "*i64", "numbers": "*fp32", "n0": "i32", "n1": "i32", "n2": "i32"}
-    constants = {"C": 5, "LAST": case == "channels last", "ROWS": decode_kernel.ROWS, "VALUES": decode_kernel.VALUES}
+    constants = {"C": 5, "LAST": case == "channels last", "BLOCK": decode_kernel.BLOCK}
     constants |= {"n0": 1} if case == "one time" else {}
     names = decode_kernel._decode.arg_names
     for capability, out in ((80, "*bf16"), (90, "*fp32")):
-        signature = {**types, "out": out, "width": "i32", **dict.fromkeys(constants, "constexpr")}
+        signature = {**types, "out": out, **dict.fromkeys(constants, "constexpr")}
         source = ASTSource(
             decode_kernel._decode,
             {name: signature[name] for name in names},

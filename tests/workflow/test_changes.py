@@ -602,7 +602,6 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     kinds = [module for module in registry.kinds().values() if module != "waves"]
     own |= {
         "dlscale.datasets",
-        "dlscale.data.paired",
         *kinds,
         *(f"{module}.kind" for module in kinds),
         *reachable(["waves"], whole=True),

@@ -1,8 +1,4 @@
-"""Stage `acquire`: bring one raw file into a dataset's `source/` folder.
-
-It is simulated, fetched (resumable and checked) or read out of a Zarr store. It needs the network
-for the last two: run it on a login or transfer node.
-"""
+"""Stage `acquire`: simulate one raw file, fetch it, or read it out of a store, into a dataset's `source/` folder."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from dlscale.data.kind import file_name, is_url
 
 
 def main(args: argparse.Namespace) -> None:
-    """Make `args.out`, the raw file called `args.file`, of the dataset in `args.config`."""
+    """Make `args.out`, the raw file `args.file` of the dataset in `args.config`."""
     dataset = parts.load_dataset(args.config)
     raws = parts.raws(dataset)
     if args.file not in raws:

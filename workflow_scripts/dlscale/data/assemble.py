@@ -1,4 +1,4 @@
-"""Stage `assemble`: join the pieces of one part into its final file, in the stored type and layout."""
+"""Stage `assemble`: join the pieces of one part into its file, in the stored type and layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Stage `describe`: statistics of the training part, and the manifest.
-
-It ends preprocessing, and it is where prepared files (those that others wrote) enter: their kind checks and describes
-them where they lie.
-"""
+"""Stage `describe`: statistics of the training part, and the manifest; a kind describes prepared files itself."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
-    """Describe what `assemble` wrote."""
+    """Describe the files of `assemble`."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     fields: dict[str, Field] = {}
     moments: dict[str, dict[str, Moments]] = {split: {} for split in SPLITS}
@@ -74,14 +70,14 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
 def new_manifest(
     dataset: DatasetSettings, fields: dict[str, FieldInfo], splits: dict[str, list[File]], folder: Path
 ) -> Manifest:
-    """Return the manifest of a dataset, without what its kind adds."""
+    """Return the manifest of a dataset before its kind completes it."""
     provenance = {"settings": dataset.model_dump(mode="json")}
     rows = parts.kind_of(dataset).rows
     return Manifest(kind=dataset.kind, rows=rows, fields=fields, splits=splits, provenance=provenance, folder=folder)
 
 
 def describe_field(field: Field, moments: Moments) -> FieldInfo:
-    """Return what the manifest says of a field with these statistics; its values are in model units."""
+    """Return the description of a field with these statistics, whose values are in model units."""
     statistics = {key: getattr(moments, key).tolist() for key in ("mean", "std", "minimum", "maximum")}
     return FieldInfo(
         channels=list(field.channels),
@@ -96,7 +92,7 @@ def describe_field(field: Field, moments: Moments) -> FieldInfo:
 
 
 def check_alike(path: Path, field: Field, first: Field) -> None:
-    """Refuse a file whose rows differ from those of other files; volumes may differ in size."""
+    """Refuse rows that differ from those of other files; volumes may differ in size."""
     rows_differ = field.row_axis == 0 and field.shape[1:] != first.shape[1:]
     if rows_differ or (field.channels, field.dtype) != (first.channels, first.dtype):
         raise UserError(
@@ -118,7 +114,7 @@ def check_disjoint(manifest: Manifest) -> None:
 
 
 def write_statistics(manifest: Manifest, stats: Path) -> None:
-    """Write means and standard deviations [1, C, 1, 1] as .npy files; those of an only field as published ones are."""
+    """Write means and standard deviations [1, C, 1, 1] as .npy files; an only field's have the published names."""
     for name, info in manifest.fields.items():
         prefix = "global" if len(manifest.fields) == 1 else name
         for key, values in (("means", info.mean), ("stds", info.std)):

@@ -1,7 +1,6 @@
 """Stage `preprocess`: one piece of one part, streamed from the raw files within a memory bound.
 
-A piece holds its rows in float32 or as integers, their moments and, where the source asks for it, their sum. Pieces
-are independent: they run in parallel and `assemble` joins them.
+A piece holds its rows in float32 or as integers, their moments and, where the source asks for it, their sum.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             read = source.read(first, last)
             for field in source.fields:
                 values = read[field.name]
-                own = Moments.of(values, field.channel_axis)
-                if not own.finite:
-                    store.check_finite(values, field, label, first)
-                moments[field.name] = moments[field.name].merged(own)
+                store.check_finite(values, field, label, first)
+                moments[field.name] = moments[field.name].merged(Moments.of(values, field.channel_axis))
                 if field.name in source.summed:
                     sums[field.name] = sums.get(field.name, 0) + values.sum(axis=0, dtype=np.float64)
                 file[field.name][field.select(first - start, last - start)] = values

@@ -1,8 +1,7 @@
-"""Whether data files still hold what they held when they were described, by the SHA-256 in the manifest.
+"""Verification of data files by the SHA-256 in the manifest: a damaged file may keep its size and time.
 
-Files keep their size and their time when a disk or a copy damages them. They are read once, by the stage that first
-needs them; a record beside the manifest has size and times of each file that was right, so that nothing is read again
-until one changes.
+The stage that first needs a file reads it once; a record beside the manifest has size and times of each sound file, so
+that none is read again until it changes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dlscale.core.machine import VERIFY
 from dlscale.core.progress import tracked
 from dlscale.data.manifest import File, Manifest
 
-#: once: a file that changed, or was never verified; always: by every stage that needs it; never.
+#: once: a file that changed or was never verified; always: by every stage that needs it; never.
 WHEN = ("once", "always", "never")
 
 #: Beside the manifest.
@@ -26,7 +25,7 @@ RECORD = "verified.json"
 
 
 def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
-    """Return the files of `splits` that have to be read: those with a digest of their content that is not known yet."""
+    """Return the files of `splits` to read: those with a digest of their content that is not known to be right."""
     when = os.environ.get(VERIFY, "once")
     if when not in WHEN:
         raise UserError(f"{VERIFY}: '{when}': expected one of {', '.join(WHEN)}")
@@ -36,7 +35,7 @@ def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
 
 
 def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
-    """Read `files` and return a message for each that holds something else than when it was described."""
+    """Read `files` and return a message for each with other content than when it was described."""
     messages = []
     for file in tracked(files, "verifying data", len(files), "files"):
         path = manifest.path(file)
@@ -64,6 +63,6 @@ def _record(manifest: Manifest) -> dict[str, Any]:
 
 
 def _seen(manifest: Manifest, file: File) -> list[Any]:
-    """Return what changes whenever somebody writes to a file: who sets its time back changes that of its status."""
+    """Return digest, size and times of a file: who sets the one time back changes the other."""
     status = manifest.path(file).stat()
     return [file.digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,11 +19,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """What one data-parallel rank delivers of each global batch.
+    """The part of each global batch that one data-parallel rank delivers.
 
-    Global step s takes samples [s B, (s + 1) B) of the epoch (the last batch may be smaller); rank r of
-    R takes the r-th of R contiguous runs of it, as equal as can be. Processes that share a model replica have the same
-    data-parallel rank: it is not the rank in the world.
+    Global step s takes samples [s B, (s + 1) B) of the epoch (the last batch may be smaller); rank r of R takes the
+    r-th of R contiguous runs of it, as equal as can be. Processes that share a model replica have one data-parallel
+    rank, which is not that in the world.
     """
 
     batch_size: int  #: B, over all ranks
@@ -30,11 +31,11 @@ class Share:
     size: int = 1  #: R
 
     def steps(self, samples: int) -> int:
-        """Global steps in an epoch of `samples` samples, the last, smaller one included."""
+        """Global steps in an epoch of `samples` samples, a smaller last one included."""
         return -(-samples // self.batch_size)
 
     def count(self, step: int, samples: int) -> int:
-        """Samples of all ranks together in global step `step`."""
+        """Samples of all ranks in global step `step`."""
         return min(self.batch_size, samples - step * self.batch_size)
 
     def indices(self, step: int, samples: int) -> range:
@@ -47,15 +48,19 @@ class Share:
         return len(self.indices(step, samples)) * self.size / self.count(step, samples)
 
 
+#: Axes that a tensor needs to be stored in a layout.
+AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
 @dataclass(frozen=True)
 class Delivery:
-    """The form in which a training step takes a batch: whoever writes it so at once spares it a pass over the values.
+    """Type and layout in which a training step takes inputs: a loader that writes them so spares it a pass.
 
     A loader that would need a pass for it itself may deliver what the samples declare.
     """
 
     dtype: torch.dtype = torch.float32  #: of inputs on grids; targets are float32
-    layout: torch.memory_format = torch.contiguous_format  #: of what has its axes
+    layout: torch.memory_format = torch.contiguous_format  #: of tensors that have its axes
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for samples of `shape`, [B, C, ...]."""
@@ -66,36 +71,37 @@ class Delivery:
         return self.layout if AXES.get(self.layout) == axes else torch.contiguous_format
 
 
-#: What the samples declare.
+#: The samples' own form.
 AS_DECLARED = Delivery()
 
-#: Axes that a tensor needs to be stored in a layout.
-AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
-
-class Loader(Protocol):
+class Loader(ABC):
     """Delivers the batches of one split."""
 
     samples: int  #: in an epoch, over all ranks
 
-    def __len__(self) -> int:
-        """Batches in an epoch."""
+    def __init__(self, samples: Samples | ArrangedSamples, share: Share, device: torch.device) -> None:
+        self.samples = samples.size
+        self._share, self._device = share, device
 
+    def __len__(self) -> int:
+        return self._share.steps(self.samples)
+
+    @abstractmethod
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device.
 
         Shapes and dtypes are those that the samples declare, or the `Delivery` that was asked for; a rank's share of a
-        small last batch may be empty. A loader may use a batch's memory again once the next is asked for: what is to
-        stay must be copied. To begin an epoch ends the one before: one is open at a time. On a GPU the batch is ready
-        for the current stream.
+        small last batch may be empty. A loader may use a batch's memory again once the next is asked for. One epoch is
+        open at a time: a new one ends the one before. On a GPU the batch is ready for the current stream.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some have nothing to stop
         """Stop workers and close files."""
 
 
 def on_grids(samples: Samples, loader: str) -> GridSamples:
-    """Return the samples if they are on grids; for others the loader called `loader` has no decoder: a `UserError`."""
+    """Return samples on grids; for others the loader called `loader` has no decoder: a `UserError`."""
     if not isinstance(samples, GridSamples):
         raise UserError(
             f"loader.kind: {loader} reads arrays on grids, and these samples are none ({type(samples).__name__}); "
@@ -104,26 +110,19 @@ def on_grids(samples: Samples, loader: str) -> GridSamples:
     return samples
 
 
-class ArrangedLoader:
-    """Any loader of boxes as a loader of what is made of them: see `dlscale.data.samples.ArrangedSamples`.
-
-    A batch is memory of its own.
-    """
+class ArrangedLoader(Loader):
+    """A loader of boxes that delivers what `ArrangedSamples` make of them, in memory of its own."""
 
     def __init__(self, loader: Loader, samples: ArrangedSamples, share: Share, device: torch.device) -> None:
-        self.samples = samples.size
-        self._loader, self._samples, self._share, self._device = loader, samples, share, device
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        super().__init__(samples, share, device)
+        self._loader, self._arranged = loader, samples
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        """Yield the batches of an epoch from global step `start`."""
-        numbers = torch.from_numpy(self._samples.numbers(epoch)).to(self._device)  # once: no step waits for them
+        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once: no step waits for them
         with closing(self._loader.epoch(epoch, start)) as batches:
             for step, (x, y) in enumerate(batches, start):
                 indices = self._share.indices(step, self.samples)
-                yield self._samples.arrange(x, numbers[indices.start : indices.stop]), y
+                yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
 
     def close(self) -> None:
         self._loader.close()
