@@ -330,36 +330,6 @@ def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int)
         assert sum(means) / ranks == pytest.approx(losses[8 * step : 8 * step + 8].mean())
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
-def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
-    """Not turned, so that boxes may be decoded where they lie."""
-    samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
-    assert not samples.boxes(0).symmetry.any()
-    with closing(LOADERS[name](samples, Share(3), 1)) as loader:
-        for epoch in (0, 5):
-            check(batches(loader, epoch), expected(samples, Share(3), 0))
-
-
-def test_all_symmetries_and_channels_come_up(tmp_path: Path) -> None:
-    """What the tests above compare is all of what can happen to a crop."""
-    samples = crops(tmp_path, VOLUMES["half"])
-    numbers = {int(number) for epoch in range(12) for number in samples.boxes(epoch).symmetry}
-    assert numbers == set(range(48))
-    with closing(build("direct", samples, Share(29), 2)) as loader:
-        for epoch in range(12):
-            check(batches(loader, epoch), expected(samples, Share(29), epoch))
-
-
-def test_mapped_layouts_are_read_without_the_library(tmp_path: Path) -> None:
-    known = [*((layout, True) for layout in (*VOLUMES.values(), SPLIT)), *((lay, False) for lay in FOREIGN.values())]
-    for number, (layout, mapped) in enumerate(known):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        samples = crops(folder, layout)
-        for side in (samples.input, samples.target):
-            assert [bool(reader.chunks) for reader in side.readers] == [mapped, mapped], layout
-
-
 def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
     """Their values are the fill value, which lies nowhere in the file."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -398,37 +368,6 @@ def test_halves_are_decoded_exactly() -> None:
     np.testing.assert_array_equal(found.reshape(-1), wanted)
     numbers = ~np.isnan(wanted)
     np.testing.assert_array_equal(np.signbit(found.reshape(-1)[numbers]), np.signbit(wanted[numbers]))
-
-
-@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 31)])
-@pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
-@pytest.mark.parametrize("form", ["half", "single"])
-def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
-    """Here the channels of a cell lie side by side, in any order."""
-    from dlscale.data.loaders import direct_host
-
-    random = np.random.default_rng(0)
-    stored = random.normal(size=100_000).astype(np.float32 if form == "single" else np.float16)
-    channel, numbers = random.permutation(channels), random.normal(size=(3, channels)).astype(np.float32)
-    words = stored if form == "single" else stored.view(np.uint16)
-    shape, base = (channels, 3, 7, width), 50_000
-    wanted, out = np.empty(shape, np.float32), np.full(shape, np.nan, np.float32)
-    shift, factor, offset = numbers
-    for c, i, j, k in np.ndindex(shape):
-        value = np.float32(stored[base + channel[c] + int(np.dot(step, (i, j, k)))])
-        wanted[c, i, j, k] = (value - shift[c]) * factor[c] + offset[c]
-    getattr(direct_host, f"decode_{form}")(words, np.array([base, *step, *channel]), numbers, out)
-    np.testing.assert_array_equal(out, wanted)
-
-
-def test_stored_halves_become_what_the_physical_values_would(tmp_path: Path) -> None:
-    """Decoding takes a file's offset and scale, and the model's mean and standard deviation, in one step."""
-    samples = pairs(tmp_path, SERIES["half"])
-    x, _ = samples.read(0, 0)
-    boxes = samples.boxes(0)
-    physical = Reader(tmp_path / f"{boxes.file[0]}.h5", "fields")[(slice(int(boxes.input[0, 0]), None),)][0, :, :4]
-    expected = [(values - 100.0 * channel) / (0.5 + channel) for channel, values in enumerate(physical)]
-    np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
@@ -557,20 +496,6 @@ def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> N
         assert len(processes) == 2 and all(process.exists() for process in processes)
         training.kill()
     until("the end of DALI's processes", lambda: not any(process.exists() for process in processes))
-
-
-def test_threads_work_on_the_device_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them: a new thread's own current device is the first GPU of the machine."""
-    devices: dict[str, int] = {}
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: devices.update({threading.current_thread().name: device})
-    )
-    for device, wanted in ((torch.device("cuda", 3), {3}), (CPU, set())):
-        devices.clear()
-        with direct_loader.threads(3, device) as pool:
-            barrier = threading.Barrier(3, timeout=60)
-            list(pool.map(lambda _, barrier=barrier: barrier.wait(), range(3)))  # type: ignore[misc]
-        assert set(devices.values()) == wanted and len(devices) == 3 * len(wanted)
 
 
 class LateDevice:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -33,7 +32,7 @@ from dlscale.data.samples import ArraySpec, BoxIndex, Samples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, vectors
+from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT
@@ -216,35 +215,11 @@ def test_seeds_epochs_and_streams_are_independent() -> None:
     assert len(orders) == 25
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [1, 2, 3, 7, 48, 449])
-def test_below_is_uniform_and_reaches_its_last_value(bound: int) -> None:
-    draws = 100 * bound
-    found = sampling.below(sampling.words(0, 0, "test", draws)[:, 0], bound)
-    counts = np.bincount(found, minlength=bound)
-    assert len(counts) == bound and found.min() == 0 and found.max() == bound - 1
-    chi_square = ((counts - 100) ** 2 / 100).sum()
-    assert chi_square < bound - 1 + 5 * np.sqrt(2 * bound)  # 5 standard deviations; the seed is fixed
-    top = np.array([2**64 - 1, 0], dtype=np.uint64)
-    assert sampling.below(top, bound).tolist() == [bound - 1, 0]
-    np.testing.assert_array_equal(sampling.below(top[[0, 0]], np.array([bound, 5])), [bound - 1, 4])
-
-
 def test_order_is_a_permutation() -> None:
     for count in (1, 2, 100):
         assert sorted(sampling.order(1, 2, count).tolist()) == list(range(count))
     firsts = Counter(int(sampling.order(0, epoch, 4)[0]) for epoch in range(400))
     assert all(60 < firsts[i] < 140 for i in range(4))
-
-
-def test_evenly() -> None:
-    assert sampling.evenly(10, 4).tolist() == [0, 2, 5, 7]
-    assert sampling.evenly(3, 5).tolist() == sampling.evenly(3, None).tolist() == [0, 1, 2]
-    for count, wanted in itertools.product(range(1, 30), range(1, 30)):
-        found = sampling.evenly(count, wanted)
-        gaps = np.diff(found)
-        assert len(found) == min(count, wanted) and found[0] == 0 and found[-1] < count
-        assert not gaps.size or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
 
 
 # ---- the 48 symmetries -----------------------------------------------------------------------------------
@@ -298,15 +273,6 @@ def test_apply_is_the_index_loop(number: int) -> None:
     assert not np.may_share_memory(found, x) and found.dtype == np.float32
 
 
-def test_all_symmetries_differ_and_compose() -> None:
-    """Two in a row are a third one, for grid and vectors alike."""
-    x = np.random.default_rng(1).normal(size=(4, 3, 3, 3)).astype(np.float32)
-    images = {apply(symmetry, x, [(1, 2, 3)]).tobytes() for symmetry in SYMMETRIES}
-    assert len(images) == 48
-    for one, two in itertools.product(SYMMETRIES, repeat=2):
-        assert apply(two, apply(one, x, [(1, 2, 3)]), [(1, 2, 3)]).tobytes() in images
-
-
 @pytest.mark.parametrize("number", range(48))
 def test_vectors_turn_with_the_grid(number: int) -> None:
     """The gradient of a turned potential is the turned gradient; components alone, or the grid alone, are not."""
@@ -321,11 +287,6 @@ def test_vectors_turn_with_the_grid(number: int) -> None:
     np.testing.assert_allclose(turned, field(turned[0]), atol=1e-12)
     if number:
         assert not np.allclose(apply(symmetry, field(potential), []), field(turned[0]))
-
-
-def test_vectors_are_found_by_name() -> None:
-    assert vectors(CHANNELS_OF["Nbody"]) == vectors(CHANNELS_OF["Hydro"]) == [(1, 2, 3)]
-    assert vectors(["b_z", "a_x", "b_x", "a_y", "b_y", "c_x", "c_y", "max_x"]) == [(2, 4, 0)]
 
 
 # ---- crops -------------------------------------------------------------------------------------------------
@@ -408,12 +369,6 @@ def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -
     assert set(second.symmetry) == {0} != set(first.symmetry)
 
 
-def test_a_crop_larger_than_a_volume_is_one_message(volumes: Manifest) -> None:
-    with pytest.raises(UserError, match=r"samples\.crop 7 is larger than the volume \(6, 7, 8\).*choose at most 6"):
-        crops(volumes, crop=7)
-    crops(volumes, crop=6)
-
-
 # ---- pairs -------------------------------------------------------------------------------------------------
 
 
@@ -433,21 +388,6 @@ def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: i
             assert values.dtype == np.float32
 
 
-def test_validation_pairs_are_fixed_and_evenly_spread(series: Manifest) -> None:
-    for wanted, expected in ((None, list(range(18))), (4, [0, 4, 9, 13]), (99, list(range(18)))):
-        samples = pairs(series, "valid", dt=2, valid=wanted)
-        for epoch in (0, 3):
-            assert found(samples.boxes(epoch)) == [(0, row, 0, 0) for row in expected]
-
-
-def test_of_fewer_training_pairs_each_epoch_takes_others(series: Manifest) -> None:
-    samples = pairs(series, dt=1, train=5)
-    assert (samples.size, samples.available) == (5, 22)
-    epochs = [found(samples.boxes(epoch)) for epoch in range(40)]
-    assert all(len(set(epoch)) == 5 for epoch in epochs)
-    assert len({place for epoch in epochs for place in epoch}) == 22
-
-
 def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
     """As the published `limit_nsamples`: of 8 + 13 + 1 pairs the first 10, in a random order; the first to validate."""
     samples = pairs(series, dt=1, train=10, subset="first")
@@ -461,13 +401,6 @@ def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
         assert found(valid.boxes(1)) == [(0, row, 0, 0) for row in range(min(wanted, 18))]
     whole = [found(pairs(series, dt=1, subset=subset).boxes(3)) for subset in ("first", "spread")]
     assert whole[0] == whole[1]
-
-
-def test_no_pair_at_all_is_one_message(series: Manifest) -> None:
-    with pytest.raises(
-        UserError, match=r"train: no pair of states 14 steps apart \(samples\.dt\) in files of 9, 14, 2"
-    ):
-        pairs(series, dt=14)
 
 
 def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> InformedPairs:
@@ -702,24 +635,6 @@ def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
     assert torch.equal(next(again.epoch(5))[0], batches[0][0])
     assert len(list(loader.epoch(0, start=1))) == len(loader) - 1
     loader.close()
-
-
-def test_synthetic_batches_are_what_is_declared() -> None:
-    """Fields are normal deviates, as targets within [-1, 1]; labels are any of their classes, images any bytes."""
-    for name, spec in (
-        ("field", ArraySpec((2, 9, 9))),
-        ("image", ArraySpec((3, 9, 9), "uint8")),
-        ("label", ArraySpec((), "int64", classes=3)),
-    ):
-        samples: Any = SimpleNamespace(size=500, input_spec=spec, target_spec=spec)
-        x, y = next(synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), Share(500), CPU).epoch(0))
-        assert x.shape == y.shape == (500, *spec.shape) and x.dtype == y.dtype == getattr(torch, spec.dtype)
-        if name == "field":
-            assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02 and float(x.max()) > 3
-            assert (float(y.min()), float(y.max())) == (-1, 1)
-        else:
-            bound = spec.classes or 256
-            assert set(x.unique().tolist()) == set(y.unique().tolist()) == set(range(bound))
 
 
 # ---- rows through the direct loader ------------------------------------------------------------------------
