@@ -12,10 +12,9 @@ import torch
 from bench.cases import Case
 from bench.tasks import Bench, Skip, Task, Values
 from dlscale.core.errors import UserError
-from dlscale.data.loaders import direct_loader
+from dlscale.data.loaders import DaliLoader, DirectLoader, direct_loader
 from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
 from dlscale.data.loaders.direct_loader import Streamed
-from dlscale.data.loaders.settings import DaliLoader, DirectLoader
 from dlscale.data.samples import GridSamples
 from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Step

@@ -22,10 +22,9 @@ from torch.nn import functional as F
 from bench.cases import Case, sizes
 from bench.gpu_timings import Data, data
 from bench.tasks import Bench, Skip, Task, Values
-from dlscale.data.loaders import decode
+from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import AS_DECLARED
-from dlscale.data.loaders.decode import on_device
-from dlscale.data.loaders.direct_loader import Resident
+from dlscale.data.loaders.direct_loader import Resident, on_device
 from dlscale.train.attention import BACKENDS, only, registered
 
 #: What the rungs before compiling leave.
@@ -367,15 +366,15 @@ DECODERS = {"kernel": True, "operations": False}
 @contextmanager
 def decoder(fused: bool, device: torch.device) -> Iterator[None]:
     """Let `on_device` use the kernel, or PyTorch's operations."""
-    found = decode.kernel(device)
+    found = direct_loader.kernel(device)
     if fused and found is None:
         raise Skip("no Triton" if device.type == "cuda" else "only interpreted on a processor")
-    decode.kernel.cache_clear()
-    kernel, decode.kernel = decode.kernel, lambda device: found if fused else None  # type: ignore[assignment]
+    direct_loader.kernel.cache_clear()
+    kernel, direct_loader.kernel = direct_loader.kernel, lambda device: found if fused else None  # type: ignore[assignment]
     try:
         yield
     finally:
-        decode.kernel = kernel
+        direct_loader.kernel = kernel
 
 
 def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:

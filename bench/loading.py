@@ -28,9 +28,8 @@ from bench import published
 from bench.measure import Options, Row, in_turns
 from dlscale.core.errors import UserError
 from dlscale.data import store
-from dlscale.data.loaders import direct_loader, torch_loader
+from dlscale.data.loaders import DaliLoader, DirectLoader, TorchLoader, direct_loader, torch_loader
 from dlscale.data.loaders.base import Batch, Loader, Share
-from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import BoxIndex, GridSamples
 from dlscale.data.store import Field

@@ -418,7 +418,7 @@ MUTATIONS = [
     ),
     Mutation(
         "resumed_one_byte_late",
-        "data/download.py",
+        "data/acquire.py",
         'f"bytes={offset}-"',
         'f"bytes={offset + 1}-"',
         "test_download.py::test_a_cut_body_is_resumed_at_the_very_byte",

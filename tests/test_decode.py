@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.data.loaders import decode
+from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import AXES, Delivery, Share
-from dlscale.data.loaders.decode import on_device
+from dlscale.data.loaders.direct_loader import on_device
 from dlscale.data.samples import BoxField
 from dlscale.train.step import Network
 from tests.test_loaders import CPU, VOLUMES, build, crops, pairs, streamed
@@ -35,13 +35,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     else:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     forget()
-    assert (decode.kernel(CPU) is not None) == (request.param == "triton")
+    assert (direct_loader.kernel(CPU) is not None) == (request.param == "triton")
     yield request.param
     forget()
 
 
 def forget() -> None:
-    decode.kernel.cache_clear()
+    direct_loader.kernel.cache_clear()
     sys.modules.pop(KERNEL, None)
 
 

@@ -24,7 +24,7 @@ import pytest
 import dlscale
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.data.download import download
+from dlscale.data.acquire import download
 
 MIB = 2**20
 BODY = random.Random(0).randbytes(2 * MIB + 3)
@@ -451,7 +451,7 @@ def test_no_secret_in_messages_logs_or_files(
 @contextlib.contextmanager
 def another_process(remote: Remote, target: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run the same download in a process of its own; yield once some of it is on the disk."""
-    code = "import sys, pathlib, dlscale.data.download as d; d.download(sys.argv[1], pathlib.Path(sys.argv[2]))"
+    code = "import sys, pathlib, dlscale.data.acquire as d; d.download(sys.argv[1], pathlib.Path(sys.argv[2]))"
     environment = os.environ | {"PYTHONPATH": str(Path(dlscale.__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-c", code, remote.url, str(target)], env=environment)
     try:

@@ -25,8 +25,8 @@ import torch
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data import store
-from dlscale.data.loaders import direct_loader, settings
+from dlscale.data import loaders, store
+from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import AS_DECLARED, ArrangedLoader, Delivery, Loader, Share
 from dlscale.data.loaders.dali_loader import Pace
 from dlscale.data.manifest import Manifest, Transform
@@ -152,7 +152,7 @@ CASES = [
 
 
 #: Settings of all loaders by kind.
-SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in settings.LOADERS}
+SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in loaders.LOADERS}
 
 
 def build(

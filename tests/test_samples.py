@@ -23,9 +23,15 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.kind import RowSamples
-from dlscale.data.loaders import direct_loader, synthetic_loader, torch_loader
+from dlscale.data.loaders import (
+    DirectLoader,
+    SyntheticLoader,
+    TorchLoader,
+    direct_loader,
+    synthetic_loader,
+    torch_loader,
+)
 from dlscale.data.loaders.base import Loader, Share
-from dlscale.data.loaders.settings import DirectLoader, SyntheticLoader, TorchLoader
 from dlscale.data.manifest import File, Manifest, Transform
 from dlscale.data.rows import Rows
 from dlscale.data.samples import ArraySpec, BoxIndex, Samples

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +55,6 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
         splits[part.split].append(File.of(path, folder, read[0].rows, sha256(path), True))
     infos = {name: describe_field(field, moments["train"][name]) for name, field in fields.items()}
     for name, field in fields.items():
-        for channel, std in zip(field.channels, moments["valid"][name].std, strict=True):
-            if not std > 0:
-                text = "%s: channel '%s' is constant over the validation part: errors there say little, and no skill"
-                logging.warning(text, name, channel)
         every_split = [of_split[name] for of_split in moments.values() if of_split]
         if len(field.shape) == 1 and not field.floating and min(its.minimum[0] for its in every_split) >= 0:
             classes = int(max(its.maximum[0] for its in every_split)) + 1

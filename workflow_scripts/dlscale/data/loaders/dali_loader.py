@@ -17,9 +17,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
+from dlscale.data.loaders import DaliLoader as Settings
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Loader, Share, on_grids
 from dlscale.data.loaders.dali_source import Boxes
-from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.samples import CroppedImages, Samples
 
 

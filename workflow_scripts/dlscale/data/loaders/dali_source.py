@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError
+from dlscale.data.loaders import DaliLoader as Settings
 from dlscale.data.loaders import outlive_signals
-from dlscale.data.loaders.settings import DaliLoader as Settings
 from dlscale.data.samples import BoxField, GridSamples
 
 

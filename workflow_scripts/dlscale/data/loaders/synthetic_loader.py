@@ -6,8 +6,8 @@ from collections.abc import Generator
 
 import torch
 
+from dlscale.data.loaders import SyntheticLoader as Settings
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Loader, Share
-from dlscale.data.loaders.settings import SyntheticLoader as Settings
 from dlscale.data.samples import ArraySpec, Samples
 
 

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlscale.core.ranges import mark
+from dlscale.data.loaders import TorchLoader as Settings
 from dlscale.data.loaders import outlive_signals
 from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Loader, Share
-from dlscale.data.loaders.settings import TorchLoader as Settings
 from dlscale.data.samples import Samples
 
 
