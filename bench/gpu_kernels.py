@@ -23,7 +23,6 @@ from bench.cases import Case, sizes
 from bench.gpu_timings import Data, data
 from bench.tasks import Bench, Skip, Task, Values
 from dlscale.data.loaders import direct_loader
-from dlscale.data.loaders.base import AS_DECLARED
 from dlscale.data.loaders.direct_loader import Resident, on_device
 from dlscale.train.attention import BACKENDS, only, registered
 
@@ -400,7 +399,7 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
         work.append((values, field.plan(boxes.file, boxes.symmetry, base, stride), field))
 
     def action() -> list[torch.Tensor]:
-        return [on_device(values, plan, field, torch.float32, AS_DECLARED) for values, plan, field in work]
+        return [on_device(values, plan, field) for values, plan, field in work]
 
     with decoder(fused, bench.device):
         out = action()

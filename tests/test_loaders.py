@@ -27,7 +27,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import loaders, store
 from dlscale.data.loaders import direct_loader
-from dlscale.data.loaders.base import AS_DECLARED, ArrangedLoader, Delivery, Loader, Share
+from dlscale.data.loaders.base import ArrangedLoader, Loader, Share
 from dlscale.data.loaders.dali_loader import Pace
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
@@ -161,7 +161,6 @@ def build(
     share: Share,
     workers: int = 0,
     device: torch.device = CPU,
-    delivery: Delivery = AS_DECLARED,
     **more: Any,
 ) -> Any:
     """Return a loader of a kind; DALI always has a thread, and some loaders have none."""
@@ -169,16 +168,14 @@ def build(
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if "workers" in SETTINGS[kind].model_fields:
         more["workers"] = max(workers, 1 if kind == "dali" else 0)
-    return registry.load(registry.loader(kind)).build(
-        samples, SETTINGS[kind](kind=kind, **more), share, device, delivery
-    )
+    return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
 
 
-def streamed(samples: GridSamples, share: Share, workers: int, delivery: Delivery = AS_DECLARED) -> Any:
+def streamed(samples: GridSamples, share: Share, workers: int) -> Any:
     """The way to a GPU, with the processor in its place."""
     loader = build("direct", samples, share, workers)
     batch = len(share.indices(0, samples.size))
-    loader._backend = direct_loader.Streamed(samples, batch, loader._slots, CPU, delivery)
+    loader._backend = direct_loader.Streamed(samples, batch, loader._slots, CPU)
     return loader
 
 

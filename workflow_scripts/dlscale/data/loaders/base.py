@@ -48,33 +48,6 @@ class Share:
         return len(self.indices(step, samples)) * self.size / self.count(step, samples)
 
 
-#: Axes that a tensor needs to be stored in a layout.
-AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """Type and layout in which a training step takes inputs: a loader that writes them so spares it a pass.
-
-    A loader that would need a pass for it itself may deliver what the samples declare.
-    """
-
-    dtype: torch.dtype = torch.float32  #: of inputs on grids; targets are float32
-    layout: torch.memory_format = torch.contiguous_format  #: of tensors that have its axes
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for samples of `shape`, [B, C, ...]."""
-        return torch.empty(shape, dtype=dtype, device=device, memory_format=self.layout_of(len(shape)))
-
-    def layout_of(self, axes: int) -> torch.memory_format:
-        """Return the layout of a tensor with so many axes."""
-        return self.layout if AXES.get(self.layout) == axes else torch.contiguous_format
-
-
-#: The samples' own form.
-AS_DECLARED = Delivery()
-
-
 class Loader(ABC):
     """Delivers the batches of one split."""
 
@@ -91,9 +64,9 @@ class Loader(ABC):
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device.
 
-        Shapes and dtypes are those that the samples declare, or the `Delivery` that was asked for; a rank's share of a
-        small last batch may be empty. A loader may use a batch's memory again once the next is asked for. One epoch is
-        open at a time: a new one ends the one before. On a GPU the batch is ready for the current stream.
+        Shapes and dtypes are those that the samples declare; a rank's share of a small last batch may be empty. A
+        loader may use a batch's memory again once the next is asked for. A new epoch ends the one before. On a GPU the
+        batch is ready for the current stream.
         """
 
     def close(self) -> None:  # noqa: B027 - some have nothing to stop
@@ -134,10 +107,8 @@ def open_loader(
     settings: Any,
     share: Share,
     device: torch.device,
-    delivery: Delivery,
 ) -> Loader:
     """Return the loader of these samples that `build` makes; the one that reads nothing arranges nothing."""
     if not isinstance(samples, ArrangedSamples) or settings.kind == "synthetic":
-        return build(samples, settings, share, device, delivery)
-    loader = build(samples.boxes, settings, share, device, delivery)
-    return ArrangedLoader(loader, samples, share, device)
+        return build(samples, settings, share, device)
+    return ArrangedLoader(build(samples.boxes, settings, share, device), samples, share, device)

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
 from dlscale.data.loaders import DaliLoader as Settings
-from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Loader, Share, on_grids
+from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
 from dlscale.data.loaders.dali_source import Boxes
 from dlscale.data.samples import CroppedImages, Samples
 
@@ -113,14 +113,7 @@ class Images:
 class DaliLoader(Loader):
     """See `Loader`."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        settings: Settings,
-        share: Share,
-        device: torch.device,
-        delivery: Delivery = AS_DECLARED,
-    ) -> None:
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         gpu = device.type == "cuda"
         super().__init__(samples, share, device)
         self._specs = samples.input_spec, samples.target_spec

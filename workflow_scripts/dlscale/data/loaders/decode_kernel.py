@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-#: Values that a program writes: with four warps, 16 bytes of a 16-bit type by each thread.
+#: Values that a program writes.
 BLOCK = 1024
 
 
 @triton.jit
-def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write `BLOCK` neighbours in memory of a decoded box; neighbours in what is stored are found in the L2 cache."""
     sample, cells = tl.program_id(1).to(tl.int64), n0 * n1 * n2
     places += sample * (4 + C)
@@ -22,10 +22,7 @@ def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, LAST: tl.
     base, s0, s1, s2 = tl.load(places), tl.load(places + 1), tl.load(places + 2), tl.load(places + 3)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = m < cells * C
-    if LAST:
-        cell, c = m // C, m % C
-    else:
-        cell, c = m % cells, m // cells
+    cell, c = m % cells, m // cells
     position = (
         base + cell // (n1 * n2) * s0 + cell // n2 % n1 * s1 + cell % n2 * s2 + tl.load(places + 4 + c, inside, 0)
     )
@@ -33,18 +30,16 @@ def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, LAST: tl.
     factor = tl.load(numbers + C + c, inside, 0.0)
     offset = tl.load(numbers + 2 * C + c, inside, 0.0)
     value = (tl.load(stored + position, inside, 0.0).to(tl.float32) - shift) * factor + offset
-    tl.store(out + sample * cells * C + m, value.to(out.dtype.element_ty), inside)
+    tl.store(out + sample * cells * C + m, value, inside)
 
 
 def decode(
     stored: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, extent: tuple[int, int, int], out: torch.Tensor
 ) -> None:
-    """Decode `stored` [values] into `out` [B, C, *extent], contiguous or channels last; all are on one device."""
+    """Decode `stored` [values] into `out`, float32 [B, C, *extent]; all are on one device."""
     count, channels = len(places), numbers.shape[2]
     if not count:
         return
     blocks = triton.cdiv(out[0].numel(), BLOCK)
     # Not fused into multiply-add: the digits are those of a processor.
-    _decode[blocks, count](
-        stored, places, numbers, out, *extent, channels, not out.is_contiguous(), BLOCK, enable_fp_fusion=False
-    )
+    _decode[blocks, count](stored, places, numbers, out, *extent, channels, BLOCK, enable_fp_fusion=False)

@@ -21,7 +21,7 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark
 from dlscale.data.loaders import DirectLoader as Settings
-from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Loader, Share, on_grids
+from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
 from dlscale.data.samples import BoxField, DecodePlan, GridSamples, Samples, TableSamples, WritingSamples
 
 #: Share of a device's memory, without what this process holds already, that resident data may take: two runs that are
@@ -111,10 +111,8 @@ class ResidentTable:
 class Streamed:
     """Stored values that are copied into the buffers of a ring, taken to the device, and decoded on its stream."""
 
-    def __init__(
-        self, samples: GridSamples, batch: int, slots: int, device: torch.device, delivery: Delivery = AS_DECLARED
-    ) -> None:
-        self._samples, self._delivery = samples, delivery
+    def __init__(self, samples: GridSamples, batch: int, slots: int, device: torch.device) -> None:
+        self._samples = samples
         fields = samples.input, samples.target
         shapes = [(batch, *(field.shape[axis] for axis in field.order)) for field in fields]
         kinds = [(shape, torch_dtype(field.dtype)) for shape, field in zip(shapes, fields, strict=True)]
@@ -135,14 +133,14 @@ class Streamed:
         return tasks, functools.partial(self._finish, slot, len(boxes), plans)
 
     def _finish(self, slot: int, count: int, plans: list[DecodePlan]) -> Made:
-        return decoded(self._samples, self.ring.to_device(slot, [count, count]), plans, self.ring, self._delivery)
+        return decoded(self._samples, self.ring.to_device(slot, [count, count]), plans, self.ring)
 
 
 class Resident:
     """Stored values that are all held on the device; a batch is decoded from there, on a stream of its own."""
 
-    def __init__(self, samples: GridSamples, device: torch.device, delivery: Delivery = AS_DECLARED) -> None:
-        self._samples, self._delivery = samples, delivery
+    def __init__(self, samples: GridSamples, device: torch.device) -> None:
+        self._samples = samples
         self.ring = Ring([], 0, device)
         held = {field: self._load(field) for field in {samples.input, samples.target}}
         self._held = held[samples.input], held[samples.target]
@@ -176,19 +174,15 @@ class Resident:
             base = held[1][boxes.file] + (starts * stride[:, 1:]).sum(axis=1)
             plans.append(field.plan(boxes.file, boxes.symmetry, base, stride))
         stored = [held[0] for held in self._held]
-        return [], functools.partial(decoded, self._samples, stored, plans, self.ring, self._delivery)
+        return [], functools.partial(decoded, self._samples, stored, plans, self.ring)
 
 
-def decoded(
-    samples: GridSamples, stored: list[torch.Tensor], plans: list[DecodePlan], ring: Ring, delivery: Delivery
-) -> Made:
+def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[DecodePlan], ring: Ring) -> Made:
     """Decode input and target of a batch on the device, in the stream of a ring."""
     with torch.cuda.stream(ring.stream):
         x, y = (
-            on_device(values.reshape(-1), plan, field, dtype, delivery)
-            for values, plan, field, dtype in zip(
-                stored, plans, (samples.input, samples.target), (delivery.dtype, torch.float32), strict=True
-            )
+            on_device(values.reshape(-1), plan, field)
+            for values, plan, field in zip(stored, plans, (samples.input, samples.target), strict=True)
         )
     return (x, y), ring.ready()
 
@@ -199,23 +193,16 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     return found
 
 
-def on_device(
-    stored: torch.Tensor, plan: DecodePlan, field: BoxField, dtype: torch.dtype, delivery: Delivery
-) -> torch.Tensor:
-    """Evaluate the formula where `stored` [values] is.
-
-    The result, of `dtype` [B, *spec.shape] in the delivery's layout, has boxes [C, *extent], perhaps without an axis of
-    one cell. PyTorch's operations need memory for the positions of one channel besides.
-    """
+def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.Tensor:
+    """Evaluate the formula of `DecodePlan` where `stored` [values] is; return float32 [B, *spec.shape]."""
     device, shape = stored.device, (len(plan.places), *field.spec.shape)
     numbers = [torch.from_numpy(each) for each in plan]
     if device.type == "cuda":  # PyTorch gives pinned memory out again once the copies from it are done
         numbers = [each.pin_memory().to(device, non_blocking=True) for each in numbers]
     plan = DecodePlan(*numbers)
     if (decode := kernel(device)) is None:
-        values = _by_operations(stored, plan, field.extent).reshape(shape)
-        return values.to(dtype, memory_format=delivery.layout_of(values.dim()))
-    out = delivery.empty(shape, dtype, device)
+        return _by_operations(stored, plan, field.extent).reshape(shape)
+    out = torch.empty(shape, device=device)
     decode(stored, *plan, field.extent, out)
     return out
 
@@ -250,19 +237,12 @@ def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, in
 class DirectLoader(Loader):
     """See `Loader`."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        settings: Settings,
-        share: Share,
-        device: torch.device,
-        delivery: Delivery = AS_DECLARED,
-    ) -> None:
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         self._workers = settings.workers
         # With the batch that the model works on. Without threads nobody could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
-        self._backend = self._choose(samples, settings, delivery)
+        self._backend = self._choose(samples, settings)
         if isinstance(self._backend, ResidentTable):
             self._slots, self._workers = 1, 0
         # Some threads do the tasks of batches; of two others one lists those of the next, while the first one waits.
@@ -270,9 +250,7 @@ class DirectLoader(Loader):
         self._ahead: deque[Future[Made]] = deque()
         self._used: deque[torch.cuda.Event] = deque()
 
-    def _choose(
-        self, samples: Samples, settings: Settings, delivery: Delivery
-    ) -> Written | ResidentTable | Streamed | Resident:
+    def _choose(self, samples: Samples, settings: Settings) -> Written | ResidentTable | Streamed | Resident:
         device, slots, batch = self._device, self._slots, len(self._share.indices(0, samples.size))
         table = isinstance(samples, TableSamples)
         if isinstance(samples, WritingSamples) and not table:
@@ -283,7 +261,7 @@ class DirectLoader(Loader):
         needed = samples.bytes if grids is None else sum(field.bytes for field in {grids.input, grids.target})
         if becomes_resident(settings.resident, needed, device):
             try:
-                return ResidentTable(samples, device) if grids is None else Resident(grids, device, delivery)
+                return ResidentTable(samples, device) if grids is None else Resident(grids, device)
             except (torch.OutOfMemoryError, MemoryError):
                 raise UserError(
                     f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use never"
@@ -291,7 +269,7 @@ class DirectLoader(Loader):
         if grids is None:
             return Written(samples, batch, slots, device)
         if device.type != "cpu":
-            return Streamed(grids, batch, slots, device, delivery)
+            return Streamed(grids, batch, slots, device)
         from dlscale.data.loaders.direct_host import HostBoxes  # compiled, which a GPU has no use for
 
         return Written(HostBoxes(grids), batch, slots, device)

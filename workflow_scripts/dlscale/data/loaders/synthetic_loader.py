@@ -7,21 +7,14 @@ from collections.abc import Generator
 import torch
 
 from dlscale.data.loaders import SyntheticLoader as Settings
-from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Loader, Share
+from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.data.samples import ArraySpec, Samples
 
 
 class SyntheticLoader(Loader):
     """See `Loader`. Fields are normal deviates, targets clamped to [-1, 1]; labels any class, images any bytes."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        settings: Settings,
-        share: Share,
-        device: torch.device,
-        delivery: Delivery = AS_DECLARED,
-    ) -> None:
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         generator = torch.Generator().manual_seed(0)
         count = len(share.indices(0, samples.size))

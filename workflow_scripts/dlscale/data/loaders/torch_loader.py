@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from dlscale.core.ranges import mark
 from dlscale.data.loaders import TorchLoader as Settings
 from dlscale.data.loaders import outlive_signals
-from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Loader, Share
+from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.data.samples import Samples
 
 
@@ -56,14 +56,7 @@ def _begin_worker(worker: int) -> None:
 class TorchLoader(Loader):
     """See `Loader`. Batches are copied to a GPU beside its step, on a stream of their own, as published loaders do."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        settings: Settings,
-        share: Share,
-        device: torch.device,
-        delivery: Delivery = AS_DECLARED,
-    ) -> None:
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         self._batches = _Batches(samples.size, share)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
