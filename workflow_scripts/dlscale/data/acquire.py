@@ -66,24 +66,22 @@ def download(
 ) -> str:
     """Fetch `url` into `destination`, which appears whole and checked or not at all; return its SHA-256.
 
-    Bytes that have arrived stay beside it, in `.NAME.download`: a further attempt or call asks only for the rest, while
-    the remote file stays the same. A destination with the expected digest stays, without a request. Without `sha256`
-    only the length is checked, where the server tells one.
+    Bytes that have arrived stay in `.NAME.download`: a further attempt or call asks only for the rest, while the remote
+    file stays the same. A destination with the expected digest stays, without a request. Messages and logs hide the
+    secrets of `url`.
 
     Parameters
     ----------
-    url
-        An http or https address; messages and logs hide the credentials and the query in it.
     attempts, timeout_s, backoff_s
-        Requests made at most; seconds without a byte after which one has stalled; seconds to wait at most after the
-        first failure, doubled each time up to one minute.
+        Requests made at most; seconds without a byte after which one has stalled; longest wait after the first
+        failure, doubled each time up to one minute.
     progress
         Called with the bytes that are there and those of the whole file (None: unknown).
 
     Raises
     ------
     UserError
-        The server refuses or keeps failing, the content has another digest, or another process is fetching it.
+        The server refuses or keeps failing, the digest differs, or another process is fetching the file.
     """
     if sha256 and destination.is_file() and files.sha256(destination) == sha256:
         return sha256

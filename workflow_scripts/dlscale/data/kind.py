@@ -1,18 +1,18 @@
 """Kinds of datasets: how a kind describes itself to the workflow, which asks while it builds its graph.
 
-This is pure and quick. The work is done by functions in modules beside a kind, which `dlscale.core.registry.module_of`
-finds, so that a stage depends on no more than it uses; a single module from outside holds them all.
+This is pure and quick. The work is done by functions in modules beside a kind (`dlscale.core.registry.module_of`), so
+that a stage depends on no more than it uses; a single module from outside holds them all.
 
 (`acquirer`)
     `acquire(dataset, raw, out, progress)` makes a raw file. Without it files are read where they lie, or fetched.
 `source`
     `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do without.
 `samples`
-    `open_samples(manifest, split, settings, seed)`; by default a sample is a row: `dlscale.data.rows`.
+    `open_samples(manifest, split, settings, seed)`; by default rows are samples.
 `describe`
-    `describe_prepared(dataset, sources, folder) -> Manifest` for prepared datasets only.
-    Optional: `complete(dataset, manifest, stats, name) -> Manifest` adds to any manifest (`extra`, `facts`,
-    normalisation), may write into the folder `stats`, called `name` beside the manifest, and may refuse the data.
+    `describe_prepared(dataset, sources, folder) -> Manifest` describes prepared files. Optional:
+    `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest, may write into the folder `stats`, whose
+    name beside the manifest is `name`, and may refuse the data.
 `preview`
     `preview(manifest)` yields `dlscale.data.preview.Panel`s; by default the first rows are drawn.
 """

@@ -63,14 +63,12 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             progress.update(last - start)
         for field in source.fields:
             file[field.name].attrs["moments"] = moments[field.name].to_json()
-        for name, total in sums.items():
-            file.create_dataset(f"sum/{name}", data=total)
-        for name, coordinate in source.coordinates.items():
-            file.create_dataset(name, data=coordinate)
-        for name, coordinate in source.row_coordinates.items():
-            file.create_dataset(name, data=coordinate[start:stop])
-        file.attrs["coordinates"] = list(source.coordinates)
-        file.attrs["row_coordinates"] = list(source.row_coordinates)
+        others = {f"sum/{name}": ("sum", total) for name, total in sums.items()}
+        others |= {name: ("same", values) for name, values in source.coordinates.items()}
+        others |= {name: ("rows", values[start:stop]) for name, values in source.row_coordinates.items()}
+        for name, (join, values) in others.items():
+            file.create_dataset(name, data=values).attrs["join"] = join
+        file.attrs["others"] = list(others)
         file.attrs["fields"] = [field.name for field in source.fields]
         file.attrs["source"] = json.dumps(dict(source.attributes))
     buffers = block * source.bytes_per_row / 1e6

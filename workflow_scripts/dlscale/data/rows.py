@@ -1,6 +1,6 @@
-"""Samples that are rows of the files, in two fields of any shape and dtype: for kinds without a `samples` module.
+"""Samples that are rows of two fields, of any shape and dtype: for kinds without a `samples` module.
 
-Contiguous fields are mapped into memory: all processes of a machine share one copy of them.
+Contiguous fields are mapped: all processes of a machine share one copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a loader asks of a dataset: the number of samples, their arrays, and sample (epoch, index) itself.
+"""Samples as loaders see them: their number, their arrays, and sample (epoch, index) itself.
 
-`read` returns one sample and is the truth for every loader. So that loaders may be faster, samples on grids say where
-their boxes lie and how to decode them (`GridSamples`), others write themselves into a batch (`WritingSamples`), and
-windows of images name images and places (`CroppedImages`).
+`read` returns one sample and is the truth for every loader. The other classes let loaders be faster: `GridSamples` name
+boxes and how to decode them, `WritingSamples` write themselves into a batch, `CroppedImages` name windows of images.
 """
 
 from __future__ import annotations
@@ -156,14 +155,12 @@ class Symmetries(Protocol):
 
 
 class DecodePlan(NamedTuple):
-    """How to decode the boxes of B samples with C channels, in numpy or on a device.
+    """How to decode the boxes of B samples with C channels, in numpy or on a device; positions count values.
 
-    A transformed box is the same memory walked in another order, so one formula gives all that a sample needs,
+    A transformed box is the same memory walked in another order:
 
         out[c, i, j, k] = (stored[p] - shift[c]) factor[c] + offset[c],
-        p = base + channel[c] + i step[0] + j step[1] + k step[2],
-
-    wherever the stored values are: in the mapped file, in a buffer, or on a device. Positions count values.
+        p = base + channel[c] + i step[0] + j step[1] + k step[2]
     """
 
     places: Any  #: base, step [3], channel [C], int64 [B, 4 + C]
@@ -171,18 +168,14 @@ class DecodePlan(NamedTuple):
 
 
 class BoxField:
-    """Input or target of samples on grids: boxes of one size in one field of every file.
-
-    Boxes have channels first, then the three other axes: [C, D, H, W] of volumes, [C, T, H, W] of series.
+    """Input or target of samples on grids: boxes [C, a, b, c] of one size in one field of every file.
 
     Parameters
     ----------
     name
-        Field of the files: volumes [C, D, H, W] or series [T, C, H, W].
+        Field of the files: volumes [C, D, H, W] or series [T, C, H, W], whose boxes are [C, T, H, W].
     extent
         Size of a box along each of the three axes but the channels'.
-    symmetries
-        Symmetries that boxes may be transformed by; None if they never are.
 
     Attributes
     ----------
@@ -218,7 +211,7 @@ class BoxField:
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
         """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`, axes in any order.
 
-        Values that are stored as the model takes them cost no pass that the published loaders do not make.
+        Values that need no decoding get no pass that published loaders do not make.
         """
         values = self.stored(file, start).astype(np.float32, copy=False)
         shift, factor, offset = self.decoding(file)
@@ -285,10 +278,10 @@ class BoxField:
         return np.array(boxes.strides[-4:]) // self.dtype.itemsize
 
     def plan(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> DecodePlan:
-        """Return how to decode the boxes of B samples; `file` and `symmetry` [B] are as `BoxIndex` has them.
+        """Return how to decode the boxes of B samples; `file` and `symmetry` [B] are as in `BoxIndex`.
 
         `base`, int64 [B], is where each box begins, and `stride`, int64 [B, 4] or [1, 4], the distance from one cell to
-        the next along the axes (C, and the box's three), in values.
+        the next along C and the box's three axes, in values.
         """
         count, channels = len(file), self.shape[0]
         if (turns := self.symmetries) is None:

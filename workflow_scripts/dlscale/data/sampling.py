@@ -1,7 +1,7 @@
 """One sample stream: sample (seed, epoch, index) is the same for any reader, anywhere, after any resume.
 
-Choices come from a counter-based generator, Philox 4x64 (Salmon et al. 2011): the words of block `index` under the key
-of (seed, epoch, stream) belong to sample `index` alone.
+The words of a counter-based generator, Philox 4x64 (Salmon et al. 2011), under the key of (seed, epoch, stream) belong
+to one sample each.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def rows_within(memory_mb: int, bytes_per_row: int, where: str) -> int:
 def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.ndarray | None = None) -> np.ndarray:
     """Average blocks of `factor` cells along `axes`, of the last three of four; cells beyond the last full block drop.
 
-    Sums are in float32, axis by axis: error below factor * 2e-7 of the mean magnitude. The result, float32, is in `out`
-    if given; else with factor 1 it is `values` themselves.
+    Sums are in float32: error below factor * 2e-7 of the mean magnitude. The result is in `out` if given; else with
+    factor 1 it is `values` themselves.
     """
     if factor == 1 and out is None:
         return values
@@ -61,12 +61,10 @@ def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.
 
 
 class ArraySource(Source):
-    """Arrays in memory as a source: rows lie along the first axis.
+    """Arrays in memory as a source, [N, ...] by name of field: booleans become uint8, floats float32.
 
     Parameters
     ----------
-    arrays
-        Arrays [N, ...] by name of field: integers keep their type, booleans become uint8, floats float32.
     channels
         Names of the channels along the second axis, for fields that have such an axis.
     units

@@ -1,9 +1,8 @@
 """A copy of a dataset near the processes that read it: in their node's memory, or on its own disk.
 
-The copy is a dataset's folder with a manifest, named by the manifest's digest. The first process of a node that comes
-makes it, others wait for their turn, and all who read it hold its lock, shared. The last reader removes a copy in
-memory; one on a disk stays for the next run until another needs the room. A file without the size and time of its
-original is copied again.
+The copy is a dataset's folder, named by the manifest's digest. The first process of a node makes it, others wait, and
+all who read it hold its lock, shared. The last reader removes a copy in memory; one on a disk stays until another needs
+the room. A file without the size and time of its original is copied again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The HDF5 layout of preprocessed data: one dataset a field, attributes that describe it, and readers of any file.
+"""The HDF5 layout of preprocessed data, one dataset a field with attributes that describe it, and readers of any file.
 
-Volumes are [C, D, H, W], chunked in cubes with all channels, as their samples are cubes, or [D, H, W, C], marked by the
-attribute `channels_last`. All else is contiguous and row by row: states and images [N, C, H, W], scalars [N, K], labels
-[N]. Floats are float32, or float16 of (x - offset) / scale with attributes `offset` and `scale` [C]; integers keep
-their type. Readers show channels first.
+Volumes are [C, D, H, W], chunked in cubes with all channels, as their samples are, or [D, H, W, C], marked by
+`channels_last`. All else is contiguous, row by row: [N, C, H, W], [N, K], [N]. Floats are float32, or float16 of
+(x - offset) / scale with attributes `offset` and `scale` [C]. Readers show channels first.
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ def create(
 ) -> h5py.Dataset:
     """Create the dataset of `field` in `file`, to be filled with `write`.
 
-    `dtype` is the stored type, by default the field's. For [C, D, H, W] alone `chunk` is the edge of a cubic chunk with
-    all channels, and `channels_last` stores [D, H, W, C]. `scaling` marks scaled values: offset and scale, [C] each.
+    `dtype` is the stored type. For [C, D, H, W] alone `chunk` is the edge of a cubic chunk with all channels, and
+    `channels_last` stores [D, H, W, C]. `scaling` marks scaled values: offset and scale, [C] each.
     """
     shape, chunks = field.shape, None
     if chunk is not None and field.channel_axis == 0:
@@ -172,10 +171,10 @@ def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) ->
 
 
 class Reader:
-    """One dataset of one file, channels first; opened on first use in each process, so it may cross a fork or pickling.
+    """One dataset of one file, channels first; opened on first use in each process, so it may be forked and pickled.
 
-    The HDF5 library copies run by run, in one thread at a time. Where a file holds the values as they are, `copy` takes
-    them from the mapped file, in any number of threads.
+    The HDF5 library copies in one thread at a time. Where a file holds values as they are, `copy` takes them from the
+    mapped file, in any number of threads.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:

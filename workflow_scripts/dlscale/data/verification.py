@@ -1,7 +1,6 @@
 """Verification of data files by the SHA-256 in the manifest: a damaged file may keep its size and time.
 
-The stage that first needs a file reads it once; a record beside the manifest has size and times of each sound file, so
-that none is read again until it changes.
+A stage reads a file that no stage has verified; a record beside the manifest has size and times of sound files.
 """
 
 from __future__ import annotations

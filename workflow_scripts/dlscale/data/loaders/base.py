@@ -21,9 +21,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Share:
     """The part of each global batch that one data-parallel rank delivers.
 
-    Global step s takes samples [s B, (s + 1) B) of the epoch (the last batch may be smaller); rank r of R takes the
-    r-th of R contiguous runs of it, as equal as can be. Processes that share a model replica have one data-parallel
-    rank, which is not that in the world.
+    Global step s takes samples [s B, (s + 1) B) of the epoch; rank r of R takes the r-th of R contiguous runs of them,
+    as equal as can be. Processes that share a model replica have one data-parallel rank.
     """
 
     batch_size: int  #: B, over all ranks

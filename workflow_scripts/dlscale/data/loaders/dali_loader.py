@@ -1,8 +1,7 @@
 """`dali`: NVIDIA DALI's executor, threads, prefetching and operators around the one sample stream.
 
-Images: DALI decodes, resizes and mirrors the windows that the sample stream names, for a GPU on it ("mixed"), and
-delivers bytes, as the samples declare. Decoder and filter are not Pillow's: samples differ from those of the loader
-`torch` by rounding (see docs/ladder.md). Boxes on grids: see `dali_source`.
+DALI decodes, resizes and mirrors the windows of images that the stream names, for a GPU on it, and delivers bytes: they
+differ from Pillow's by rounding (docs/ladder.md). Boxes on grids: see `dali_source`.
 """
 
 from __future__ import annotations

@@ -96,15 +96,10 @@ def _end_with_training() -> None:
 
 
 class Boxes:
-    """What a pipeline of boxes is fed with, and its operators; DALI calls it in processes of its own for every sample.
+    """Inputs and operators of a pipeline of boxes; DALI calls it in processes of its own for every sample.
 
-    The processes learn the epoch from shared memory: DALI tells them only how many batches were asked for. It throws
-    away what is on its way when the epoch changes.
-
-    Parameters
-    ----------
-    indices
-        This rank's share of each step.
+    They learn the epoch from shared memory: DALI tells them only how many batches were asked for, and throws away what
+    is on its way when the epoch changes. `indices` are this rank's samples of each step.
     """
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:

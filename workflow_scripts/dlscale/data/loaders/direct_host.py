@@ -1,7 +1,6 @@
 """Decoding on a processor: boxes of mapped files are written straight into batches that are used again.
 
-The loop over cells is compiled by Numba: numpy and PyTorch would pass over the data several times, and memory is what
-it costs.
+Numba compiles the loop over cells: numpy and PyTorch would pass over the data several times.
 """
 
 from __future__ import annotations

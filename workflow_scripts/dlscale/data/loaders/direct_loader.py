@@ -1,9 +1,8 @@
 """`direct`: from the page cache to the model with as few copies as can be, by threads.
 
-On a processor, threads decode boxes of the mapped files straight into batches that are used again and again
-(`direct_host`); samples that are no boxes write themselves there. On a GPU, threads copy stored values into page-locked
-buffers, a stream of its own takes them to the device ahead of the step, and they are decoded there. Data that fits is
-taken to the device once and never read again.
+On a processor, threads decode boxes of the mapped files straight into reused batches (`direct_host`), or other samples
+write themselves there. On a GPU, threads copy stored values into page-locked buffers, and a stream of its own takes
+them to the device ahead of the step and decodes them. Data that fits is taken to the device once.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ Work = tuple[list[Callable[[], None]], Callable[[], Made]]
 class Ring:
     """Host buffers of `slots` batches, used again and again, and their way to the device on a stream of its own.
 
-    `kinds` are shapes and types of the buffers of one slot. For a GPU they are page-locked: the copy does not block the
-    host. On a processor the buffers are the batch.
+    `kinds` are shapes and types of a slot's buffers. For a GPU they are page-locked; on a processor they are the batch.
     """
 
     def __init__(self, kinds: list[tuple[tuple[int, ...], torch.dtype]], slots: int, device: torch.device) -> None:
@@ -344,7 +342,7 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
     """Return whether the device is to hold data of so many bytes, by the setting or by what fits; log which.
 
-    The memory of other processes does not count: of two runs timed in turn the second would load in another way.
+    Other processes' memory does not count: a run timed in turn with another would load in another way.
     """
     if setting != "auto":
         return setting == "always"
