@@ -356,8 +356,8 @@ MUTATIONS = [
     Mutation(
         "loader_begins_anew",
         "data/loaders/torch_loader.py",
-        "for step in range(self.start, self.share.steps(self.size)):",
-        "for step in range(self.share.steps(self.size)):",
+        "for step in range(start, len(self))]",
+        "for step in range(len(self))]",
         "test_samples.py::test_workers_resume_and_abandoned_epochs_do_not_show",
     ),
     Mutation(

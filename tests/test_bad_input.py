@@ -31,9 +31,8 @@ from dlscale.data.parts import load_dataset
 from dlscale.data.store import map_chunks
 from dlscale.report.profiles import read_rows
 from dlscale.train.weights import read_weights
-from tests.conftest import COSMO, COSMO_RUN, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage
+from tests.conftest import COSMO, COSMO_RUN, ROOT, make_dataset, make_parts, make_run, stage
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
-from tests.waiting import PATIENCE
 
 Check = Callable[..., str]
 
@@ -373,19 +372,6 @@ def small_run(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_patch_that_does_not_fit_files(tmp_path: Path, refused: Check) -> None:
-    settings = era5(write_years(tmp_path / "raw", YEARS))
-    folder = make_dataset(tmp_path / "data", settings)
-    text = refused(*training(tmp_path / "run", "era5_vit", ERA5_RUN, settings, folder / "manifest.json"))
-    assert "model.patch 4 x 4 does not divide the fields of dataset data (9 x 16 points)" in text
-    cropped = {**settings, "crop": [8, 16]}
-    folder = make_dataset(tmp_path / "cropped", cropped)
-    run = {**ERA5_RUN, "samples": {"dt": 6}}
-    text = refused(*training(tmp_path / "run", "era5_vit", run, cropped, folder / "manifest.json"))
-    assert "no pair of states 6 steps apart (samples.dt)" in text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", ["", '{"kind": "cosmo", "fie', "null", "[]", '"text"', "{}", '{"kind": 1, "fields": []}']
 )
@@ -541,20 +527,6 @@ def test_odd_names_of_files_work(tmp_path: Path, name: str, monkeypatch: pytest.
             assert file["Nbody"].shape == (4, 8, 8, 8)
             assert json.loads(file.attrs["source"])["raw_file"] == name
     assert not list(tmp_path.rglob("pwned"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["schema"], ["cost", "--json"], ["doctor"]], ids=" ".join)
-def test_who_stops_reading_hears_of_no_defect(words: list[str]) -> None:
-    """As of `dlscale schema | head -1`: the status is that of SIGPIPE, and nothing is said."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "dlscale", *words]
-    try:
-        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE)
-    finally:
-        os.close(writer)
-    assert done.returncode == 141 and "Traceback" not in done.stderr and "defect" not in done.stderr, done.stderr
 
 
 # ---- what is the file's fault, and what is not ----------------------------------------------------------------

@@ -196,17 +196,6 @@ def test_a_file_arrives_whole_and_alone(remote: Remote, tmp_path: Path) -> None:
     assert remote.ranges() == [None]
 
 
-@pytest.mark.slow
-def test_a_good_file_is_not_fetched_again(remote: Remote, target: Path) -> None:
-    target.write_bytes(BODY)
-    before = target.stat()
-    assert fetch(remote, target, sha256=digest(BODY)) == digest(BODY)
-    assert remote.requests == []
-    after = target.stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert only(target)
-
-
 def test_nothing_is_written_through_a_link(remote: Remote, tmp_path: Path) -> None:
     """Others of the group may have put one there."""
     target, victim = tmp_path / "data.bin", tmp_path / "victim"
@@ -248,13 +237,6 @@ def test_a_further_call_resumes_what_a_failed_one_kept(remote: Remote, target: P
     fetch(remote, target)
     assert only(target)
     assert remote.ranges() == [None, "bytes=1000-"]
-
-
-def test_a_stalled_server_is_left_and_resumed(remote: Remote, target: Path) -> None:
-    remote.script = [stall(len(BODY) // 2)]
-    fetch(remote, target, timeout_s=0.5)
-    assert only(target)
-    assert remote.ranges() == [None, f"bytes={len(BODY) // 2}-"]
 
 
 def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target: Path) -> None:
@@ -479,10 +461,3 @@ def test_what_a_killed_process_left_is_resumed(remote: Remote, target: Path) -> 
     fetch(remote, target, sha256=digest(BODY))
     assert only(target)
     assert remote.ranges() == [None, f"bytes={kept}-"]
-
-
-def test_a_second_process_is_refused(remote: Remote, target: Path) -> None:
-    remote.script = [stall(MIB)]
-    with another_process(remote, target), pytest.raises(UserError, match=r"in use by process \d+ on "):
-        fetch(remote, target)
-    assert len(remote.requests) == 1

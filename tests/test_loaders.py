@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -378,21 +377,6 @@ def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Pat
             np.testing.assert_array_equal(x.numpy(), a)
             np.testing.assert_array_equal(y.numpy(), b)
         assert len(places) == 3  # the two that are kept ready, and the one in use
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
-def test_a_new_epoch_ends_the_one_before(tmp_path: Path, name: str) -> None:
-    """Even if that is still held: what it had prefetched neither shows nor writes into the new one's buffers."""
-    samples, share = crops(tmp_path, VOLUMES["half, whole"]), Share(4)
-    loader = LOADERS[name](samples, share, 2)
-    held = [loader.epoch(epoch) for epoch in (0, 1)]
-    for batches_ in held:
-        next(batches_)
-        time.sleep(0.05)  # time to prefetch
-    check(batches(loader, 2), expected(samples, share, 2))
-    del held, batches_
-    check(batches(loader, 3), expected(samples, share, 3))
-    loader.close()
 
 
 MEMORY = """

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -41,7 +38,6 @@ from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
-from tests.conftest import ROOT
 from tests.manifests import manifest_of
 from tests.raw_files import CHANNELS_OF
 
@@ -541,31 +537,6 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(make: Any) -> None:
     assert stream(samples, 0) == first
     assert stream(make(seed=1), 0) != first
     assert len(set(first)) == len(first)
-
-
-PROCESS = """
-import hashlib, pickle, random, sys
-import numpy
-random.seed(9)
-numpy.random.seed(9)
-for samples in pickle.load(open(sys.argv[1], "rb")):
-    for index in range(samples.size):
-        x, y = samples.read(2, index)
-        print(hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest())
-"""
-
-
-def test_the_stream_is_the_same_in_another_process(
-    volumes: Manifest, series: Manifest, table: Manifest, tmp_path: Path
-) -> None:
-    """With another hash seed, and another random state."""
-    all_samples = crops(volumes), pairs(series), rows(table)
-    (tmp_path / "samples").write_bytes(pickle.dumps(all_samples))
-    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    command = [sys.executable, "-c", PROCESS, str(tmp_path / "samples")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == flat([stream(samples, 2) for samples in all_samples])
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

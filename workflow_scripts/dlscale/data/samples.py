@@ -7,7 +7,7 @@ boxes and how to decode them, `WritingSamples` write themselves into a batch, `C
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -45,12 +45,8 @@ class Samples(Protocol):
         ...
 
 
-class WritingSamples(ABC):
-    """Samples that write themselves into batches. See `Samples`."""
-
-    size: int
-    input_spec: ArraySpec
-    target_spec: ArraySpec
+class WritingSamples(Samples):
+    """Samples that write themselves into batches."""
 
     @abstractmethod
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
@@ -299,10 +295,8 @@ class BoxField:
         return DecodePlan(np.column_stack([base, np.where(flips, -step, step), source * stride[:, :1]]), numbers)
 
 
-class GridSamples(ABC):
-    """Samples that are boxes of stored arrays. See `Samples`."""
-
-    size: int
+class GridSamples(Samples):
+    """Samples that are boxes of stored arrays."""
 
     def __init__(self, input: BoxField, target: BoxField) -> None:
         self.input, self.target = input, target
@@ -319,8 +313,8 @@ class GridSamples(ABC):
         return x, self.target.read(file, boxes.target[index], symmetry)
 
 
-class ArrangedSamples(ABC):
-    """Samples whose input is made of a box and a few numbers, on the model's device. See `Samples`.
+class ArrangedSamples(Samples):
+    """Samples whose input is made of a box and a few numbers, on the model's device.
 
     Loaders fetch the boxes; `dlscale.data.loaders.base.ArrangedLoader` does the rest for all of them.
     """

@@ -6,7 +6,7 @@ its device.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -37,18 +37,6 @@ class _Dataset(Dataset[list[torch.Tensor]]):
         return stacked
 
 
-class _Batches:
-    """Sampler: yields the keys of the batches of the epoch that was set."""
-
-    def __init__(self, size: int, share: Share) -> None:
-        self.size, self.share = size, share
-        self.epoch, self.start = 0, 0
-
-    def __iter__(self) -> Iterator[tuple[int, range]]:
-        for step in range(self.start, self.share.steps(self.size)):
-            yield self.epoch, self.share.indices(step, self.size)
-
-
 def _begin_worker(worker: int) -> None:
     outlive_signals()
 
@@ -58,12 +46,12 @@ class TorchLoader(Loader):
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
-        self._batches = _Batches(samples.size, share)
+        self._keys: list[tuple[int, range]] = []  # of the epoch's batches
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loader = DataLoader(
             _Dataset(samples),
             batch_size=None,
-            sampler=self._batches,
+            sampler=self._keys,
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
@@ -74,7 +62,7 @@ class TorchLoader(Loader):
         )
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        self._batches.epoch, self._batches.start = epoch, start
+        self._keys[:] = [(epoch, self._share.indices(step, self.samples)) for step in range(start, len(self))]
         try:
             for x, y in self._loader:
                 with mark("copy"):
