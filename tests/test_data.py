@@ -87,18 +87,6 @@ def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
     assert Moments.of(np.full((1, 99_999), 0.1, np.float32), 0).std == [0.0]
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 1111, 3), (300, 5, 7), (3, 2, 70_001)])
-def test_moments_of_blocks_are_those_of_all_values(shape: tuple[int, ...]) -> None:
-    """Of few large rows, of many small ones; with channels along either axis, or none."""
-    values = (np.random.default_rng(2).normal(0, 3, shape) + 1e3).astype(np.float32)
-    for axis in (None, 0, 1):
-        found, rest = Moments.of(values, axis), tuple(a for a in range(len(shape)) if a != axis)
-        exact = values.astype(np.float64)
-        assert found.count == values.size / (shape[axis] if axis is not None else 1)
-        for key, truth in (("mean", exact.mean), ("std", exact.std), ("minimum", exact.min), ("maximum", exact.max)):
-            np.testing.assert_allclose(getattr(found, key), np.atleast_1d(truth(axis=rest)), rtol=1e-9, err_msg=key)
-
-
 # ---- preprocessing -------------------------------------------------------------------------------------
 
 
@@ -521,26 +509,6 @@ def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) ->
     write_volume(tmp_path / "a.h5", form(volume((8, 8, 8), 1)))
     other = {name: values * 3 + 0.5 for name, values in form(volume((12, 10, 8), 2)).items()}
     assert described(form(volume((8, 8, 8), 3))) == described(other)
-
-
-def test_statistics_of_series_are_of_the_training_part_alone(tmp_path: Path, era5_data: Path) -> None:
-    """Validation and test may be changed beyond recognition: neither statistics nor climatology move."""
-    import shutil
-
-    folder = tmp_path / "data"
-    shutil.copytree(era5_data, folder, ignore=shutil.ignore_patterns("stats", "manifest.json", "pieces", "source"))
-    with h5py.File(folder / "valid" / "2003.h5", "r+") as file:
-        file["fields"][...] *= 7
-        moments = json.loads(file["fields"].attrs["moments"])
-        file["fields"].attrs["moments"] = json.dumps({**moments, "mean": [1e9] * len(moments["mean"])})
-        file["sum/fields"][...] *= 7
-    products = ["--manifest", folder / "manifest.json", "--stats", folder / "stats"]
-    assert stage("describe", "--config", folder / "config.yaml", *products) == 0
-    for path in (era5_data / "stats").iterdir():
-        assert (folder / "stats" / path.name).read_bytes() == path.read_bytes(), path.name
-    old, new = (Manifest.read(each / "manifest.json") for each in (era5_data, folder))
-    assert old.fields == new.fields
-    assert old.files("valid")[0].digest != new.files("valid")[0].digest
 
 
 # ---- every pair, once ------------------------------------------------------------------------------------
