@@ -115,10 +115,7 @@ def download(
 
 
 class _Partial:
-    """The bytes of one address that have arrived, and a note beside them: address and version (ETag or Last-Modified).
-
-    Bytes without a note, or of another version, are fetched anew.
-    """
+    """The bytes of one address that have arrived, and a note of address and version (ETag or Last-Modified)."""
 
     def __init__(
         self, url: str, destination: Path, timeout_s: float, progress: Callable[[int, int | None], None]

@@ -1,4 +1,4 @@
-"""Stage `describe`: statistics of the training part, and the manifest; a kind describes prepared files itself."""
+"""Stage `describe`: statistics of the training part, and the manifest."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class DatasetKind(ABC):
     def look(self, dataset: Any, raw: RawFile, made: Path) -> str | None:
         """Return a digest of the origin of an acquired file, which is read anew when that changes; None: never.
 
-        `made` is the file, which may be there: where its origin is gone, it stays if it holds that digest.
+        `made` is the file: where its origin is gone, it stays if it holds that digest.
         """
         return None
 
@@ -185,7 +185,7 @@ Both = TypeVar("Both", bound=Strict)  # whose fields are paths or URLs, in the o
 
 
 class Paired(Strict, Generic[Both]):
-    """Two files that belong together: those of each split, or `all` with `shares` of them."""
+    """Two files that belong together, such as images and labels: those of each split, or `all` with `shares`."""
 
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")

@@ -60,7 +60,7 @@ class File(Record):
     def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None, verifiable: bool = False) -> File:
         """Describe the file at `path`; `folder` is the manifest's.
 
-        Without a digest of its content, place, size and time stand for a file: those of others may be terabytes.
+        Without a digest, place, size and time stand for the content: files of others may be terabytes.
         """
         (size, time), place, folder = stamp(path), path.resolve(), folder.resolve()
         digest = digest or hashlib.sha256(f"{place} {size} {time}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The files of a dataset of any kind: raw files, parts made from them, pieces of a part. Pure and quick, as kinds."""
+"""The files of a dataset of any kind: raw files, parts made from them, pieces of a part. Pure and quick."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Stage `preprocess`: one piece of one part, streamed from the raw files within a memory bound.
-
-A piece holds its rows in float32 or as integers, their moments and, where the source asks for it, their sum.
-"""
+"""Stage `preprocess`: one piece of one part, streamed from the raw files within a memory bound."""
 
 from __future__ import annotations
 

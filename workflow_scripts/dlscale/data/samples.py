@@ -38,10 +38,7 @@ class Samples(Protocol):
     target_spec: ArraySpec
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input and target of sample `index` (0 ... size - 1) of `epoch`, as declared, in model units.
-
-        The same arguments give the same arrays in any process.
-        """
+        """Return input and target of sample `index` of `epoch`, as declared, in model units, the same in any process."""
         ...
 
 
@@ -105,7 +102,7 @@ class CroppedImages(WritingSamples):
 def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
     """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
 
-    Unscaled values (`scaling` is None) keep their digits: the large mean of a pressure goes first.
+    Of unscaled values the mean goes first, so that they keep their digits.
     """
     transforms = info.transforms if info.stored == "physical" else []
     mean, std = (  # in the digits that the published statistics have

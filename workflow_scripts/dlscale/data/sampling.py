@@ -37,8 +37,7 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool) -> np.ndarray:
     """Return the items, at most `wanted` of `count`, that an epoch visits, int64.
 
-    Training visits them in a random order, a new random choice each epoch of more than `wanted`; validation and test
-    are fixed, in order and evenly spread.
+    Training visits a random choice in random order; validation and test are fixed, in order and evenly spread.
     """
     return order(seed, epoch, count)[:wanted] if training else evenly(count, wanted)
 

@@ -1,4 +1,4 @@
-"""Readers of raw files, as the preprocess stage needs them."""
+"""Readers of raw files."""
 
 from __future__ import annotations
 

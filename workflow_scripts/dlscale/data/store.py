@@ -89,7 +89,7 @@ class Field:
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading; a missing or torn file, or one that leads to other files, is a `UserError`."""
+    """Open an HDF5 file for reading; one that is missing, torn, or leads to other files is a `UserError`."""
     with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
         file = h5py.File(path, "r")
         _check_own(file)

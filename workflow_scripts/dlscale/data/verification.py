@@ -57,6 +57,6 @@ def _record(manifest: Manifest) -> dict[str, Any]:
 
 
 def _seen(manifest: Manifest, file: File) -> list[Any]:
-    """Return digest, size and times of a file: who sets the one time back changes the other."""
+    """Return digest, size and both times of a file: who sets one back changes the other."""
     status = manifest.path(file).stat()
     return [file.digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -25,7 +25,7 @@ from dlscale.data.samples import CroppedImages, Samples
 class Pace:
     """Holds the memory of batches while the device may read it, of at most `ahead` batches before the present one.
 
-    The host waits only where it is further ahead. `record` returns an event after all work given to the device so far.
+    `record` returns an event after all work given to the device so far.
     """
 
     def __init__(self, ahead: int, record: Callable[[], Any]) -> None:
@@ -87,7 +87,7 @@ class Images:
         return [images, labels]
 
     def _source(self) -> Any:
-        """Return the inputs of the next batch; DALI takes the place of a square as a share of the room for it."""
+        """Return the inputs of the next batch; places of squares are shares of the room for them."""
         epoch, indices = next(self._batches)
         windows = self._samples.windows(epoch, indices)
         room = np.maximum(windows.resized - self._samples.input_spec.shape[-1], 1)

@@ -26,9 +26,9 @@ class NativeField:
     Attributes
     ----------
     axes
-        Ways to transpose boxes, a list of three axes each; empty if they never are.
+        Ways to transpose boxes, three axes each; empty if they never are.
     parts
-        Those of shift (0), factor (1), offset (2) in (stored - shift) factor + offset that matter for any sample.
+        Which of shift (0), factor (1), offset (2) matter for any sample.
     inputs
         Number of arrays that `read` returns.
     """
@@ -45,8 +45,8 @@ class NativeField:
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
         """Return the inputs of one box at `start` [3].
 
-        They are its values [C, a, b, c]; if boxes are turned, the number in `axes`, flips int32 [3] and source channels
-        int32 [C]; and the numbers of `parts`, float32 [C, 1, 1, 1].
+        These are its values [C, a, b, c]; if boxes are turned, the number in `axes`, flips int32 [3], source channels
+        int32 [C]; the numbers of `parts`, float32 [C, 1, 1, 1].
         """
         inputs = [np.ascontiguousarray(self._field.stored(file, start), self._field.dtype)]
         numbers = self._field.decoding(file)
@@ -135,7 +135,7 @@ class Boxes:
         ]
 
     def __call__(self, info: Any) -> tuple[np.ndarray, ...]:
-        """Return the inputs of both fields for sample `info.idx_in_batch` of batch `info.iteration` of the epoch."""
+        """Return the inputs of both fields for sample `info.idx_in_batch` of batch `info.iteration`."""
         epoch, start = self._place.tolist()
         if start + info.iteration >= len(self._indices):
             raise StopIteration

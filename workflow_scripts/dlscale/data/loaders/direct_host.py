@@ -70,7 +70,7 @@ class HostField:
         self._strides = field.strides(self._buffer())
 
     def _in_place(self, file: int) -> np.ndarray | None:
-        """Return the mapped values of a file, [C, a, b, c], whose boxes can be decoded where they lie."""
+        """Return the mapped values of a file, [C, a, b, c], if boxes can be decoded there."""
         field, whole = self._field, self._field.whole(file)
         alike = whole is not None and (whole.dtype, field.order_of(file)) == (field.dtype, field.order)
         return whole if alike else None
@@ -111,7 +111,7 @@ class HostField:
         numbers: np.ndarray,
         out: np.ndarray,
     ) -> None:
-        """Write the box at `where`, file and start, into `out`: where the file has it, or by way of a buffer."""
+        """Write the box at `where`, file and start, into `out`, by way of a buffer unless `stored` has it."""
         if stored is None:
             stored = self._buffer()
             _, a, b, c = self._field.shape

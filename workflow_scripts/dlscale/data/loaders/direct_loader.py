@@ -148,7 +148,7 @@ class Resident:
     def _load(self, field: BoxField) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """Take all files of a field to the device, a slab at a time.
 
-        Return all values [n], and of each file its first value, int64 [files], and its strides, int64 [files, 4].
+        Return all values [n], and each file's first value, int64 [files], and strides, int64 [files, 4].
         """
         shapes = [field.shape_of(file) for file in range(len(field.readers))]
         sizes = [int(np.prod(shape)) for shape in shapes]

@@ -1,8 +1,4 @@
-"""`torch`: PyTorch's DataLoader, the published baseline: worker processes, pinned memory, prefetching.
-
-Images are collated as bytes, [B, C, H, W], as by the published program's fast collate; the model normalises them on
-its device.
-"""
+"""`torch`: PyTorch's DataLoader, the published baseline: worker processes, pinned memory; images are bytes."""
 
 from __future__ import annotations
 
