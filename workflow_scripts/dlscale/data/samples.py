@@ -38,7 +38,7 @@ class Samples(Protocol):
     target_spec: ArraySpec
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input and target of sample `index` of `epoch`, as declared, in model units, the same in any process."""
+        """Return input and target of sample `index` of `epoch`, as declared, in model units; equal in any process."""
         ...
 
 
