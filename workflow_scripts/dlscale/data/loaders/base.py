@@ -63,8 +63,8 @@ class Loader(ABC):
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device, as the samples declare them.
 
-        A rank's share of a small last batch may be empty. A batch's memory may be used again once the next is asked for. A
-        new epoch ends the one before. On a GPU the batch is ready for the current stream.
+        A rank's share of a small last batch may be empty. A batch's memory may be reused once the next is asked for.
+        A new epoch ends the one before. On a GPU the batch is ready for the current stream.
         """
 
     def close(self) -> None:  # noqa: B027 - some have nothing to stop
