@@ -41,24 +41,23 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
     """Describe the files of `assemble`."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     fields: dict[str, Field] = {}
-    moments: dict[str, dict[str, Moments]] = {split: {} for split in SPLITS}
-    every = parts.parts(dataset)
-    for part in tracked(every, "describing", len(every), "files"):
+    training: dict[str, Moments] = {}
+    every: dict[str, Moments] = {}
+    files = parts.parts(dataset)
+    for part in tracked(files, "describing", len(files), "files"):
         path = folder / part.split / f"{part.name}.h5"
         with reading(path), store.open_file(path) as file:
             read = [Field.of(file[name]) for name in file.attrs["fields"]]
             measured = [Moments.from_json(file[field.name].attrs["moments"]) for field in read]
         for field, its in zip(read, measured, strict=True):
             check_alike(path, field, fields.setdefault(field.name, field))
-            of_split = moments[part.split]
-            of_split[field.name] = of_split.get(field.name, Moments.empty(len(field.channels))).merged(its)
+            for moments in (training, every) if part.split == "train" else (every,):
+                moments[field.name] = moments[field.name].merged(its) if field.name in moments else its
         splits[part.split].append(File.of(path, folder, read[0].rows, sha256(path), True))
-    infos = {name: describe_field(field, moments["train"][name]) for name, field in fields.items()}
+    infos = {name: describe_field(field, training[name]) for name, field in fields.items()}
     for name, field in fields.items():
-        every_split = [of_split[name] for of_split in moments.values() if of_split]
-        if len(field.shape) == 1 and not field.floating and min(its.minimum[0] for its in every_split) >= 0:
-            classes = int(max(its.maximum[0] for its in every_split)) + 1
-            infos[name] = infos[name].model_copy(update={"classes": classes})
+        if len(field.shape) == 1 and not field.floating and every[name].minimum[0] >= 0:
+            infos[name] = infos[name].model_copy(update={"classes": int(every[name].maximum[0]) + 1})
     return new_manifest(dataset, infos, splits, folder)
 
 
