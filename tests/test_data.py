@@ -22,8 +22,9 @@ import torch
 from dlscale.config import resolve as config
 from dlscale.core.errors import UserError
 from dlscale.data import parts
+from dlscale.data.describe import check_disjoint
 from dlscale.data.kind import name_files, stem
-from dlscale.data.manifest import IDENTITY, FieldInfo, Manifest, Transform
+from dlscale.data.manifest import IDENTITY, FieldInfo, File, Manifest, Transform
 from dlscale.data.parts import load_dataset
 from dlscale.data.source import block_average
 from dlscale.data.store import Moments, Reader
@@ -473,19 +474,15 @@ def test_shared_data_is_refused(dataset: dict[str, Any], words: str) -> None:
     assert "datasets.mine" in str(caught.value)
 
 
-def test_one_file_under_two_names_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
     """A link to a training file, or a copy, is no validation data."""
     first = write_volume(tmp_path / "a.h5", published(volume((8, 8, 8))))
     (tmp_path / "b.h5").symlink_to(first)
-    folder = tmp_path / "data"
-    settings = cosmo([first], [tmp_path / "b.h5"], "prepared")
-    assert stage("configure", "--settings", json.dumps(settings), "--out", folder / "config.yaml") == 0
-    products = ["--manifest", folder / "m.json", "--stats", folder / "stats"]
-    sources = ["--source", first, tmp_path / "b.h5"]
-    assert stage("describe", "--config", folder / "config.yaml", *sources, *products) == 2
-    error = capfd.readouterr().err
-    assert "the same file is in train and valid" in error and error.count("\n") == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml"]
+    splits = {
+        split: [File.of(tmp_path / f"{name}.h5", tmp_path, 8)] for split, name in (("train", "a"), ("valid", "b"))
+    }
+    with pytest.raises(UserError, match="the same file is in train and valid"):
+        check_disjoint(Manifest(kind="cosmo", fields={}, splits=splits))
 
 
 def test_files_of_one_name_do_not_stand_in_for_each_other() -> None:

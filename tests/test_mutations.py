@@ -51,7 +51,7 @@ from tests.test_mnist import write_idx
 LIMIT_S = 20.0
 FORK = multiprocessing.get_context("fork")
 
-Read = Callable[[Path], None]
+Read = Callable[[Path], object]
 
 
 def sources(settings: Callable[[Path], dict[str, Any]]) -> Read:
@@ -116,18 +116,10 @@ def pack(folder: Path) -> None:
         opened.image(row)
 
 
-def arrays(suffix: str) -> Read:
+def paired(kind: str, form: str, keys: tuple[str, str], suffix: str) -> Read:
     def settings(folder: Path) -> dict[str, Any]:
-        given = {key: str(folder / f"{key}{suffix}") for key in ("input", "target")}
-        return {"kind": "starter", "source": {"kind": "arrays", "all": given, "shares": {"train": 0.5, "valid": 0.5}}}
-
-    return sources(settings)
-
-
-def digits(suffix: str) -> Read:
-    def settings(folder: Path) -> dict[str, Any]:
-        given = {key: str(folder / f"{key}{suffix}") for key in ("images", "labels")}
-        return {"kind": "mnist", "source": {"kind": "files", "all": given, "shares": {"train": 0.5, "valid": 0.5}}}
+        given = {key: str(folder / f"{key}{suffix}") for key in keys}
+        return {"kind": kind, "source": {"kind": form, "all": given, "shares": {"train": 0.5, "valid": 0.5}}}
 
     return sources(settings)
 
@@ -189,7 +181,7 @@ def _pack(folder: Path) -> None:
 
 
 def _log(folder: Path) -> None:
-    write_log(folder / "events.out.tfevents.1", [(step, 1.0 * step, {"loss": 1 / (step + 1)}) for step in range(20)])
+    write_log(folder / LOG, [(step, 1.0 * step, {"loss": 1 / (step + 1)}) for step in range(20)])
 
 
 def _described(folder: Path) -> None:
@@ -214,6 +206,8 @@ def _checkpoint(folder: Path) -> None:
 
 
 YEARS = {"train": {2001: 6}, "valid": {2002: 6}}
+LOG = "events.out.tfevents.1"
+ENDS = (".npy", ".npz", ".h5")
 
 
 def _cosmo(kind: str) -> Callable[[Path], dict[str, Any]]:
@@ -235,28 +229,18 @@ READERS: dict[str, tuple[Callable[[Path], object], Read, str]] = {
         )
         for form in FORMATS
     },
-    "IDX": (_digits, digits(""), "*s"),
-    "IDX, gzip": (_digits, digits(".gz"), "*.gz"),
+    "IDX": (_digits, paired("mnist", "files", ("images", "labels"), ""), "*s"),
+    "IDX, gzip": (_digits, paired("mnist", "files", ("images", "labels"), ".gz"), "*.gz"),
     "images": (_images, images, "*/*"),
     "packed images": (_pack, pack, "*"),
-    "npy": (_arrays, arrays(".npy"), "*.npy"),
-    "npz": (_arrays, arrays(".npz"), "*.npz"),
-    "HDF5 arrays": (_arrays, arrays(".h5"), "*.h5"),
-    "event files": (_log, lambda folder: _import(folder), "*"),
+    **{f"arrays{end}": (_arrays, paired("starter", "arrays", ("input", "target"), end), f"*{end}") for end in ENDS},
+    "event files": (_log, lambda folder: imports.read([folder / LOG], {"loss": "loss/train"}, frozenset()), "*"),
     "manifest": (_described, described, "data/manifest.json"),
     "described data": (_described, described, "data/**/*.[hn]*"),
-    "weights": (_trained, lambda folder: _weights(folder), "model.pt"),
+    "weights": (_trained, lambda folder: read_weights(folder / "model.pt"), "model.pt"),
     "checkpoint": (_trained, _checkpoint, "checkpoints/*/step*/*"),
     "records": (_trained, _records, "*.json*"),
 }
-
-
-def _import(folder: Path) -> None:
-    imports.read([folder / "events.out.tfevents.1"], {"loss": "loss/train"}, frozenset())
-
-
-def _weights(folder: Path) -> None:
-    read_weights(folder / "model.pt")
 
 
 def mutated(content: bytes, rng: np.random.Generator) -> bytes:
