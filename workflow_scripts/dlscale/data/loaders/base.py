@@ -55,20 +55,30 @@ class Loader(ABC):
     def __init__(self, samples: Samples | ArrangedSamples, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share, self._device = share, device
+        self._open: Generator[Batch] | None = None
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)
 
-    @abstractmethod
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device, as the samples declare them.
 
         A rank's share of a small last batch may be empty. A batch's memory may be reused once the next is asked for.
         A new epoch ends the one before. On a GPU the batch is ready for the current stream.
         """
+        if self._open is not None:
+            self._open.close()
+        self._open = self._batches(epoch, start)
+        return self._open
 
-    def close(self) -> None:  # noqa: B027 - some have nothing to stop
+    @abstractmethod
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
+        """Yield the batches of `epoch`; when it is closed, all that was prefetched is thrown away."""
+
+    def close(self) -> None:
         """Stop workers and close files."""
+        if self._open is not None:
+            self._open.close()
 
 
 def on_grids(samples: Samples, loader: str) -> GridSamples:
@@ -88,7 +98,7 @@ class ArrangedLoader(Loader):
         super().__init__(samples, share, device)
         self._loader, self._arranged = loader, samples
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once: no step waits for them
         with closing(self._loader.epoch(epoch, start)) as batches:
             for step, (x, y) in enumerate(batches, start):
@@ -96,6 +106,7 @@ class ArrangedLoader(Loader):
                 yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
 
     def close(self) -> None:
+        super().close()
         self._loader.close()
 
 

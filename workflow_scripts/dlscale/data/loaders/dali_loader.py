@@ -117,7 +117,7 @@ class DaliLoader(Loader):
         super().__init__(samples, share, device)
         self._specs = samples.input_spec, samples.target_spec
         self._pace = Pace(settings.prefetch, lambda: torch.cuda.current_stream(device).record_event()) if gpu else None
-        self._running: object | None = None  # identity of the epoch that the pipeline is in
+        self._failed = False
         try:
             from nvidia.dali import fn, pipeline_def, types
         except ImportError as error:
@@ -146,16 +146,14 @@ class DaliLoader(Loader):
         self._pipeline = pipeline()
         self._pipeline.build()
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        self._abandon()  # an epoch that was left unfinished
-        running = self._running = object()
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         self._feed.begin(epoch, start)
         try:
             for step in range(start, len(self)):
                 yield self._next(len(self._share.indices(step, self.samples)))
         finally:
-            if running is self._running:
-                self._abandon()
+            if not self._failed:
+                self._drain()
 
     def _next(self, count: int) -> Batch:
         outputs = self._run() if count else None
@@ -174,15 +172,13 @@ class DaliLoader(Loader):
         try:
             return self._pipeline.run(stream)
         except Exception as error:
-            self._running = None  # there is nothing to abandon in a pipeline that failed
+            self._failed = True
             if (message := self._feed.explain(error)) is None:
                 raise
         raise UserError(message)  # not within: it would hold DALI's error, and so the pipeline and its processes
 
-    def _abandon(self) -> None:
-        if self._running is None:
-            return
-        self._running = None
+    def _drain(self) -> None:
+        """Throw away what was prefetched, and make the pipeline ready for another epoch."""
         self._feed.begin(0, len(self))
         with contextlib.suppress(StopIteration):
             while True:
@@ -192,7 +188,7 @@ class DaliLoader(Loader):
     def close(self) -> None:
         if self._pipeline is None:
             return
-        self._abandon()
+        super().close()
         if self._pace is not None:
             self._pace.close()
         self._pipeline = None

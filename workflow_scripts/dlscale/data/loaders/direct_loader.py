@@ -246,7 +246,6 @@ class DirectLoader(Loader):
             self._slots, self._workers = 1, 0
         # Some threads do the tasks of batches; of two others one lists those of the next, while the first one waits.
         self._pools = [threads(count, device) for count in (2, self._workers)] if self._workers else []
-        self._ahead: deque[Future[Made]] = deque()
         self._used: deque[torch.cuda.Event] = deque()
 
     def _choose(self, samples: Samples, settings: Settings) -> Written | ResidentTable | Streamed | Resident:
@@ -268,9 +267,9 @@ class DirectLoader(Loader):
 
         return Written(HostBoxes(grids), batch, slots, device)
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        self._abandon()  # an epoch that was left unfinished: its buffers are these
-        ahead, following = self._ahead, start
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
+        ahead: deque[Future[Made]] = deque()
+        following = start
         try:
             for _ in range(start, len(self)):
                 while following < len(self) and len(ahead) < self._slots:
@@ -278,8 +277,9 @@ class DirectLoader(Loader):
                     following += 1
                 yield self._deliver(*ahead.popleft().result())
         finally:
-            if ahead is self._ahead:
-                self._abandon()
+            for made in ahead:  # until nobody writes into buffers any more
+                if not made.cancel():
+                    made.exception()
 
     def _begin(self, epoch: int, step: int) -> Future[Made]:
         arguments = step % self._slots, epoch, self._share.indices(step, self.samples)
@@ -311,13 +311,8 @@ class DirectLoader(Loader):
                 values.record_stream(current)  # its memory is not to be used again before this stream is done with it
         return batch
 
-    def _abandon(self) -> None:
-        for made in self._ahead:
-            if not made.cancel():
-                made.exception()
-        self._ahead = deque()
-
     def close(self) -> None:
+        super().close()
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
 

@@ -22,7 +22,7 @@ class SyntheticLoader(Loader):
         y = _random(samples.target_spec, count, generator)
         self._y = (y.clamp(-1, 1) if y.is_floating_point() else y).to(device)
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         for step in range(start, len(self)):
             count = len(self._share.indices(step, self.samples))
             yield self._x[:count], self._y[:count]

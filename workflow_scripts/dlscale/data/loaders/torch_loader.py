@@ -57,7 +57,7 @@ class TorchLoader(Loader):
             generator=torch.Generator(),
         )
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         self._keys[:] = [(epoch, self._share.indices(step, self.samples)) for step in range(start, len(self))]
         try:
             for x, y in self._loader:
@@ -79,6 +79,7 @@ class TorchLoader(Loader):
         return batch
 
     def close(self) -> None:
+        super().close()
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
