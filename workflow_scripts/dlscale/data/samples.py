@@ -82,9 +82,6 @@ class ImageWindows:
     start: np.ndarray  #: first row and column of the square, int64 [n, 2]
     flip: np.ndarray  #: mirrored left to right, bool [n]
 
-    def __len__(self) -> int:
-        return len(self.images)
-
 
 class CroppedImages(WritingSamples):
     """Samples that are windows of images, uint8 [3, size, size], with a label; other decoders round in other ways."""

@@ -122,18 +122,15 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int |
     return values
 
 
-def channels_first(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Reorder sizes or slices of the stored axes to the order of fields, channels first."""
-    return (axes[-1], *axes[:-1]) if _channels_last(dataset) else axes
+def channels_first(dataset: h5py.Dataset, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Reorder sizes of the stored axes to the order of fields, channels first."""
+    return tuple(sizes[stored_order(dataset).index(axis)] for axis in range(len(sizes)))
 
 
-def as_stored(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Reorder sizes or slices of a field's axes to the order in which they are stored."""
-    return (*axes[1:], axes[0]) if _channels_last(dataset) else axes
-
-
-def _channels_last(dataset: h5py.Dataset) -> bool:
-    return bool(dataset.attrs.get("channels_last", False))
+def stored_order(dataset: h5py.Dataset) -> tuple[int, ...]:
+    """Return a field's axes, channels first, in the order in which they are stored."""
+    axes = tuple(range(dataset.ndim))
+    return (*axes[1:], 0) if dataset.attrs.get("channels_last", False) else axes
 
 
 def create(
@@ -167,7 +164,8 @@ def create(
 
 def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) -> None:
     """Write `values`, channels first like `where`, in the order in which `target` stores them."""
-    target[as_stored(target, where)] = values.transpose(as_stored(target, tuple(range(values.ndim))))
+    order = stored_order(target)
+    target[tuple(where[axis] for axis in order)] = values.transpose(order)
 
 
 class Reader:
@@ -189,7 +187,7 @@ class Reader:
         if self._opened is None or self._opened[0] != os.getpid():
             opened = dataset(open_file(self.path), self.name)
             with reading(self.path):
-                self._opened = (os.getpid(), opened, as_stored(opened, tuple(range(opened.ndim))))
+                self._opened = (os.getpid(), opened, stored_order(opened))
         return self._opened[1:]
 
     @property
@@ -247,12 +245,12 @@ class Reader:
         return values.transpose([order.index(axis) for axis in range(values.ndim)])
 
     def copy(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Copy the selected values, a slice for each axis, into `out`, in its type."""
+        """Copy the selected values, from the start of a slice for each axis, into `out`, in its type."""
         if not self.chunks:
             np.copyto(out, self.stored(index))
             return
         edges = next(iter(self.chunks.values())).shape
-        bounds = [each.indices(size)[:2] for each, size in zip(index, self.shape, strict=True)]
+        bounds = [(each.start or 0, (each.start or 0) + size) for each, size in zip(index, out.shape, strict=True)]
         spans = [range(first // edge * edge, end, edge) for (first, end), edge in zip(bounds, edges, strict=True)]
         for corner in itertools.product(*spans):
             source, target = [], []
