@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,7 @@ class Loader(ABC):
 
     samples: int  #: in an epoch, over all ranks
 
-    def __init__(self, samples: Samples | ArrangedSamples, share: Share, device: torch.device) -> None:
+    def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share, self._device = share, device
         self._open: Generator[Batch] | None = None
@@ -100,10 +99,9 @@ class ArrangedLoader(Loader):
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once: no step waits for them
-        with closing(self._loader.epoch(epoch, start)) as batches:
-            for step, (x, y) in enumerate(batches, start):
-                indices = self._share.indices(step, self.samples)
-                yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
+        for step, (x, y) in enumerate(self._loader.epoch(epoch, start), start):
+            indices = self._share.indices(step, self.samples)
+            yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
 
     def close(self) -> None:
         super().close()
@@ -112,7 +110,7 @@ class ArrangedLoader(Loader):
 
 def open_loader(
     build: Callable[..., Loader],
-    samples: Samples | ArrangedSamples,
+    samples: Samples,
     settings: Any,
     share: Share,
     device: torch.device,
