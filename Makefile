@@ -189,7 +189,7 @@ test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guid
 
 .PHONY: test-mutations
 test-mutations: $(VENV)/.installed-dev  ## damage files of every reader, 250 times each: each ends in a message, or is read
-	@python -m tests.mutate_files $(ARGS)
+	@$(PYTEST) -m long tests/test_mutations.py $(ARGS)
 
 .PHONY: test-code-mutations
 test-code-mutations: $(VENV)/.installed-dev  ## make a hundred known mistakes in the code, one at a time: each is seen by a test

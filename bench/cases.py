@@ -135,10 +135,8 @@ class Case:
         return x.to(device), 0.3 * y.to(device)
 
     def delivered(self, step: Step, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch in the form in which a loader gives it to a step: no step arranges it anew."""
-        form = step.network.delivery
-        x, y = self.batch(step.device, size)
-        return x.to(form.dtype, memory_format=form.layout_of(x.dim())), y.to(memory_format=form.layout_of(y.dim()))
+        """Return a batch as a loader gives it to a step."""
+        return self.batch(step.device, size)
 
     def flops(self) -> float:
         """FLOPs of a sample, forward and backward, by the study's formula."""

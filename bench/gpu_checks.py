@@ -12,11 +12,9 @@ import torch
 from bench.cases import Case
 from bench.tasks import Bench, Skip, Task, Values
 from dlscale.core.errors import UserError
-from dlscale.data.loaders import direct_loader
-from dlscale.data.loaders.base import AS_DECLARED, Delivery, Loader, Share
-from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.direct_device import Streamed
-from dlscale.data.loaders.settings import DaliLoader, DirectLoader
+from dlscale.data.loaders import DaliLoader, DirectLoader, direct_loader
+from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.loaders.direct_loader import Streamed
 from dlscale.data.samples import GridSamples
 from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Step
@@ -68,7 +66,6 @@ def loader_of(
     kind: str,
     batch_size: int,
     workers: int = WORKERS,
-    delivery: Delivery = AS_DECLARED,
 ) -> Loader:
     """Return a loader that delivers to the device: `resident`, `streamed` (both `direct`) or `dali`."""
     share = Share(batch_size)
@@ -81,13 +78,13 @@ def loader_of(
         from dlscale.data.loaders import dali_loader
 
         dali = DaliLoader(kind="dali", workers=workers)
-        return dali_loader.build(samples, dali, share, bench.device, delivery)
+        return dali_loader.build(samples, dali, share, bench.device)
     settings = DirectLoader(
         kind="direct", workers=workers, resident="never" if kind == "streamed" and bench.cuda else "always"
     )
-    loader = direct_loader.build(samples, settings, share, bench.device, delivery)
+    loader = direct_loader.build(samples, settings, share, bench.device)
     if kind == "streamed" and not bench.cuda:  # the way to a GPU, with the processor in its place
-        loader._backend = Streamed(samples, stored_fields(samples), batch_size, loader._slots, bench.device, delivery)
+        loader._backend = Streamed(samples, batch_size, loader._slots, bench.device)
     return loader
 
 
@@ -131,7 +128,7 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
             case.write(path, rows)
         samples = case.samples(path, rows, count)
         step = case.step(bench.device, precision="bf16", **FUSED, **over) if bench.cuda else make(bench, case)
-        with closing(loader_of(bench, samples, kind, case.batch_size, delivery=step.network.delivery)) as loader:
+        with closing(loader_of(bench, samples, kind, case.batch_size)) as loader:
             for x, y in loader.epoch(0):  # capture, and what is made only once
                 step(x, y)
             read: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -22,10 +22,8 @@ from torch.nn import functional as F
 from bench.cases import Case, sizes
 from bench.gpu_timings import Data, data
 from bench.tasks import Bench, Skip, Task, Values
-from dlscale.data.loaders import decode
-from dlscale.data.loaders.base import AS_DECLARED
-from dlscale.data.loaders.decode import on_device, stored_fields
-from dlscale.data.loaders.direct_device import Resident
+from dlscale.data.loaders import direct_loader
+from dlscale.data.loaders.direct_loader import Resident, on_device
 from dlscale.train.attention import BACKENDS, only, registered
 
 #: What the rungs before compiling leave.
@@ -367,15 +365,15 @@ DECODERS = {"kernel": True, "operations": False}
 @contextmanager
 def decoder(fused: bool, device: torch.device) -> Iterator[None]:
     """Let `on_device` use the kernel, or PyTorch's operations."""
-    found = decode.kernel(device)
+    found = direct_loader.kernel(device)
     if fused and found is None:
         raise Skip("no Triton" if device.type == "cuda" else "only interpreted on a processor")
-    decode.kernel.cache_clear()
-    kernel, decode.kernel = decode.kernel, lambda device: found if fused else None  # type: ignore[assignment]
+    direct_loader.kernel.cache_clear()
+    kernel, direct_loader.kernel = direct_loader.kernel, lambda device: found if fused else None  # type: ignore[assignment]
     try:
         yield
     finally:
-        decode.kernel = kernel
+        direct_loader.kernel = kernel
 
 
 def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
@@ -386,9 +384,9 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
     if wide:
         bench.need_cuda()
     samples = data.samples()
-    fields, batch_size = stored_fields(samples), data.case.batch_size
+    fields, batch_size = (samples.input, samples.target), data.case.batch_size
     boxes = samples.boxes(0).take(range(batch_size))
-    held = Resident(samples, fields, bench.device)._held
+    held = Resident(samples, bench.device)._held
     work = []
     for field, (values, firsts, strides), starts in zip(fields, held, (boxes.input, boxes.target), strict=True):
         shift = max(2**31 - len(values), 0) if wide else 0
@@ -401,7 +399,7 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
         work.append((values, field.plan(boxes.file, boxes.symmetry, base, stride), field))
 
     def action() -> list[torch.Tensor]:
-        return [on_device(values, plan, field, torch.float32, AS_DECLARED) for values, plan, field in work]
+        return [on_device(values, plan, field) for values, plan, field in work]
 
     with decoder(fused, bench.device):
         out = action()

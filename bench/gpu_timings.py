@@ -22,7 +22,7 @@ from bench.gpu_checks import loader_of
 from bench.gpu_machine import PINNED, PRODUCT, is_h200
 from bench.tasks import Bench, Skip, Task, Values
 from dlscale.config.run import Throughput
-from dlscale.data.loaders.base import AS_DECLARED, Batch, Loader
+from dlscale.data.loaders.base import Batch, Loader
 from dlscale.data.samples import GridSamples
 from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
@@ -78,15 +78,13 @@ class Data:
         return path
 
     @contextmanager
-    def loader(self, kind: str, step: Step | None = None) -> Iterator[Loader]:
-        """Open a loader, which delivers as a step takes it."""
-        delivery = AS_DECLARED if step is None else step.network.delivery
-        with closing(loader_of(self._bench, self.samples(), kind, self.case.batch_size, WORKERS, delivery)) as loader:
+    def loader(self, kind: str) -> Iterator[Loader]:
+        with closing(loader_of(self._bench, self.samples(), kind, self.case.batch_size, WORKERS)) as loader:
             yield loader
 
     def rate(self, kind: str, step: Step | None, settings: Throughput) -> float:
         """Return samples/s of training (of loading alone, without a step) on what a loader delivers."""
-        with self.loader(kind, step) as loader:
+        with self.loader(kind) as loader:
             batches = (each for epoch in itertools.count() for each in loader.epoch(epoch))
             with closing(batches):
                 return median(self._bench, batches, step, settings)

@@ -22,9 +22,8 @@ from bench import published
 from bench.loading import CPU, PROGRAM, THREADS, WORKERS, Contestants, best_of, rate, steady_rate
 from bench.measure import Options, Row, in_turns
 from dlscale.core.errors import UserError
-from dlscale.data.loaders import dali_loader, direct_loader, torch_loader
+from dlscale.data.loaders import DaliLoader, DirectLoader, TorchLoader, dali_loader, direct_loader, torch_loader
 from dlscale.data.loaders.base import Share
-from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.imagenet import describe, folder
 from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples

@@ -28,10 +28,8 @@ from bench import published
 from bench.measure import Options, Row, in_turns
 from dlscale.core.errors import UserError
 from dlscale.data import store
-from dlscale.data.loaders import direct_loader, torch_loader
+from dlscale.data.loaders import DaliLoader, DirectLoader, TorchLoader, direct_loader, torch_loader
 from dlscale.data.loaders.base import Batch, Loader, Share
-from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.settings import DaliLoader, DirectLoader, TorchLoader
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import BoxIndex, GridSamples
 from dlscale.data.store import Field
@@ -164,15 +162,15 @@ def torch_rate(stack: ExitStack, samples: GridSamples, batch_size: int, workers:
 def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable[[], float]:
     """Return a function that copies an epoch's boxes into a batch of buffers, as they are stored; samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-    fields = stored_fields(samples)
+    fields = samples.input, samples.target
     buffers = [
         field.canonical(np.ones([batch_size, *(field.shape[axis] for axis in field.order)], field.dtype))
         for field in fields
     ]
     for field in fields:
-        for file in field.files:
-            if file.whole is not None:  # each page once: a mapping's first touch of a page is no reading
-                file.whole.transpose(file.order).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
+        for file in range(len(field.readers)):
+            if (whole := field.whole(file)) is not None:  # each page once: a mapping's first touch is no reading
+                whole.transpose(field.order_of(file)).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
     epochs = iter(range(10**9))
 
     def measure() -> float:
@@ -180,7 +178,7 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
 
         def read(index: int) -> None:
             for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
-                field.files[boxes.file[index]].copy(starts[index], out[index % batch_size])
+                field.copy(boxes.file[index], starts[index], out[index % batch_size])
 
         start = time.perf_counter()
         list(pool.map(read, range(samples.size)))
@@ -208,7 +206,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
     rows = ctypes.CDLL(str(library)).rows
     rows.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long]
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-    fields = stored_fields(samples)
+    fields = samples.input, samples.target
     buffers = [np.ones((batch_size, int(np.prod(field.shape))), field.dtype) for field in fields]
     epochs = iter(range(10**9))
 
@@ -216,7 +214,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
         """Return the words of a sample's two calls."""
         calls = list[tuple[Any, ...]]()
         for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
-            whole = field.files[boxes.file[index]].whole
+            whole = field.whole(boxes.file[index])
             assert whole is not None
             box = [slice(None), *(slice(a, a + n) for a, n in zip(starts[index], field.shape[1:], strict=True))]
             view = whole[tuple(box)].transpose(field.order)

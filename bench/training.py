@@ -21,10 +21,9 @@ from bench import published
 from bench.cases import Case
 from bench.measure import Options, Row, in_turns
 from dlscale.config.run import Throughput
-from dlscale.data.loaders import direct_loader
+from dlscale.data.loaders import DirectLoader, direct_loader
+from dlscale.data.loaders import SyntheticLoader as SyntheticSettings
 from dlscale.data.loaders.base import Batch, Share
-from dlscale.data.loaders.settings import DirectLoader
-from dlscale.data.loaders.settings import SyntheticLoader as SyntheticSettings
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
 from dlscale.data.samples import ArraySpec
 from dlscale.measure.throughput import trials

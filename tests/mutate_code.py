@@ -356,8 +356,8 @@ MUTATIONS = [
     Mutation(
         "loader_begins_anew",
         "data/loaders/torch_loader.py",
-        "for step in range(self.start, self.share.steps(self.size)):",
-        "for step in range(self.share.steps(self.size)):",
+        "for step in range(start, len(self))]",
+        "for step in range(len(self))]",
         "test_samples.py::test_workers_resume_and_abandoned_epochs_do_not_show",
     ),
     Mutation(
@@ -418,7 +418,7 @@ MUTATIONS = [
     ),
     Mutation(
         "resumed_one_byte_late",
-        "data/download.py",
+        "data/acquire.py",
         'f"bytes={offset}-"',
         'f"bytes={offset + 1}-"',
         "test_download.py::test_a_cut_body_is_resumed_at_the_very_byte",
@@ -454,7 +454,7 @@ MUTATIONS = [
     ),
     Mutation(
         "split_without_its_gap",
-        "data/paired.py",
+        "data/kind.py",
         "(gap if low > 0 else 0)",
         "0",
         "test_data.py::test_fractions_are_disjoint_volumes",

@@ -19,7 +19,7 @@ from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
-from dlscale.data.loaders.settings import LOADERS as LOADER_SETTINGS
+from dlscale.data.loaders import LOADERS as LOADER_SETTINGS
 from tests import changed
 from tests.conftest import ROOT, TINY
 
@@ -270,7 +270,7 @@ def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
     assert registry.module_of(dataset.kind, maker) in reached
     assert {module.split(".")[2] for module in below("datasets", reached)} == {dataset.kind}
     readers = {registry.module_of(dataset.kind, role) for role in ROLES}
-    assert not (readers | {"dlscale.data.download", "dlscale.data.acquire"}) & set(reached)
+    assert not (readers | {"dlscale.data.acquire"}) & set(reached)
 
 
 # ---- the fingerprint itself, on a package made for it ------------------------------------------------

@@ -5,7 +5,6 @@ and that no split sees another's data.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -19,16 +18,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from dlscale.config import resolve as config
-from dlscale.config.dataset import dataset_type
 from dlscale.core.errors import UserError
 from dlscale.data import parts
-from dlscale.data.loaders import torch_loader
-from dlscale.data.loaders.base import Share
-from dlscale.data.loaders.settings import TorchLoader
-from dlscale.data.manifest import IDENTITY, FieldInfo, Manifest, Transform
+from dlscale.data.describe import check_disjoint
+from dlscale.data.kind import name_files, stem
+from dlscale.data.manifest import IDENTITY, FieldInfo, File, Manifest, Transform
 from dlscale.data.parts import load_dataset
 from dlscale.data.source import block_average
 from dlscale.data.store import Moments, Reader
@@ -58,14 +54,6 @@ def test_block_average_is_the_slow_loop(factor: int) -> None:
     assert planes.shape[:2] == values.shape[:2]
 
 
-@pytest.mark.parametrize("factor", [16, 64])
-def test_averages_of_many_cells_keep_their_digits(factor: int) -> None:
-    """Equal values are the worst case: all roundings of a sum may go the same way."""
-    values = np.full((1, factor, factor, 2 * factor), 0.1, np.float32)
-    found = block_average(values, factor, (1, 2, 3))
-    assert abs(found / values[0, 0, 0, 0] - 1).max() < 2e-7 * factor / 3
-
-
 @pytest.mark.parametrize("transform", [IDENTITY, DENSITY, VELOCITY, TEMPERATURE, Transform("linear", 280.0, 15.0)])
 def test_transforms_invert(transform: Transform) -> None:
     rng = np.random.default_rng(0)
@@ -78,15 +66,6 @@ def test_transforms_invert(transform: Transform) -> None:
     np.testing.assert_allclose(transform.inverse(model), physical, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(transform.inverse(torch.from_numpy(model)).numpy(), transform.inverse(model), rtol=1e-6)
     assert Transform(**json.loads(json.dumps(asdict(transform)))) == transform
-
-
-def test_published_transforms() -> None:
-    """Densities are log/14; what is physical lies in (-1, 1); empty cells do not end in minus infinity."""
-    e = np.float32(math.e)
-    assert DENSITY.forward(np.array([1.0, e], np.float32)) == pytest.approx([0, 1 / 14])
-    assert DENSITY.forward(np.array([0.0, -1.0, 1e-3], np.float32)) == pytest.approx([math.log(1e-3) / 14] * 3)
-    assert TEMPERATURE.forward(np.array([1e2, 1e5, 1e8], np.float32)) == pytest.approx([-1, 0, 1], abs=1e-6)
-    assert VELOCITY.forward(np.array([-1000, 500], np.float32)) == pytest.approx([-1, 0.5])
 
 
 def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
@@ -107,28 +86,6 @@ def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
         np.testing.assert_array_equal(merged.minimum, values.min(axis=1))
         np.testing.assert_array_equal(merged.maximum, values.max(axis=1))
     assert Moments.of(np.full((1, 99_999), 0.1, np.float32), 0).std == [0.0]
-
-
-@pytest.mark.parametrize("shape", [(4, 5, 1111, 3), (300, 5, 7), (3, 2, 70_001)])
-def test_moments_of_blocks_are_those_of_all_values(shape: tuple[int, ...]) -> None:
-    """Of few large rows, of many small ones; with channels along either axis, or none."""
-    values = (np.random.default_rng(2).normal(0, 3, shape) + 1e3).astype(np.float32)
-    for axis in (None, 0, 1):
-        found, rest = Moments.of(values, axis), tuple(a for a in range(len(shape)) if a != axis)
-        exact = values.astype(np.float64)
-        assert found.count == values.size / (shape[axis] if axis is not None else 1)
-        for key, truth in (("mean", exact.mean), ("std", exact.std), ("minimum", exact.min), ("maximum", exact.max)):
-            np.testing.assert_allclose(getattr(found, key), np.atleast_1d(truth(axis=rest)), rtol=1e-9, err_msg=key)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 5000, -1])
-def test_moments_of_what_is_not_finite_are_not(bad: float, place: int) -> None:
-    """The vectors that sums are made in do not lose it."""
-    values = np.random.default_rng(3).normal(size=(2, 9001)).astype(np.float32)
-    assert Moments.of(values, 0).finite
-    values[1, place] = bad
-    assert not Moments.of(values, 0).finite
 
 
 # ---- preprocessing -------------------------------------------------------------------------------------
@@ -369,16 +326,6 @@ def test_float16_keeps_its_promise(tmp_path: Path) -> None:
         assert moments_of(exact, name).to_json() == moments_of(half, name).to_json()
 
 
-def test_a_constant_channel_is_stored_exactly(tmp_path: Path) -> None:
-    """In validation data a channel may be constant; half precision must not divide by its zero variance."""
-    flat = volume((8, 8, 8))
-    flat["Nbody"][1] = 123.4
-    paths = [write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1)), write_volume(tmp_path / "b.h5", flat)]
-    make_parts(tmp_path, cosmo(paths[:1], paths[1:], storage={"dtype": "float16"}))
-    expected = np.full((8, 8, 8), VELOCITY.forward(np.float32(123.4)))
-    np.testing.assert_allclose(stored(tmp_path / "valid" / "b.h5", "Nbody")[1], expected, rtol=1e-6)
-
-
 # ---- what stands beside the values ---------------------------------------------------------------------
 
 
@@ -386,32 +333,6 @@ def png_size(path: Path) -> tuple[int, int]:
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
     return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
-
-
-def test_volumes_carry_names_units_and_provenance(cosmo_data: Path) -> None:
-    manifest = Manifest.read(cosmo_data / "manifest.json")
-    assert manifest.kind == "cosmo"
-    assert list(manifest.splits) == ["train", "valid", "test"]
-    assert [len(files) for files in manifest.splits.values()] == [2, 1, 1]
-    with h5py.File(cosmo_data / "train" / "box000.h5") as file, h5py.File(cosmo_data / "source" / "box000.h5") as raw:
-        for name, (channels, units, transforms) in CHANNELS.items():
-            attributes = dict(file[name].attrs)
-            assert list(attributes["channels"]) == list(channels)
-            assert list(attributes["units"]) == list(units)
-            assert [Transform(**values) for values in json.loads(attributes["transforms"])] == list(transforms)
-            info = manifest.fields[name]
-            assert (info.channels, info.units, info.transforms) == (list(channels), list(units), list(transforms))
-            assert info.grid == [32, 32, 32]
-        source = json.loads(file.attrs["source"])
-        assert source.pop("raw_file") == "box000.h5"
-        assert source and set(source) == set(raw.attrs)  # what the raw file says of itself
-        settings = json.loads(file.attrs["settings"])
-    everything = manifest.provenance["settings"]
-    assert TypeAdapter(dataset_type()).validate_python(everything) == load_dataset(cosmo_data / "config.yaml")
-    # What does not decide the values (a bound on memory, the other splits) must not make a file another one.
-    assert settings == {k: v for k, v in everything.items() if k not in {"source", "split", "pieces", "memory_mb"}}
-    width, height = png_size(cosmo_data / "preview.png")
-    assert width > 400 and height > 400
 
 
 def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) -> None:
@@ -441,24 +362,6 @@ def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) ->
     assert [(t.offset, t.scale) for t in info.transforms] == list(zip(info.mean, info.std, strict=True))
     assert manifest.path(extra.climatology or "") == (era5_data / "stats" / "time_means.npy").resolve()
     assert min(png_size(era5_data / "preview.png")) > 300
-
-
-def test_the_manifest_says_which_files_and_their_content(cosmo_data: Path, tmp_path: Path) -> None:
-    import hashlib
-
-    manifest = Manifest.read(cosmo_data / "manifest.json")
-    for files in manifest.splits.values():
-        for file in files:
-            content = manifest.path(file).read_bytes()
-            assert (file.bytes, file.rows) == (len(content), 32)
-            assert file.digest == hashlib.sha256(content).hexdigest()
-            assert not Path(file.path).is_absolute()  # the folder can be moved
-    manifest.write(tmp_path / "manifest.json")
-    again = Manifest.read(tmp_path / "manifest.json")
-    assert again.fields == manifest.fields and again.splits == manifest.splits
-    assert again.provenance == manifest.provenance
-    with pytest.raises(UserError, match=r"no valid2 part; its splits: train, valid, test"):
-        manifest.files("valid2")
 
 
 def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path) -> None:
@@ -571,39 +474,24 @@ def test_shared_data_is_refused(dataset: dict[str, Any], words: str) -> None:
     assert "datasets.mine" in str(caught.value)
 
 
-def test_one_file_under_two_names_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
     """A link to a training file, or a copy, is no validation data."""
     first = write_volume(tmp_path / "a.h5", published(volume((8, 8, 8))))
     (tmp_path / "b.h5").symlink_to(first)
-    folder = tmp_path / "data"
-    settings = cosmo([first], [tmp_path / "b.h5"], "prepared")
-    assert stage("configure", "--settings", json.dumps(settings), "--out", folder / "config.yaml") == 0
-    products = ["--manifest", folder / "m.json", "--stats", folder / "stats"]
-    sources = ["--source", first, tmp_path / "b.h5"]
-    assert stage("describe", "--config", folder / "config.yaml", *sources, *products) == 2
-    error = capfd.readouterr().err
-    assert "the same file is in train and valid" in error and error.count("\n") == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml"]
+    splits = {
+        split: [File.of(tmp_path / f"{name}.h5", tmp_path, 8)] for split, name in (("train", "a"), ("valid", "b"))
+    }
+    with pytest.raises(UserError, match="the same file is in train and valid"):
+        check_disjoint(Manifest(kind="cosmo", fields={}, splits=splits))
 
 
-@pytest.mark.slow
-def test_files_of_one_name_do_not_stand_in_for_each_other(tmp_path: Path) -> None:
+def test_files_of_one_name_do_not_stand_in_for_each_other() -> None:
     """`train/box.h5` and `valid/box.h5` are two files; so are `a.b.h5` and `a b.h5` once their names are harmless."""
-    names = ["train/box.h5", "valid/box.h5", "more/box.hdf5", "a.b.h5", "a b.h5"]
-    fields = [published(volume((8, 8, 8), seed)) for seed, _ in enumerate(names)]
-    paths = [write_volume(tmp_path / name, values) for name, values in zip(names, fields, strict=True)]
-    for kind, more in (("files", {"transform": "none"}), ("prepared", {})):
-        settings = cosmo([paths[0], paths[2], paths[3], paths[4]], paths[1:2], kind, **more)
-        manifest = Manifest.read(make_dataset(tmp_path / kind, settings) / "manifest.json")
-        files = [*manifest.files("train"), *manifest.files("valid")]
-        assert len({file.path for file in files}) == len({file.digest for file in files}) == 5
-        for file, seed in zip(files, (0, 2, 3, 4, 1), strict=True):
-            np.testing.assert_array_equal(stored(manifest.path(file), "Nbody"), fields[seed]["Nbody"])
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
-    source = {"kind": "files", "train": urls[:1], "valid": urls[1:]}
-    named = parts.raws(TypeAdapter(dataset_type()).validate_python({"kind": "cosmo", "source": source}))
-    assert [raw.origin for raw in named.values()] == urls
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in named)
+    named = name_files(["train/box.h5", "valid/box.h5", "more/box.hdf5", "a.b.h5", "a b.h5", *urls]).values()
+    assert [raw.origin for raw in named][-2:] == urls
+    assert len({stem(raw) for raw in named}) == len(named) == 7
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", raw.name) for raw in named)
 
 
 @pytest.mark.parametrize("kind", ["files", pytest.param("prepared", marks=pytest.mark.slow)])
@@ -618,41 +506,6 @@ def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) ->
     write_volume(tmp_path / "a.h5", form(volume((8, 8, 8), 1)))
     other = {name: values * 3 + 0.5 for name, values in form(volume((12, 10, 8), 2)).items()}
     assert described(form(volume((8, 8, 8), 3))) == described(other)
-
-
-@pytest.mark.slow
-def test_a_channel_that_is_constant_in_the_validation_part_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No skill can be told of it: a naive answer is exact."""
-    write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1))
-    fields = volume((8, 8, 8), 2)
-    fields["Hydro"][2] = 0.5
-    write_volume(tmp_path / "b.h5", fields)
-    make_dataset(tmp_path / "data", cosmo([tmp_path / "a.h5"], [tmp_path / "b.h5"]))
-    assert re.findall(r"(\w+): channel '(\w+)' is constant over the validation part", caplog.text) == [
-        ("Hydro", "gas_velocity_y")
-    ]
-
-
-def test_statistics_of_series_are_of_the_training_part_alone(tmp_path: Path, era5_data: Path) -> None:
-    """Validation and test may be changed beyond recognition: neither statistics nor climatology move."""
-    import shutil
-
-    folder = tmp_path / "data"
-    shutil.copytree(era5_data, folder, ignore=shutil.ignore_patterns("stats", "manifest.json", "pieces", "source"))
-    with h5py.File(folder / "valid" / "2003.h5", "r+") as file:
-        file["fields"][...] *= 7
-        moments = json.loads(file["fields"].attrs["moments"])
-        file["fields"].attrs["moments"] = json.dumps({**moments, "mean": [1e9] * len(moments["mean"])})
-        file["sum/fields"][...] *= 7
-    products = ["--manifest", folder / "manifest.json", "--stats", folder / "stats"]
-    assert stage("describe", "--config", folder / "config.yaml", *products) == 0
-    for path in (era5_data / "stats").iterdir():
-        assert (folder / "stats" / path.name).read_bytes() == path.read_bytes(), path.name
-    old, new = (Manifest.read(each / "manifest.json") for each in (era5_data, folder))
-    assert old.fields == new.fields
-    assert old.files("valid")[0].digest != new.files("valid")[0].digest
 
 
 # ---- every pair, once ------------------------------------------------------------------------------------
@@ -688,18 +541,3 @@ def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: P
         assert len(found) == len(expected) and set(found) == expected
         orders.append(found)
     assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
-
-
-def test_every_pair_reaches_the_model_once(tmp_path: Path) -> None:
-    """Through the loader, with a last batch that is a partial one: the values themselves say which pair they are."""
-    years = {2003: 12, 2004: 17, 2005: 5}
-    manifest = pair_folder(tmp_path, years)
-    pairs = Pairs(manifest, "train", PairSamples(kind="pairs", dt=2), seed=3)
-    loader = torch_loader.build(pairs, TorchLoader(kind="torch", workers=0), Share(8), torch.device("cpu"))
-    expected = sorted(10_000 * (year - 2000) + row for year, times in years.items() for row in range(times - 2))
-    for epoch in range(2):
-        batches = list(loader.epoch(epoch))
-        assert [len(x) for x, _ in batches] == [8, 8, 8, 4]
-        x, y = (torch.cat([batch[side] for batch in batches])[:, 0, 0, 0] for side in (0, 1))
-        assert sorted(x.int().tolist()) == expected
-        assert (y - x == 2).all()

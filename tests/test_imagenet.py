@@ -25,10 +25,10 @@ from dlscale.config.run import load_run, run_class
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import parts, sampling
+from dlscale.data.loaders import DaliLoader, DirectLoader
 from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.dali_loader import build as build_dali
 from dlscale.data.loaders.direct_loader import build as build_direct
-from dlscale.data.loaders.settings import DaliLoader, DirectLoader
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.imagenet import crops, listing
 from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples

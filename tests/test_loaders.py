@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -25,14 +24,11 @@ import torch
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data import store
-from dlscale.data.loaders import direct_loader, settings
-from dlscale.data.loaders.base import AS_DECLARED, ArrangedLoader, Delivery, Loader, Share
+from dlscale.data import loaders, store
+from dlscale.data.loaders import direct_loader
+from dlscale.data.loaders.base import ArrangedLoader, Loader, Share
 from dlscale.data.loaders.dali_loader import Pace
-from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.direct_device import Streamed
 from dlscale.data.manifest import Manifest, Transform
-from dlscale.data.mapped import MappedArray
 from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS
@@ -155,7 +151,7 @@ CASES = [
 
 
 #: Settings of all loaders by kind.
-SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in settings.LOADERS}
+SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in loaders.LOADERS}
 
 
 def build(
@@ -164,7 +160,6 @@ def build(
     share: Share,
     workers: int = 0,
     device: torch.device = CPU,
-    delivery: Delivery = AS_DECLARED,
     **more: Any,
 ) -> Any:
     """Return a loader of a kind; DALI always has a thread, and some loaders have none."""
@@ -172,16 +167,14 @@ def build(
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if "workers" in SETTINGS[kind].model_fields:
         more["workers"] = max(workers, 1 if kind == "dali" else 0)
-    return registry.load(registry.loader(kind)).build(
-        samples, SETTINGS[kind](kind=kind, **more), share, device, delivery
-    )
+    return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
 
 
-def streamed(samples: GridSamples, share: Share, workers: int, delivery: Delivery = AS_DECLARED) -> Any:
+def streamed(samples: GridSamples, share: Share, workers: int) -> Any:
     """The way to a GPU, with the processor in its place."""
     loader = build("direct", samples, share, workers)
     batch = len(share.indices(0, samples.size))
-    loader._backend = Streamed(samples, stored_fields(samples), batch, loader._slots, CPU, delivery)
+    loader._backend = direct_loader.Streamed(samples, batch, loader._slots, CPU)
     return loader
 
 
@@ -333,45 +326,14 @@ def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int)
         assert sum(means) / ranks == pytest.approx(losses[8 * step : 8 * step + 8].mean())
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
-def test_validation_is_the_same_in_every_epoch(tmp_path: Path, name: str) -> None:
-    """Not turned, so that boxes may be decoded where they lie."""
-    samples = crops(tmp_path, VOLUMES["channels last, half, whole"], split="valid")
-    assert not samples.boxes(0).symmetry.any()
-    with closing(LOADERS[name](samples, Share(3), 1)) as loader:
-        for epoch in (0, 5):
-            check(batches(loader, epoch), expected(samples, Share(3), 0))
-
-
-def test_all_symmetries_and_channels_come_up(tmp_path: Path) -> None:
-    """What the tests above compare is all of what can happen to a crop."""
-    samples = crops(tmp_path, VOLUMES["half"])
-    numbers = {int(number) for epoch in range(12) for number in samples.boxes(epoch).symmetry}
-    assert numbers == set(range(48))
-    with closing(build("direct", samples, Share(29), 2)) as loader:
-        for epoch in range(12):
-            check(batches(loader, epoch), expected(samples, Share(29), epoch))
-
-
-def test_mapped_layouts_are_read_without_the_library(tmp_path: Path) -> None:
-    known = [*((layout, True) for layout in (*VOLUMES.values(), SPLIT)), *((lay, False) for lay in FOREIGN.values())]
-    for number, (layout, mapped) in enumerate(known):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        samples = crops(folder, layout)
-        for side in (samples.input, samples.target):
-            assert [MappedArray(reader, 0).mapped for reader in side.readers] == [mapped, mapped], layout
-
-
 def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
     """Their values are the fill value, which lies nowhere in the file."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
         values[:, :4] = 1.0
-    raw = MappedArray(Reader(tmp_path / "a.h5", "Nbody"), 0)
-    out = np.empty((4, 4, 4, 4), np.float32)
-    raw.copy(np.array([2, 1, 1]), out)
-    assert not raw.mapped
+    reader, out = Reader(tmp_path / "a.h5", "Nbody"), np.empty((4, 4, 4, 4), np.float32)
+    reader.copy((slice(None), slice(2, 6), slice(1, 5), slice(1, 5)), out)
+    assert not reader.chunks
     assert (out[:, :2] == 1).all() and (out[:, 2:] == 7).all()
 
 
@@ -384,8 +346,7 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path, name: str, fi
     """The user's own, say: other digits, and what one file has side by side, another has apart."""
     crops(tmp_path, VOLUMES[first], files=1)
     both = crops(tmp_path, VOLUMES[second])
-    raws = [MappedArray(reader, 0) for reader in both.input.readers]
-    assert len({(raw.dtype, raw.order) for raw in raws}) == 2
+    assert len({(reader.dataset.dtype, reader.order) for reader in both.input.readers}) == 2
     with closing(LOADERS[name](both, Share(4), 1)) as loader:
         check(batches(loader, 0), expected(both, Share(4), 0))
 
@@ -405,39 +366,6 @@ def test_halves_are_decoded_exactly() -> None:
     np.testing.assert_array_equal(np.signbit(found.reshape(-1)[numbers]), np.signbit(wanted[numbers]))
 
 
-@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])  # whole lines of the cache, or not
-@pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
-@pytest.mark.parametrize("form", ["wide", "half", "single"])
-def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
-    """Here the channels of a cell lie side by side, in any order, whatever form they are read in."""
-    from dlscale.data.loaders import direct_host
-
-    random = np.random.default_rng(0)
-    stored = random.normal(size=100_000).astype(np.float32 if form == "single" else np.float16)
-    channel, numbers = random.permutation(channels), random.normal(size=(3, channels)).astype(np.float32)
-    words = {"single": stored, "half": stored.view(np.uint16)}.get(form)
-    if words is None:
-        words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
-    shape, base = (channels, 3, 37, width), 50_000  # more rows than are fetched together
-    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # which begins with a line
-    shift, factor, offset = numbers
-    for c, i, j, k in np.ndindex(shape):
-        value = np.float32(stored[base + channel[c] + int(np.dot(step, (i, j, k)))])
-        wanted[c, i, j, k] = (value - shift[c]) * factor[c] + offset[c]
-    getattr(direct_host, f"decode_{form}")(words, np.array([base, *step, *channel]), numbers, out)
-    np.testing.assert_array_equal(out, wanted)
-
-
-def test_stored_halves_become_what_the_physical_values_would(tmp_path: Path) -> None:
-    """Decoding takes a file's offset and scale, and the model's mean and standard deviation, in one step."""
-    samples = pairs(tmp_path, SERIES["half"])
-    x, _ = samples.read(0, 0)
-    boxes = samples.boxes(0)
-    physical = Reader(tmp_path / f"{boxes.file[0]}.h5", "fields")[(slice(int(boxes.input[0, 0]), None),)][0, :, :4]
-    expected = [(values - 100.0 * channel) / (0.5 + channel) for channel, values in enumerate(physical)]
-    np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
     """And they are: memory does not grow with the epoch."""
     samples = crops(tmp_path, VOLUMES["half"])
@@ -449,21 +377,6 @@ def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Pat
             np.testing.assert_array_equal(x.numpy(), a)
             np.testing.assert_array_equal(y.numpy(), b)
         assert len(places) == 3  # the two that are kept ready, and the one in use
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
-def test_a_new_epoch_ends_the_one_before(tmp_path: Path, name: str) -> None:
-    """Even if that is still held: what it had prefetched neither shows nor writes into the new one's buffers."""
-    samples, share = crops(tmp_path, VOLUMES["half, whole"]), Share(4)
-    loader = LOADERS[name](samples, share, 2)
-    held = [loader.epoch(epoch) for epoch in (0, 1)]
-    for batches_ in held:
-        next(batches_)
-        time.sleep(0.05)  # time to prefetch
-    check(batches(loader, 2), expected(samples, share, 2))
-    del held, batches_
-    check(batches(loader, 3), expected(samples, share, 3))
-    loader.close()
 
 
 MEMORY = """
@@ -566,20 +479,6 @@ def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> N
     until("the end of DALI's processes", lambda: not any(process.exists() for process in processes))
 
 
-def test_threads_work_on_the_device_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them: a new thread's own current device is the first GPU of the machine."""
-    devices: dict[str, int] = {}
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: devices.update({threading.current_thread().name: device})
-    )
-    for device, wanted in ((torch.device("cuda", 3), {3}), (CPU, set())):
-        devices.clear()
-        with direct_loader.threads(3, device) as pool:
-            barrier = threading.Barrier(3, timeout=60)
-            list(pool.map(lambda _, barrier=barrier: barrier.wait(), range(3)))  # type: ignore[misc]
-        assert set(devices.values()) == wanted and len(devices) == 3 * len(wanted)
-
-
 class LateDevice:
     """A device that does its work some time after it was given, or when somebody waits."""
 
@@ -659,8 +558,7 @@ def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """By the device's memory without what this process holds, whatever others hold: runs beside each other do alike."""
     samples = crops(tmp_path, VOLUMES["half"])
-    fields = stored_fields(samples)
-    needed = sum(field.bytes for field in fields)
+    needed = samples.input.bytes + samples.target.bytes
     assert needed == 2 * 9 * sum(int(np.prod(edges)) for edges in EDGES)
     caplog.set_level("INFO")
     for room, own, free, fits in (

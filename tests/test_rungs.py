@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -942,25 +941,6 @@ def test_a_run_in_16_bits_is_checked_and_no_other(
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), ERA5)
     build_.open_session(load_run(tmp_path / "config.yaml", "train"), era5_data / "manifest.json", World(), 1)
     assert checked[2][3] is not nullcontext and checked[2][4] == 16 // 2
-
-
-def test_scores_are_told_against_inputs_in_float32(
-    tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the model takes: persistence is made of the inputs, and is the same with every loader."""
-    asked: dict[str, torch.dtype] = {}
-
-    def build_loader(samples: Any, settings: Any, share: Any, device: Any, delivery: Any) -> Any:
-        asked[split] = delivery.dtype
-
-    make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), {"precision": "bf16_master"}), ERA5)
-    run = load_run(tmp_path / "config.yaml", "train")
-    session = build_.open_session(run, era5_data / "manifest.json", World(), 1)
-    monkeypatch.setattr(build_.registry, "load", lambda module: SimpleNamespace(build=build_loader))
-    monkeypatch.setattr(build_.Session, "samples", lambda self, split: SimpleNamespace(size=100))
-    for split in ("train", "valid"):
-        session.loader(split)
-    assert asked == {"train": torch.bfloat16, "valid": torch.float32}
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "nan"])

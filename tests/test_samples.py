@@ -5,15 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -24,19 +20,24 @@ import torch
 from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.kind import RowSamples
-from dlscale.data.loaders import direct_loader, synthetic_loader, torch_loader
+from dlscale.data.loaders import (
+    DirectLoader,
+    SyntheticLoader,
+    TorchLoader,
+    direct_loader,
+    synthetic_loader,
+    torch_loader,
+)
 from dlscale.data.loaders.base import Loader, Share
-from dlscale.data.loaders.settings import DirectLoader, SyntheticLoader, TorchLoader
 from dlscale.data.manifest import File, Manifest, Transform
 from dlscale.data.rows import Rows
 from dlscale.data.samples import ArraySpec, BoxIndex, Samples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, vectors
+from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
-from tests.conftest import ROOT
 from tests.manifests import manifest_of
 from tests.raw_files import CHANNELS_OF
 
@@ -216,35 +217,11 @@ def test_seeds_epochs_and_streams_are_independent() -> None:
     assert len(orders) == 25
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [1, 2, 3, 7, 48, 449])
-def test_below_is_uniform_and_reaches_its_last_value(bound: int) -> None:
-    draws = 100 * bound
-    found = sampling.below(sampling.words(0, 0, "test", draws)[:, 0], bound)
-    counts = np.bincount(found, minlength=bound)
-    assert len(counts) == bound and found.min() == 0 and found.max() == bound - 1
-    chi_square = ((counts - 100) ** 2 / 100).sum()
-    assert chi_square < bound - 1 + 5 * np.sqrt(2 * bound)  # 5 standard deviations; the seed is fixed
-    top = np.array([2**64 - 1, 0], dtype=np.uint64)
-    assert sampling.below(top, bound).tolist() == [bound - 1, 0]
-    np.testing.assert_array_equal(sampling.below(top[[0, 0]], np.array([bound, 5])), [bound - 1, 4])
-
-
 def test_order_is_a_permutation() -> None:
     for count in (1, 2, 100):
         assert sorted(sampling.order(1, 2, count).tolist()) == list(range(count))
     firsts = Counter(int(sampling.order(0, epoch, 4)[0]) for epoch in range(400))
     assert all(60 < firsts[i] < 140 for i in range(4))
-
-
-def test_evenly() -> None:
-    assert sampling.evenly(10, 4).tolist() == [0, 2, 5, 7]
-    assert sampling.evenly(3, 5).tolist() == sampling.evenly(3, None).tolist() == [0, 1, 2]
-    for count, wanted in itertools.product(range(1, 30), range(1, 30)):
-        found = sampling.evenly(count, wanted)
-        gaps = np.diff(found)
-        assert len(found) == min(count, wanted) and found[0] == 0 and found[-1] < count
-        assert not gaps.size or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
 
 
 # ---- the 48 symmetries -----------------------------------------------------------------------------------
@@ -298,15 +275,6 @@ def test_apply_is_the_index_loop(number: int) -> None:
     assert not np.may_share_memory(found, x) and found.dtype == np.float32
 
 
-def test_all_symmetries_differ_and_compose() -> None:
-    """Two in a row are a third one, for grid and vectors alike."""
-    x = np.random.default_rng(1).normal(size=(4, 3, 3, 3)).astype(np.float32)
-    images = {apply(symmetry, x, [(1, 2, 3)]).tobytes() for symmetry in SYMMETRIES}
-    assert len(images) == 48
-    for one, two in itertools.product(SYMMETRIES, repeat=2):
-        assert apply(two, apply(one, x, [(1, 2, 3)]), [(1, 2, 3)]).tobytes() in images
-
-
 @pytest.mark.parametrize("number", range(48))
 def test_vectors_turn_with_the_grid(number: int) -> None:
     """The gradient of a turned potential is the turned gradient; components alone, or the grid alone, are not."""
@@ -321,11 +289,6 @@ def test_vectors_turn_with_the_grid(number: int) -> None:
     np.testing.assert_allclose(turned, field(turned[0]), atol=1e-12)
     if number:
         assert not np.allclose(apply(symmetry, field(potential), []), field(turned[0]))
-
-
-def test_vectors_are_found_by_name() -> None:
-    assert vectors(CHANNELS_OF["Nbody"]) == vectors(CHANNELS_OF["Hydro"]) == [(1, 2, 3)]
-    assert vectors(["b_z", "a_x", "b_x", "a_y", "b_y", "c_x", "c_y", "max_x"]) == [(2, 4, 0)]
 
 
 # ---- crops -------------------------------------------------------------------------------------------------
@@ -408,12 +371,6 @@ def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -
     assert set(second.symmetry) == {0} != set(first.symmetry)
 
 
-def test_a_crop_larger_than_a_volume_is_one_message(volumes: Manifest) -> None:
-    with pytest.raises(UserError, match=r"samples\.crop 7 is larger than the volume \(6, 7, 8\).*choose at most 6"):
-        crops(volumes, crop=7)
-    crops(volumes, crop=6)
-
-
 # ---- pairs -------------------------------------------------------------------------------------------------
 
 
@@ -433,21 +390,6 @@ def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: i
             assert values.dtype == np.float32
 
 
-def test_validation_pairs_are_fixed_and_evenly_spread(series: Manifest) -> None:
-    for wanted, expected in ((None, list(range(18))), (4, [0, 4, 9, 13]), (99, list(range(18)))):
-        samples = pairs(series, "valid", dt=2, valid=wanted)
-        for epoch in (0, 3):
-            assert found(samples.boxes(epoch)) == [(0, row, 0, 0) for row in expected]
-
-
-def test_of_fewer_training_pairs_each_epoch_takes_others(series: Manifest) -> None:
-    samples = pairs(series, dt=1, train=5)
-    assert (samples.size, samples.available) == (5, 22)
-    epochs = [found(samples.boxes(epoch)) for epoch in range(40)]
-    assert all(len(set(epoch)) == 5 for epoch in epochs)
-    assert len({place for epoch in epochs for place in epoch}) == 22
-
-
 def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
     """As the published `limit_nsamples`: of 8 + 13 + 1 pairs the first 10, in a random order; the first to validate."""
     samples = pairs(series, dt=1, train=10, subset="first")
@@ -461,13 +403,6 @@ def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
         assert found(valid.boxes(1)) == [(0, row, 0, 0) for row in range(min(wanted, 18))]
     whole = [found(pairs(series, dt=1, subset=subset).boxes(3)) for subset in ("first", "spread")]
     assert whole[0] == whole[1]
-
-
-def test_no_pair_at_all_is_one_message(series: Manifest) -> None:
-    with pytest.raises(
-        UserError, match=r"train: no pair of states 14 steps apart \(samples\.dt\) in files of 9, 14, 2"
-    ):
-        pairs(series, dt=14)
 
 
 def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> InformedPairs:
@@ -520,17 +455,6 @@ def test_inputs_hold_earlier_states_and_the_time(
     assert seen == truth and len(files) == len(raw)
     if split == "valid":  # those of a model that is told less, in their order
         assert [int(row) for row in samples.boxes.places(0)[1]] == pairs(series, "valid", dt=2).places(0)[1].tolist()
-
-
-def test_what_a_history_does_not_reach_is_left_out(series: Manifest) -> None:
-    assert informed(series, "valid", dt=1, history=[3]).size == 20 - 1 - 3  # the file before has two times
-    assert informed(series, dt=1, history=[3]).size == (9 - 1 - 3) + (14 - 1 - 3)
-    with pytest.raises(UserError, match=r"no pair of states 1 steps apart .* with a history of 13 steps"):
-        informed(series, dt=1, history=[13])
-    with pytest.raises(UserError, match=r"samples\.clock: nobody knows the times"):
-        open_samples(series, "train", PairSamples(kind="pairs", clock=["hour"]), 0)
-    with pytest.raises(ValueError, match="1 stands twice"):
-        PairSamples(kind="pairs", history=[1, 2, 1])
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
@@ -604,31 +528,6 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(make: Any) -> None:
     assert len(set(first)) == len(first)
 
 
-PROCESS = """
-import hashlib, pickle, random, sys
-import numpy
-random.seed(9)
-numpy.random.seed(9)
-for samples in pickle.load(open(sys.argv[1], "rb")):
-    for index in range(samples.size):
-        x, y = samples.read(2, index)
-        print(hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest())
-"""
-
-
-def test_the_stream_is_the_same_in_another_process(
-    volumes: Manifest, series: Manifest, table: Manifest, tmp_path: Path
-) -> None:
-    """With another hash seed, and another random state."""
-    all_samples = crops(volumes), pairs(series), rows(table)
-    (tmp_path / "samples").write_bytes(pickle.dumps(all_samples))
-    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    command = [sys.executable, "-c", PROCESS, str(tmp_path / "samples")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == flat([stream(samples, 2) for samples in all_samples])
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int) -> None:
     samples = make()
@@ -690,36 +589,12 @@ def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
     samples.read = None
     share = Share(6)
     loader = synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), share, CPU)
-    assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
     batches = list(loader.epoch(0))
     assert [len(x) for x, _ in batches] == [len(share.indices(step, samples.size)) for step in range(len(loader))]
-    assert len(batches[-1][0]) < 6
     for batch in batches:
         for values, spec in zip(batch, (samples.input_spec, samples.target_spec), strict=True):
             assert values.shape[1:] == spec.shape and values.dtype == getattr(torch, spec.dtype)
         assert batch[0].data_ptr() == batches[0][0].data_ptr()  # one batch, again and again
-    again = synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), share, CPU)
-    assert torch.equal(next(again.epoch(5))[0], batches[0][0])
-    assert len(list(loader.epoch(0, start=1))) == len(loader) - 1
-    loader.close()
-
-
-def test_synthetic_batches_are_what_is_declared() -> None:
-    """Fields are normal deviates, as targets within [-1, 1]; labels are any of their classes, images any bytes."""
-    for name, spec in (
-        ("field", ArraySpec((2, 9, 9))),
-        ("image", ArraySpec((3, 9, 9), "uint8")),
-        ("label", ArraySpec((), "int64", classes=3)),
-    ):
-        samples: Any = SimpleNamespace(size=500, input_spec=spec, target_spec=spec)
-        x, y = next(synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), Share(500), CPU).epoch(0))
-        assert x.shape == y.shape == (500, *spec.shape) and x.dtype == y.dtype == getattr(torch, spec.dtype)
-        if name == "field":
-            assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02 and float(x.max()) > 3
-            assert (float(y.min()), float(y.max())) == (-1, 1)
-        else:
-            bound = spec.classes or 256
-            assert set(x.unique().tolist()) == set(y.unique().tolist()) == set(range(bound))
 
 
 # ---- rows through the direct loader ------------------------------------------------------------------------

@@ -39,43 +39,6 @@ def first(manifest: Path, split: str = "train") -> Path:
     return data.path(data.splits[split][0])
 
 
-@pytest.mark.slow
-def test_a_flipped_bit_ends_a_training_before_its_first_step(
-    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With one message; put back, the file is trained on, and not read again."""
-    run = make_run(tmp_path / "run", "era5_vit", ERA5_RUN, ERA5).parent
-    path = first(manifest)
-    sound = path.read_bytes()
-    damage(path)
-    assert train(run, manifest) == 2
-    error = capsys.readouterr().err
-    assert f"{path}: damaged: its content changed since it was described (SHA-256 " in error
-    assert len(error.strip().splitlines()) == 1 and not (run / "metrics.jsonl").exists()
-    path.write_bytes(sound)
-    assert train(run, manifest) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["time_means.npy", "hour_means.npy"])
-def test_a_flipped_bit_in_means_ends_what_computes_scores_of_them(
-    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    """ACC and the naive answers come of these: they were other numbers, and no word was said."""
-    run = make_run(tmp_path / "run", "era5_vit", ERA5_RUN, ERA5).parent
-    path = manifest.parent / "stats" / name
-    sound = path.read_bytes()
-    assert train(run, manifest) == 0
-    damage(path)
-    capsys.readouterr()
-    assert stage("evaluate", run, "--manifest", manifest) == 2
-    error = capsys.readouterr().err
-    assert f"{path}: damaged: its content changed since it was described" in error
-    assert len(error.strip().splitlines()) == 1
-    path.write_bytes(sound)
-    assert stage("evaluate", run, "--manifest", manifest) == 0
-
-
 @pytest.mark.parametrize("kind", ["throughput", "evaluate"])
 def test_a_flipped_bit_ends_every_stage_that_reads_the_file(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -128,8 +91,6 @@ def test_once(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert message.startswith(f"{data.path(files[1])}: damaged: ")
     (manifest.parent / verification.RECORD).write_text("[torn")
     assert unverified("once") == files
-    with pytest.raises(UserError, match="'sometimes': expected one of once, always, never"):
-        unverified("sometimes")
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:

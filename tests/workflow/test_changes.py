@@ -311,7 +311,7 @@ ROWS = [
     Row("table", append(f"{PACKAGE}/report/collect.py"), tables(*CONFIG["plans"])),
     # What no result depends on.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
-    Row("unused download", replace(f"{PACKAGE}/data/download.py", '"""', '"""Edited. '), []),
+    Row("unused download", replace(f"{PACKAGE}/data/acquire.py", '"""', '"""Edited. '), []),
     Row("unused Zarr reader", append(f"{PACKAGE}/datasets/era5/zarr.py"), []),
     Row("command line", append(f"{PACKAGE}/cli.py"), []),
     Row("README", append("README.md", "Edited.\n"), []),
@@ -602,7 +602,6 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     kinds = [module for module in registry.kinds().values() if module != "waves_data"]
     own |= {
         "dlscale.datasets",
-        "dlscale.data.paired",
         *kinds,
         *(f"{module}.kind" for module in kinds),
         *reachable(["waves"], whole=True),
@@ -615,9 +614,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
         expected = set(reachable(modules))
         whole = set(reachable([*modules, STAGES[name].module], whole=True))
         if name == "acquire":
-            whole |= set(
-                reachable(["dlscale.data.download", "dlscale.data.parts", "dlscale.core.progress"], whole=True)
-            )
+            whole |= set(reachable(["dlscale.data.acquire", "dlscale.data.parts", "dlscale.core.progress"], whole=True))
             whole |= {"dlscale.data.acquire", "dlscale.core.settings"}
         if name == "collect":  # a page to look at while results come, which the report's own stage makes in the end
             whole |= set(reachable(["dlscale.report.report"], whole=True))

@@ -343,7 +343,7 @@ class Tune(Strict):
 
 def loader_classes() -> dict[str, type[Component]]:
     """Return the settings of all loaders, by kind."""
-    classes = registry.load("dlscale.data.loaders.settings").LOADERS
+    classes = registry.load("dlscale.data.loaders").LOADERS
     return {each.model_fields["kind"].annotation.__args__[0]: each for each in classes}
 
 

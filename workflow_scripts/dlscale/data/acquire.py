@@ -1,26 +1,36 @@
-"""Stage `acquire`: bring one raw file into a dataset's `source/` folder.
+"""Stage `acquire`: simulate one raw file, fetch it, or read it out of a store, into a dataset's `source/` folder.
 
-It is simulated, fetched (resumable and checked) or read out of a Zarr store. It needs the network
-for the last two: run it on a login or transfer node.
+Downloads resume where they stopped and are checked before they count.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlscale.core import urls
+import requests
+import tenacity
+import urllib3
+
+from dlscale.core import files, urls
 from dlscale.core.errors import UserError, nearest
+from dlscale.core.lock import only_writer
 from dlscale.core.progress import Progress
 from dlscale.data import parts
-from dlscale.data.download import download
 from dlscale.data.kind import file_name, is_url
+
+_BUFFER = 2**20  # bytes in memory at a time
+_LONGEST_WAIT_S = 60.0  # between two attempts
+
+_log = logging.getLogger(__name__)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Make `args.out`, the raw file called `args.file`, of the dataset in `args.config`."""
+    """Make `args.out`, the raw file `args.file` of the dataset in `args.config`."""
     dataset = parts.load_dataset(args.config)
     raws = parts.raws(dataset)
     if args.file not in raws:
@@ -38,3 +48,148 @@ def main(args: argparse.Namespace) -> None:
         else:
             acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
             acquire(dataset, raw, out, progress.update)
+
+
+class _TransientError(Exception):
+    """A failure that another attempt may overcome."""
+
+
+def download(
+    url: str,
+    destination: Path,
+    *,
+    sha256: str | None = None,
+    attempts: int = 8,
+    timeout_s: float = 30.0,
+    backoff_s: float = 1.0,
+    progress: Callable[[int, int | None], None] = lambda done, total: None,
+) -> str:
+    """Fetch `url` into `destination`, which appears whole and checked or not at all; return its SHA-256.
+
+    Bytes that have arrived stay in `.NAME.download`: a further attempt or call asks only for the rest, while the remote
+    file stays the same. A destination with the expected digest stays, without a request. Messages and logs hide the
+    secrets of `url`.
+
+    Parameters
+    ----------
+    attempts, timeout_s, backoff_s
+        Requests made at most; seconds without a byte after which one has stalled; longest wait after the first
+        failure, doubled each time up to one minute.
+    progress
+        Called with the bytes that are there and those of the whole file (None: unknown).
+
+    Raises
+    ------
+    UserError
+        The server refuses or keeps failing, the digest differs, or another process is fetching the file.
+    """
+    if sha256 and destination.is_file() and files.sha256(destination) == sha256:
+        return sha256
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # its other words quote whole addresses, secrets included
+    partial = _Partial(url, destination, timeout_s, progress)
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(_TransientError),
+        stop=tenacity.stop_after_attempt(attempts),
+        wait=tenacity.wait_random_exponential(multiplier=backoff_s, max=_LONGEST_WAIT_S),
+        before_sleep=tenacity.before_sleep_log(_log, logging.WARNING),
+        reraise=True,
+    )
+    with only_writer(destination.parent, f".{destination.name}.lock"):
+        try:
+            retrying(partial.fetch)
+        except _TransientError as error:
+            raise UserError(
+                f"{urls.hidden(url)}: not downloaded, attempt {attempts} of {attempts} ended with: {error}; check the "
+                "network and run it again later: it goes on from what has arrived"
+            ) from None
+        found = files.sha256(partial.path)
+        if sha256 not in (None, found):
+            partial.discard()
+            raise UserError(
+                f"{urls.hidden(url)}: the content has SHA-256 {found}, expected {sha256}; the file or the expected "
+                "digest changed: correct one of them"
+            )
+        partial.path.replace(destination)
+        partial.discard()
+    return found
+
+
+class _Partial:
+    """The bytes of one address that have arrived, and a note of address and version (ETag or Last-Modified)."""
+
+    def __init__(
+        self, url: str, destination: Path, timeout_s: float, progress: Callable[[int, int | None], None]
+    ) -> None:
+        self._url, self._timeout_s, self._progress = url, timeout_s, progress
+        self.path = destination.with_name(f".{destination.name}.download")
+        self._note = destination.with_name(f".{destination.name}.download.json")
+
+    def discard(self) -> None:
+        self._note.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def fetch(self) -> None:
+        offset, version = self._kept()
+        # Lengths and ranges count the file's own bytes, so no compression on the way.
+        headers = {"Accept-Encoding": "identity"}
+        if offset:
+            headers |= {"Range": f"bytes={offset}-", "If-Range": version}
+        # The texts of these exceptions quote the whole address, so neither they nor a chain of them are shown.
+        try:
+            with requests.get(self._url, headers=headers, stream=True, timeout=self._timeout_s) as response:
+                self._take(response, offset, version)
+        except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
+            stalled = isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError)
+            what = f"no data for {self._timeout_s:g} s" if stalled else "the connection failed or broke"
+            raise _TransientError(f"{what} ({type(error).__name__})") from None
+        except (requests.RequestException, ValueError) as error:
+            raise UserError(
+                f"{urls.hidden(self._url)}: cannot be requested ({type(error).__name__}); check the address, where it "
+                "redirects to, and the settings of proxy and certificates"
+            ) from None
+
+    def _kept(self) -> tuple[int, str]:
+        with contextlib.suppress(UserError, OSError, KeyError, TypeError):  # no note, or none of ours
+            note = files.read_json(self._note)
+            if note["address"] == urls.hidden(self._url) and note["version"]:
+                return self.path.stat().st_size, note["version"]
+        return 0, ""
+
+    def _take(self, response: requests.Response, offset: int, version: str) -> None:
+        status, span = response.status_code, response.headers.get("Content-Range", "")
+        if status == 200:
+            self.discard()
+            files.write_json(self._note, {"address": urls.hidden(self._url), "version": _version(response)})
+            self._append(response, 0)
+        elif status == 206 and span.startswith(f"bytes {offset}-") and _version(response) == version:
+            self._append(response, offset)
+        elif status in (206, 416) and offset:
+            self.discard()
+            raise _TransientError("the answer does not continue the bytes kept, which are now discarded")
+        elif status == 429 or status >= 500:
+            raise _TransientError(f"HTTP status {status}")
+        else:
+            raise UserError(
+                f"{urls.hidden(self._url)}: the server answers with HTTP status {status}, expected the file; check the "
+                "address, put a login that it wants into ~/.netrc, and accept terms of use"
+            )
+
+    def _append(self, response: requests.Response, done: int) -> None:
+        left = response.raw.length_remaining
+        length = None if left is None else done + left
+        with open(self.path, "ab", opener=files.no_link) as file:
+            self._progress(done, length)
+            # As the bytes come, not by the full buffer: what arrived before a stall is kept. And never decoded.
+            while chunk := response.raw.read1(_BUFFER, decode_content=False):
+                file.write(chunk)
+                done += len(chunk)
+                self._progress(done, length)
+        span = response.headers.get("Content-Range", "/*")
+        if not span.endswith((f"/{done}", "/*")):  # of the whole file's bytes; urllib3 counts those of an answer
+            raise _TransientError(f"only {done} bytes have arrived")
+
+
+def _version(response: requests.Response) -> str:
+    """Return the value for If-Range, which takes no weak ETag; empty where the server tells none."""
+    etag = response.headers.get("ETag", "")
+    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")

@@ -1,4 +1,4 @@
-"""Stage `assemble`: join the pieces of one part into its final file, in the stored type and layout."""
+"""Stage `assemble`: join the pieces of one part into its file, in the stored type and layout."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ def main(args: argparse.Namespace) -> None:
     with whole(args.out) as out, h5py.File(out, "w", rdcc_nbytes=0) as file:
         for name in pieces[0].attrs["fields"]:
             _join(dataset, [piece[name] for piece in pieces], file, str(args.out))
-        for key in pieces[0].attrs["coordinates"]:
-            file.create_dataset(key, data=pieces[0][key][()])
-        for key in pieces[0].attrs["row_coordinates"]:
-            file.create_dataset(key, data=np.concatenate([piece[key][()] for piece in pieces]))
-        for key in pieces[0].get("sum", {}):
-            file.create_dataset(f"sum/{key}", data=sum(piece[f"sum/{key}"][()] for piece in pieces))
+        for name in pieces[0].attrs["others"]:
+            values = [piece[name][()] for piece in pieces]
+            join = pieces[0][name].attrs["join"]
+            file[name] = sum(values) if join == "sum" else np.concatenate(values) if join == "rows" else values[0]
         file.attrs["fields"] = pieces[0].attrs["fields"]
         file.attrs["source"] = pieces[0].attrs["source"]
         settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces", "memory_mb"})

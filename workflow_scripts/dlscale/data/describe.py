@@ -1,13 +1,8 @@
-"""Stage `describe`: statistics of the training part, and the manifest.
-
-It ends preprocessing, and it is where prepared files (those that others wrote) enter: their kind checks and describes
-them where they lie.
-"""
+"""Stage `describe`: statistics of the training part, and the manifest."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -43,45 +38,40 @@ def main(args: argparse.Namespace) -> None:
 
 
 def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
-    """Describe what `assemble` wrote."""
+    """Describe the files of `assemble`."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     fields: dict[str, Field] = {}
-    moments: dict[str, dict[str, Moments]] = {split: {} for split in SPLITS}
-    every = parts.parts(dataset)
-    for part in tracked(every, "describing", len(every), "files"):
+    training: dict[str, Moments] = {}
+    every: dict[str, Moments] = {}
+    files = parts.parts(dataset)
+    for part in tracked(files, "describing", len(files), "files"):
         path = folder / part.split / f"{part.name}.h5"
         with reading(path), store.open_file(path) as file:
             read = [Field.of(file[name]) for name in file.attrs["fields"]]
             measured = [Moments.from_json(file[field.name].attrs["moments"]) for field in read]
         for field, its in zip(read, measured, strict=True):
             check_alike(path, field, fields.setdefault(field.name, field))
-            of_split = moments[part.split]
-            of_split[field.name] = of_split.get(field.name, Moments.empty(len(field.channels))).merged(its)
+            for moments in (training, every) if part.split == "train" else (every,):
+                moments[field.name] = moments[field.name].merged(its) if field.name in moments else its
         splits[part.split].append(File.of(path, folder, read[0].rows, sha256(path), True))
-    infos = {name: describe_field(field, moments["train"][name]) for name, field in fields.items()}
+    infos = {name: describe_field(field, training[name]) for name, field in fields.items()}
     for name, field in fields.items():
-        for channel, std in zip(field.channels, moments["valid"][name].std, strict=True):
-            if not std > 0:
-                text = "%s: channel '%s' is constant over the validation part: errors there say little, and no skill"
-                logging.warning(text, name, channel)
-        every_split = [of_split[name] for of_split in moments.values() if of_split]
-        if len(field.shape) == 1 and not field.floating and min(its.minimum[0] for its in every_split) >= 0:
-            classes = int(max(its.maximum[0] for its in every_split)) + 1
-            infos[name] = infos[name].model_copy(update={"classes": classes})
+        if len(field.shape) == 1 and not field.floating and every[name].minimum[0] >= 0:
+            infos[name] = infos[name].model_copy(update={"classes": int(every[name].maximum[0]) + 1})
     return new_manifest(dataset, infos, splits, folder)
 
 
 def new_manifest(
     dataset: DatasetSettings, fields: dict[str, FieldInfo], splits: dict[str, list[File]], folder: Path
 ) -> Manifest:
-    """Return the manifest of a dataset, without what its kind adds."""
+    """Return the manifest of a dataset before its kind completes it."""
     provenance = {"settings": dataset.model_dump(mode="json")}
     rows = parts.kind_of(dataset).rows
     return Manifest(kind=dataset.kind, rows=rows, fields=fields, splits=splits, provenance=provenance, folder=folder)
 
 
 def describe_field(field: Field, moments: Moments) -> FieldInfo:
-    """Return what the manifest says of a field with these statistics; its values are in model units."""
+    """Return the description of a field with these statistics, whose values are in model units."""
     statistics = {key: getattr(moments, key).tolist() for key in ("mean", "std", "minimum", "maximum")}
     return FieldInfo(
         channels=list(field.channels),
@@ -96,7 +86,7 @@ def describe_field(field: Field, moments: Moments) -> FieldInfo:
 
 
 def check_alike(path: Path, field: Field, first: Field) -> None:
-    """Refuse a file whose rows differ from those of other files; volumes may differ in size."""
+    """Refuse rows that differ from those of other files; volumes may differ in size."""
     rows_differ = field.row_axis == 0 and field.shape[1:] != first.shape[1:]
     if rows_differ or (field.channels, field.dtype) != (first.channels, first.dtype):
         raise UserError(
@@ -118,7 +108,7 @@ def check_disjoint(manifest: Manifest) -> None:
 
 
 def write_statistics(manifest: Manifest, stats: Path) -> None:
-    """Write means and standard deviations [1, C, 1, 1] as .npy files; those of an only field as published ones are."""
+    """Write means and standard deviations [1, C, 1, 1] as .npy files; an only field's have the published names."""
     for name, info in manifest.fields.items():
         prefix = "global" if len(manifest.fields) == 1 else name
         for key, values in (("means", info.mean), ("stds", info.std)):

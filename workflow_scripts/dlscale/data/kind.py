@@ -1,46 +1,47 @@
-"""What a kind of dataset says of itself. It is pure and quick: the workflow asks it when it builds its graph.
+"""Kinds of datasets: how a kind describes itself to the workflow, which asks while it builds its graph.
 
-The work is done by functions in modules beside it (`dlscale.core.registry.module_of` finds them), so that a stage
-depends on no more than it uses. In a single module from outside they all stand in that module.
+This is pure and quick. The work is done by functions in modules beside a kind (`dlscale.core.registry.module_of`), so
+that a stage depends on no more than it uses; a single module from outside holds them all.
 
 (`acquirer`)
     `acquire(dataset, raw, out, progress)` makes a raw file. Without it files are read where they lie, or fetched.
 `source`
     `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do without.
 `samples`
-    `open_samples(manifest, split, settings, seed)`. Without it a sample is a row: `dlscale.data.rows`.
+    `open_samples(manifest, split, settings, seed)`; by default rows are samples.
 `describe`
-    `describe_prepared(dataset, sources, folder) -> Manifest` for prepared datasets; other files are described by
-    `dlscale.data.describe`. `complete(dataset, manifest, stats, name) -> Manifest`, which may be absent, returns every
-    manifest with what the kind adds: `extra`, `facts`, normalisation. It may write into the folder `stats`, whose name
-    beside the manifest will be `name`, and refuse the data.
+    `describe_prepared(dataset, sources, folder) -> Manifest` describes prepared files. Optional:
+    `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest, may write into the folder `stats`, whose
+    name beside the manifest is `name`, and may refuse the data.
 `preview`
-    `preview(manifest)` yields `dlscale.data.preview.Panel`s. Without it the first rows are drawn.
+    `preview(manifest)` yields `dlscale.data.preview.Panel`s; by default the first rows are drawn.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dlscale.config.dataset import DatasetSettings, Split
+from dlscale.config.dataset import SPLITS, DatasetSettings, Sha256, Shares, Split, check_digests, refuse_shared
+from dlscale.core.errors import UserError
 from dlscale.core.schema import PositiveInt, Strict
 
 
 @dataclass(frozen=True)
 class RawFile:
-    """A raw file."""
+    """One input of preprocessing."""
 
     name: str  # in the dataset's `source/` folder, if it is acquired
     origin: str  # a path, a URL, a store, or `simulated`
-    index: int = 0  # number of what is simulated: a box, a year
+    index: int = 0  # number of a simulated box or year
     period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) to take from a store
 
 
@@ -50,7 +51,7 @@ class Part:
 
     split: Split
     name: str
-    raws: tuple[RawFile, ...] = ()  # that it is made from; none for what is made in memory
+    raws: tuple[RawFile, ...] = ()  # its inputs; none where it is made in memory
     fraction: tuple[float, float] = (0.0, 1.0)  # share (from, to) of the raw file's rows
     period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) that it holds
 
@@ -61,12 +62,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a dataset will hold whose settings alone decide it, as those of simulated ones do."""
+    """Content of a dataset whose settings alone decide it, as those of simulated ones do."""
 
-    fields: dict[str, tuple[int, tuple[int, ...]]]  # number of channels, and grid, as `FieldInfo` has them
+    fields: dict[str, tuple[int, tuple[int, ...]]]  # number of channels, and grid, as in `FieldInfo`
     rows: dict[Split, list[int]]  # of each file
-    values: int  # numbers that are simulated in all
-    classes: dict[str, int] = field(default_factory=dict)  # of fields that are labels
+    values: int  # simulated numbers in all
+    classes: dict[str, int] = field(default_factory=dict)  # of label fields
 
 
 def is_url(origin: str) -> bool:
@@ -80,7 +81,7 @@ def file_name(origin: str) -> str:
 
 
 def name_files(origins: list[str]) -> dict[str, RawFile]:
-    """Name raw files after their origins, harmlessly; of those with equal stems all but the first get a number."""
+    """Name raw files after their origins, in safe characters; of equal stems all but the first get a number."""
     named: dict[str, RawFile] = {}
     taken: set[str] = set()
     for origin in origins:
@@ -111,24 +112,23 @@ class RowSamples(Strict):
 class DatasetKind(ABC):
     """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`."""
 
-    name: ClassVar[str]  # what a dataset's key `kind` says
-    Settings: ClassVar[type[DatasetSettings]]  # of a dataset of this kind
-    Samples: ClassVar[type[Strict]] = RowSamples  # a run's settings of its samples (key `samples`)
-    rows: ClassVar[str] = "samples"  # what the rows of a file are called
-    #: Keys of the dataset and its source that only say which parts and raw files there are: what these hold does not
-    #: depend on them.
+    name: ClassVar[str]  # value of a dataset's key `kind`
+    Settings: ClassVar[type[DatasetSettings]]
+    Samples: ClassVar[type[Strict]] = RowSamples  # class of a run's key `samples`
+    rows: ClassVar[str] = "samples"  # name for the rows of a file
+    #: Keys of the dataset and its source that only select parts and raw files, whose content does not depend on them.
     selection: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def parts(self, dataset: Any) -> list[Part]:
-        """Return the files that preprocessing makes, in order; of a prepared dataset, the files that it is."""
+        """Return the files that preprocessing makes, in order; for a prepared dataset, its files."""
 
     def acquirer(self, dataset: Any) -> str | None:
         """Return the module (see `dlscale.core.registry.module_of`) that makes raw files; None where none is made."""
         return None
 
     def maker(self, dataset: Any) -> str | None:
-        """Return the acquirer if an edit of its code is to make the files again; None where they are fetched."""
+        """Return the acquirer if an edit of its code makes the files again; None where they are fetched."""
         return self.acquirer(dataset)
 
     def prepared(self, dataset: Any) -> bool:
@@ -136,25 +136,23 @@ class DatasetKind(ABC):
         return getattr(dataset.source, "kind", None) == "prepared"
 
     def origins(self, dataset: Any) -> list[str]:
-        """Return where a dataset comes from: paths, URLs, a store; nothing for a simulated one."""
+        """Return a dataset's paths, URLs or store; nothing for a simulated one."""
         origins = (raw.origin for part in self.parts(dataset) for raw in part.raws)
         return list(dict.fromkeys(origin for origin in origins if origin != "simulated"))
 
     def prepared_files(self, dataset: Any) -> list[str]:
-        """Return the files of a prepared dataset, even those that are missing; `*` stands for names nobody knows."""
+        """Return the files of a prepared dataset, missing ones included; `*` stands for unknown names."""
         return [raw.origin for part in self.parts(dataset) for raw in part.raws]
 
     def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
-        """Return the settings that decide the content of an acquired file: what makes acquisition run again."""
         source = dataset.source.model_dump(mode="json", exclude={*self.selection, "sha256"}) if dataset.source else {}
         digest = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
         return {**source, "origin": raw.origin, "index": raw.index, "period": _days(raw.period), "sha256": digest}
 
     def look(self, dataset: Any, raw: RawFile, made: Path) -> str | None:
-        """Return what tells how the origin of an acquired file looks, which is read anew when that changes.
+        """Return a digest of the origin of an acquired file, which is read anew when that changes; None: never.
 
-        None: nobody looks. `made` is the file, which may be there: where its origin is gone, it stays as it is if it
-        tells how that looked.
+        `made` is the file: where its origin is gone, it stays if it holds that digest.
         """
         return None
 
@@ -169,13 +167,68 @@ class DatasetKind(ABC):
         return None
 
     def outline(self, dataset: Any) -> Outline | None:
-        """Return what the dataset will hold, for costs and time limits; None where only its files tell."""
+        """Return the dataset's content, for costs and time limits; None where only its files tell."""
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:
-        """Return how many samples files of so many rows hold; None where rows do not tell, or any number is drawn."""
+        """Return the number of samples in files of so many rows; None where rows do not tell."""
         return sum(rows)
 
 
 def _days(period: tuple[dt.date, dt.date] | None) -> list[str] | None:
     return [str(day) for day in period] if period else None
+
+
+# ---- datasets whose samples lie in two files that belong together, such as images and labels
+
+Both = TypeVar("Both", bound=Strict)  # whose fields are paths or URLs, in the order in which readers take them
+
+
+class Paired(Strict, Generic[Both]):
+    """Two files that belong together, such as images and labels: those of each split, or `all` with `shares`."""
+
+    train: Both | None = Field(None, description="Files of the training part.")
+    valid: Both | None = Field(None, description="Files of the validation part.")
+    test: Both | None = Field(None, description="Files of the test part.")
+    all: Both | None = Field(None, description="Files of all parts, of which shares says which rows each has.")
+    shares: Shares | None = Field(None, description="Of all: the share of each part.")
+    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Paired[Both]:
+        own = self._own()
+        by_split = "train" in own and "valid" in own
+        by_share = self.all is not None and self.shares is not None
+        if by_split == by_share or (by_share and own):
+            raise ValueError("give either train and valid (and test), or all with shares")
+        refuse_shared(*(list(dict.fromkeys(files)) for files in own.values()))
+        check_digests(self.sha256, [origin for files in (*own.values(), _origins(self.all)) for origin in files])
+        return self
+
+    def _own(self) -> dict[Split, list[str]]:
+        return {split: files for split in SPLITS if (files := _origins(getattr(self, split)))}
+
+    def parts(self) -> list[Part]:
+        own, whole = self._own(), _origins(self.all)
+        named = name_files([origin for files in (whole, *own.values()) for origin in files])
+        if self.shares is None:
+            return [Part(split, split, tuple(named[o] for o in files)) for split, files in own.items()]
+        raws = tuple(named[origin] for origin in whole)
+        return [Part(split, split, raws, fraction=share) for split, share in self.shares.ranges()]
+
+
+def _origins(files: Strict | None) -> list[str]:
+    return list(files.model_dump().values()) if files else []
+
+
+def share(rows: int, part: Part, path: Path, gap: int = 0) -> tuple[int, int]:
+    """Return first row and number of rows of a part's share of a file, `gap` rows after the share before."""
+    low, high = part.fraction
+    first = math.ceil(low * rows - 1e-9) + (gap if low > 0 else 0)
+    own = math.floor(high * rows + 1e-9) - first
+    if own < 1:
+        raise UserError(
+            f"{path}: split '{part.split}' is empty: {rows} rows, shares {low:g} to {high:g}, gap {gap}; choose a "
+            "larger share or a smaller gap"
+        )
+    return first, own

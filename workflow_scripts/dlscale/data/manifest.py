@@ -1,4 +1,4 @@
-"""`manifest.json`: everything that reading a dataset needs, and what it was made from."""
+"""`manifest.json`: all that reading a dataset needs, and its provenance."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from dlscale.core.record import Record
 class Transform:
     """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
 
-    `offset` and `scale`, above 0, are in units of g(physical). Of `log`, smaller values than `floor` (physical units)
-    are raised to it, zeros too.
+    `offset` and `scale`, above 0, are in units of g(physical); `log` first raises values to `floor` (physical units).
     """
 
     kind: Literal["linear", "log"] = "linear"
@@ -55,13 +54,13 @@ class File(Record):
     rows: int
     bytes: int  # when it was described
     digest: str  # SHA-256 that stands for its content
-    verifiable: bool = False  # it is that of the file, byte by byte
+    verifiable: bool = False  # whether the digest is that of the file's bytes
 
     @classmethod
     def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None, verifiable: bool = False) -> File:
         """Describe the file at `path`; `folder` is the manifest's.
 
-        Without a digest of its content the file's place, size and time stand for it: files of others may be terabytes.
+        Without a digest, place, size and time stand for the content: files of others may be terabytes.
         """
         (size, time), place, folder = stamp(path), path.resolve(), folder.resolve()
         digest = digest or hashlib.sha256(f"{place} {size} {time}".encode()).hexdigest()
@@ -71,26 +70,24 @@ class File(Record):
 
 
 class FieldInfo(Record):
-    """What the HDF5 dataset of one name holds in every file. C is the number of channels, N that of rows."""
+    """One field in all files of a dataset; `dlscale.data.store.Field` describes it in one file."""
 
-    channels: list[str]  # a field without an axis of channels counts as one channel
-    units: list[str]  # physical, of each channel
-    #: Shape to read, without rows and channels: [H, W] of states and images, [] of scalars and labels. Volumes
-    #: [C, D, H, W] differ in size: [D, H, W] is the first file's.
-    grid: list[int]
+    channels: list[str]  # one name where there is no axis of channels
+    units: list[str]  # physical, by channel
+    grid: list[int]  # shape without rows and channels; of volumes, which differ in size, [D, H, W] of the first file
     transforms: list[Transform]  # physical to model units, by channel
-    stored: Literal["model", "physical"]  # model: values on disk are in model units; physical: readers apply transforms
+    stored: Literal["model", "physical"]  # units on disk; readers transform physical values
     mean: list[float]  # of the training part, by channel, in stored units; so are the next three
     std: list[float]
-    minimum: list[float] = []  # extremes are empty where nobody measured them
+    minimum: list[float] = []  # extremes may be unknown
     maximum: list[float] = []
-    dtype: str = "float32"  # of what a reader returns: float32 for all floating-point numbers, else the stored type
+    dtype: str = "float32"  # as read: float32 for all floating-point numbers, else the stored type
     channel_axis: int | None = None  # 0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels
-    classes: int | None = None  # of labels (one integer a row): how many classes there are in all splits
+    classes: int | None = None  # number of classes of labels (one integer a row) in all splits
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row: (C, *grid), or the grid where there is no axis of channels."""
+        """Shape of one row: (C, *grid), or the grid without an axis of channels."""
         return tuple(self.grid) if self.channel_axis is None else (len(self.channels), *self.grid)
 
     def model_mean_std(self) -> tuple[np.ndarray, np.ndarray]:
@@ -102,12 +99,10 @@ class FieldInfo(Record):
         return (mean - offset) / scale, std / scale
 
     def standardised(self) -> FieldInfo:
-        """Return the field with transforms to mean 0 and standard deviation 1, which readers apply."""
         transforms = [Transform("linear", m, s) for m, s in zip(self.mean, self.std, strict=True)]
         return self.model_copy(update={"transforms": transforms, "stored": "physical"})
 
     def check_varies(self, where: str) -> None:
-        """Raise a `UserError` if a channel is constant."""
         for channel, std in zip(self.channels, self.std, strict=True):
             if not std > 0:
                 raise UserError(
@@ -120,29 +115,28 @@ class Manifest(Record):
     """See the module."""
 
     kind: str  # of dataset
-    rows: str = "rows"  # what a file's rows are called
-    fields: dict[str, FieldInfo]  # what files hold, by name of the HDF5 dataset
+    rows: str = "rows"  # name for the rows of a file
+    fields: dict[str, FieldInfo]  # by name of the HDF5 dataset
     splits: dict[str, list[File]]
     facts: list[str] = []  # short, for the report
-    extra: dict[str, Any] = {}  # what the kind adds for its own studies
-    provenance: dict[str, Any] = {}  # what the dataset was made from: its `settings`
-    own: str = ""  # SHA-256 of all this: metrics, normalisation and the number of samples come from these numbers
-    folder: Path = Field(Path(), exclude=True)  # where the manifest lies; not in the file
+    extra: dict[str, Any] = {}  # the kind's own additions
+    provenance: dict[str, Any] = {}  # the dataset's `settings`
+    own: str = ""  # SHA-256 of all this, from which metrics, normalisation and the number of samples come
+    folder: Path = Field(Path(), exclude=True)  # place of the manifest; not in the file
 
     def path(self, file: File | str) -> Path:
         return self.folder / (file if isinstance(file, str) else file.path)
 
     def files(self, split: str) -> list[File]:
-        """Return a split's files; it is a `UserError` if there are none."""
         if not self.splits.get(split):
             there = ", ".join(name for name, files in self.splits.items() if files)
             raise UserError(f"{self.folder}: the dataset has no {split} part; its splits: {there}")
         return self.splits[split]
 
     def check_files(self) -> None:
-        """Raise a `UserError` if a file is not there or has another size than when it was described.
+        """Refuse a missing file, or one of another size than when it was described.
 
-        HDF5 reads what is missing at a file's end as zeros, so a file that was cut would train on in silence.
+        HDF5 reads what is missing at a file's end as zeros: a cut file would train on in silence.
         """
         for file in (file for files in self.splits.values() for file in files):
             path = self.path(file)
@@ -157,13 +151,12 @@ class Manifest(Record):
         super(Manifest, self._sealed()).write(path)
 
     def _sealed(self) -> Self:
-        """Return the manifest with its digest."""
         content = self.model_copy(update={"own": ""}).text()
         return self.model_copy(update={"own": hashlib.sha256(content.encode()).hexdigest()})
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote; anything else, such as a number that somebody changed, is a `UserError`."""
+        """Read what `write` wrote; anything else, such as a changed number, is a `UserError`."""
         manifest = super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
         if manifest.own != manifest._sealed().own:
             raise UserError(f"{path}: a manifest that is not as it was written; delete it and run the workflow again")

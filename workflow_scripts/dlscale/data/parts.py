@@ -1,7 +1,4 @@
-"""Which files a dataset consists of, whatever its kind: raw ones, the parts made from them, the pieces of a part.
-
-Pure and quick: the workflow calls it for every dataset when it builds its graph.
-"""
+"""The files of a dataset of any kind: raw files, parts made from them, pieces of a part. Pure and quick."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ def load_dataset(config: str | Path) -> DatasetSettings:
 
 
 def kind_of(dataset: DatasetSettings) -> DatasetKind:
-    """Return the object that answers for a dataset's kind."""
+    """Return the kind of a dataset."""
     kind: DatasetKind = registry.kind(dataset.kind)
     return kind
 
 
 def role(dataset: DatasetSettings | str, module: str, function: str) -> Callable[..., Any] | None:
-    """Return a function of a kind's module (see the table in `dlscale.data.kind`); None where the kind has none."""
+    """Return a function of a kind's module (see `dlscale.data.kind`); None where the kind has none."""
     name = registry.module_of(dataset if isinstance(dataset, str) else dataset.kind, module)
     return getattr(registry.load(name), function, None) if name else None
 
 
 def needed(dataset: DatasetSettings, module: str, function: str) -> Callable[..., Any]:
-    """Return a function of a kind's module that this dataset cannot do without."""
+    """Return a function that a dataset cannot do without."""
     there = role(dataset, module, function)
     if there is None:
         raise UserError(f"datasets of kind {dataset.kind}: no function `{function}`; write one")
@@ -46,17 +43,17 @@ def needed(dataset: DatasetSettings, module: str, function: str) -> Callable[...
 
 
 def acquired(dataset: DatasetSettings, raw: RawFile) -> bool:
-    """Return whether the acquire stage makes a raw file; others are read where they lie."""
+    """Return whether the acquire stage makes a raw file."""
     return kind_of(dataset).acquirer(dataset) is not None or is_url(raw.origin)
 
 
 def fetched(dataset: DatasetSettings) -> bool:
-    """Return whether some raw file comes over the network, and not from a simulator or a folder of this machine."""
+    """Return whether some raw file comes over the network."""
     return any(acquired(dataset, raw) and "://" in raw.origin for raw in raws(dataset).values())
 
 
 def parts(dataset: DatasetSettings) -> list[Part]:
-    """Return the files that preprocessing makes, in order."""
+    """Return the parts that preprocessing makes, in order."""
     kind = kind_of(dataset)
     found = kind.parts(dataset)
     missing = {"train", "valid"} - {part.split for part in found}

@@ -1,8 +1,4 @@
-"""Stage `preprocess`: one piece of one part, streamed from the raw files within a memory bound.
-
-A piece holds its rows in float32 or as integers, their moments and, where the source asks for it, their sum. Pieces
-are independent: they run in parallel and `assemble` joins them.
-"""
+"""Stage `preprocess`: one piece of one part, streamed from the raw files within a memory bound."""
 
 from __future__ import annotations
 
@@ -55,10 +51,8 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             read = source.read(first, last)
             for field in source.fields:
                 values = read[field.name]
-                own = Moments.of(values, field.channel_axis)
-                if not own.finite:
-                    store.check_finite(values, field, label, first)
-                moments[field.name] = moments[field.name].merged(own)
+                store.check_finite(values, field, label, first)
+                moments[field.name] = moments[field.name].merged(Moments.of(values, field.channel_axis))
                 if field.name in source.summed:
                     sums[field.name] = sums.get(field.name, 0) + values.sum(axis=0, dtype=np.float64)
                 file[field.name][field.select(first - start, last - start)] = values
@@ -66,14 +60,12 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             progress.update(last - start)
         for field in source.fields:
             file[field.name].attrs["moments"] = moments[field.name].to_json()
-        for name, total in sums.items():
-            file.create_dataset(f"sum/{name}", data=total)
-        for name, coordinate in source.coordinates.items():
-            file.create_dataset(name, data=coordinate)
-        for name, coordinate in source.row_coordinates.items():
-            file.create_dataset(name, data=coordinate[start:stop])
-        file.attrs["coordinates"] = list(source.coordinates)
-        file.attrs["row_coordinates"] = list(source.row_coordinates)
+        others = {f"sum/{name}": ("sum", total) for name, total in sums.items()}
+        others |= {name: ("same", values) for name, values in source.coordinates.items()}
+        others |= {name: ("rows", values[start:stop]) for name, values in source.row_coordinates.items()}
+        for name, (join, values) in others.items():
+            file.create_dataset(name, data=values).attrs["join"] = join
+        file.attrs["others"] = list(others)
         file.attrs["fields"] = [field.name for field in source.fields]
         file.attrs["source"] = json.dumps(dict(source.attributes))
     buffers = block * source.bytes_per_row / 1e6

@@ -1,4 +1,4 @@
-"""Stage `preview`: a first look at a dataset, pictures of some values and how they are distributed."""
+"""Stage `preview`: pictures of some values of a dataset, and histograms."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
-MOST = 10  # panels; more would not be told apart
-STRIP = 4  # images along an edge of the mosaic that shows the first rows
+MOST = 10  # panels
+STRIP = 4  # images along an edge of the mosaic of the first rows
 VALUES = 1_000_000  # numbers of a field that are read at most
 
 
@@ -24,12 +24,12 @@ VALUES = 1_000_000  # numbers of a field that are read at most
 class Panel:
     """One picture above the histogram of its values."""
 
-    title: str  # what the values are
+    title: str
     unit: str
-    values: np.ndarray  # of the histogram; [H, W] are shown as a picture, too, and [H, W, 3], bytes, as one in colour
+    values: np.ndarray  # [H, W], or [H, W, 3] bytes, are shown as a picture, too
     labels: tuple[str, str] = ("", "")  # of the picture's axes, x and y
     extent: tuple[float, float, float, float] | None = None  # x left, right, y bottom, top of the picture; else pixels
-    classes: int | None = None  # of labels: how many there are; the histogram then has a bar for each
+    classes: int | None = None  # number of classes of labels, each with a bar of the histogram
 
 
 def main(args: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ def channel_panels(
     labels: tuple[str, str],
     extent: tuple[float, float, float, float] | None = None,
 ) -> Iterator[Panel]:
-    """Return a panel for each channel of a slice [C, H, W] in stored units: physical values, or their log10."""
+    """Yield a panel for each channel of a slice [C, H, W] in stored units: physical values, or their log10."""
     for channel, unit, transform, picture in zip(info.channels, info.units, info.transforms, values, strict=True):
         physical = transform.inverse(picture) if info.stored == "model" else picture
         if transform.kind == "log":
@@ -55,10 +55,7 @@ def channel_panels(
 
 
 def first_rows(manifest: Manifest) -> Iterator[Panel]:
-    """Return panels of the first training file's first rows, of a volume the middle one.
-
-    They serve the kinds that say nothing else.
-    """
+    """Yield panels of the first training file's first rows, or of a volume's middle plane."""
     file = manifest.files("train")[0]
     for name, info in manifest.fields.items():
         if info.channel_axis == 0:
@@ -77,7 +74,7 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
 
 
 def mosaic(images: np.ndarray) -> np.ndarray:
-    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...], or one row of fewer."""
+    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...], or fewer in one row."""
     down, across = (STRIP, STRIP) if len(images) >= STRIP**2 else (1, len(images))
     bands = [np.concatenate(list(images[row * across : (row + 1) * across]), axis=1) for row in range(down)]
     return np.concatenate(bands)
@@ -93,24 +90,21 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
     plt.rcParams.update({"axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7})
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
-    layout: Any = {"figsize": (3.2 * columns, 4.6 * bands), "height_ratios": (2, 1) * bands, "layout": "constrained"}
-    figure, axes = plt.subplots(2 * bands, columns, squeeze=False, **layout)
-    for number in range(bands * columns):
+    figure = plt.figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
+    grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
+    for number, panel in enumerate(panels):
         band, column = divmod(number, columns)
-        top, bottom = axes[2 * band, column], axes[2 * band + 1, column]
-        panel = panels[number] if number < len(panels) else None
-        pictured = panel is not None and panel.values.ndim > 1
-        top.set_visible(pictured)
-        bottom.set_visible(panel is not None)
-        if panel is None:
-            continue
+        pictured = panel.values.ndim > 1
         if pictured:
+            top = figure.add_subplot(grid[2 * band, column])
             aspect: Any = "auto" if panel.extent else "equal"
             image = top.imshow(panel.values, extent=panel.extent, aspect=aspect, cmap="viridis")
             top.set(title=panel.title, xlabel=panel.labels[0], ylabel=panel.labels[1])
             if panel.values.ndim == 2:
                 figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
-        bottom.hist(panel.values.ravel(), bins=60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5)
+        bottom = figure.add_subplot(grid[2 * band + 1, column])
+        bins: Any = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
+        bottom.hist(panel.values.ravel(), bins=bins)
         title = panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})"
         bottom.set(xlabel=title, ylabel="points" if pictured else "rows")
     figure.suptitle(f"{name}: first training file", fontsize=10)

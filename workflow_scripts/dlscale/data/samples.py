@@ -1,17 +1,16 @@
-"""What a loader asks of a dataset: how many samples there are, what arrays they are, and sample (epoch, index) itself.
+"""Samples as loaders see them: their number, their arrays, and sample (epoch, index) itself.
 
-Samples on grids are boxes of stored arrays. `GridSamples` says where the boxes lie and how stored values become the
-model's, so that a loader may fetch and decode them as it likes; `read` returns one sample, and every loader is tested
-against it. Samples of another form may write themselves into a batch's memory, in threads: `WritingSamples`. Of those
-that are windows of images, `CroppedImages` says which images and where, for loaders that decode and resize themselves.
+`read` returns one sample and is the truth for every loader. The other classes let loaders be faster: `GridSamples` name
+boxes and how to decode them, `WritingSamples` write themselves into a batch, `CroppedImages` name windows of images.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import functools
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,17 +23,83 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What one sample's input or target is."""
+    """Input or target of one sample."""
 
-    shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for a label or another scalar
+    shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    classes: int | None = None  #: labels are 0 ... classes - 1; None for what is no label
+    classes: int | None = None  #: labels are 0 ... classes - 1; None for anything else
+
+
+class Samples(Protocol):
+    """The samples of one split."""
+
+    size: int  #: samples in an epoch
+    input_spec: ArraySpec
+    target_spec: ArraySpec
+
+    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return input and target of sample `index` of `epoch`, as declared, in model units; equal in any process."""
+        ...
+
+
+class WritingSamples(Samples):
+    """Samples that write themselves into batches."""
+
+    @abstractmethod
+    def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
+        """Return tasks, for any threads in any order, that write samples `indices` into `x` and `y`, [n, ...]."""
+
+    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = (np.empty((1, *spec.shape), spec.dtype) for spec in (self.input_spec, self.target_spec))
+        for write in self.writers(epoch, range(index, index + 1), x, y):
+            write()
+        return np.asarray(x[0]), np.asarray(y[0])
+
+
+class TableSamples(WritingSamples):
+    """Samples that are rows of two arrays, which a device may hold."""
+
+    bytes: int  #: size of all rows
+
+    @abstractmethod
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all inputs and all targets, [N, ...] as declared."""
+
+    @abstractmethod
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the row of each sample of an epoch, int64 [size]."""
+
+
+@dataclass(frozen=True)
+class ImageWindows:
+    """Windows of n images, each resized; a square of the result, perhaps mirrored, is a sample."""
+
+    images: list[np.ndarray]  #: files, uint8 [bytes] each, or pixels, uint8 [H, W, 3] each
+    labels: np.ndarray  #: int64 [n]
+    corner: np.ndarray  #: first row and column of the window, int64 [n, 2]
+    extent: np.ndarray  #: height and width of the window, int64 [n, 2]
+    resized: np.ndarray  #: height and width after resizing, int64 [n, 2]
+    start: np.ndarray  #: first row and column of the square, int64 [n, 2]
+    flip: np.ndarray  #: mirrored left to right, bool [n]
+
+
+class CroppedImages(WritingSamples):
+    """Samples that are windows of images, uint8 [3, size, size], with a label; other decoders round in other ways."""
+
+    @property
+    @abstractmethod
+    def encoded(self) -> bool:
+        """Whether images are files, JPEG or PNG, and not pixels."""
+
+    @abstractmethod
+    def windows(self, epoch: int, indices: range) -> ImageWindows:
+        """Return the windows of samples `indices` of `epoch`."""
 
 
 def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
     """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
 
-    Values that are stored as they are (`scaling` is None) keep their digits: the large mean of a pressure goes first.
+    Of unscaled values the mean goes first, so that they keep their digits.
     """
     transforms = info.transforms if info.stored == "physical" else []
     mean, std = (  # in the digits that the published statistics have
@@ -49,88 +114,12 @@ def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> 
     return np.stack(numbers).astype(np.float32)
 
 
-class Samples(Protocol):
-    """The samples of one split."""
-
-    size: int  #: samples in an epoch
-    input_spec: ArraySpec  #: what the model is given
-    target_spec: ArraySpec  #: what it is to answer
-
-    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input and target of sample `index` (0 ... size - 1) of `epoch`, of the declared shapes and dtypes.
-
-        Fields are in model units. The same arguments give the same arrays in any process.
-        """
-        ...
-
-
-class WritingSamples(ABC):
-    """Samples that write themselves into batches. See `Samples`."""
-
-    size: int
-    input_spec: ArraySpec
-    target_spec: ArraySpec
-
-    @abstractmethod
-    def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """Return what writes the samples `indices` of `epoch` into `x` and `y`, [n, ...] as they are declared.
-
-        Threads call them, in any order. What little there is to write may have been written on return.
-        """
-
-
-class TableSamples(WritingSamples):
-    """Samples that are rows of two arrays, which may be held whole where the model computes."""
-
-    bytes: int  #: of all rows
-
-    @abstractmethod
-    def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all inputs and all targets, [N, ...] as they are declared."""
-
-    @abstractmethod
-    def order(self, epoch: int) -> np.ndarray:
-        """Return which row each sample of an epoch is, int64 [size]."""
-
-
-@dataclass(frozen=True)
-class ImageWindows:
-    """What n samples are made of: windows of images, resized; a square of each, maybe mirrored, is a sample."""
-
-    images: list[np.ndarray]  #: of each its file, uint8 [bytes], or its pixels, uint8 [H, W, 3]
-    labels: np.ndarray  #: int64 [n]
-    corner: np.ndarray  #: first row and column of the window, int64 [n, 2]
-    extent: np.ndarray  #: its height and width, int64 [n, 2]
-    resized: np.ndarray  #: height and width that it then has, int64 [n, 2]
-    start: np.ndarray  #: first row and column of the square in that, int64 [n, 2]
-    flip: np.ndarray  #: whether it is mirrored, left to right, bool [n]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-
-class CroppedImages(WritingSamples):
-    """Samples that are windows of images, uint8 [3, size, size], with a label. See `Samples`.
-
-    Who decodes and resizes them by other means than the samples themselves gets other roundings.
-    """
-
-    @property
-    @abstractmethod
-    def encoded(self) -> bool:
-        """Whether images are files, JPEG or PNG, and not pixels."""
-
-    @abstractmethod
-    def windows(self, epoch: int, indices: range) -> ImageWindows:
-        """Return what the samples `indices` of `epoch` are made of."""
-
-
 @dataclass(frozen=True)
 class BoxIndex:
-    """Where the boxes of n samples lie."""
+    """Places of the boxes of n samples."""
 
     file: np.ndarray  #: number of the file, int64 [n]
-    input: np.ndarray  #: first cell of the boxes along each axis but the channels', int64 [n, 3]
+    input: np.ndarray  #: first cell along each axis but the channels', int64 [n, 3]
     target: np.ndarray  #: as input
     symmetry: np.ndarray  #: number of the symmetry that is then applied, int64 [n]
 
@@ -138,42 +127,52 @@ class BoxIndex:
         return len(self.file)
 
     def take(self, indices: range) -> BoxIndex:
-        """Return the index of consecutive samples."""
         s = slice(indices.start, indices.stop)
         return BoxIndex(self.file[s], self.input[s], self.target[s], self.symmetry[s])
 
 
 class Symmetries(Protocol):
-    """Symmetries of boxes, by number; 0 leaves everything as it is."""
+    """Symmetries of boxes, by number; 0 is the identity."""
 
     axes: np.ndarray  #: axis of the box that each axis of the result walks along, int64 [S, 3]
-    flips: np.ndarray  #: whether it does so backwards, bool [S, 3]
+    flips: np.ndarray  #: whether it walks backwards, bool [S, 3]
     source: np.ndarray  #: channel that each channel of the result comes from, int64 [S, C]
-    sign: np.ndarray  #: of each channel, float32 [S, C]
+    sign: np.ndarray  #: sign of each channel, float32 [S, C]
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
         """Return a transformed copy of the box [C, a, b, c]."""
         ...
 
 
+class DecodePlan(NamedTuple):
+    """How to decode the boxes of B samples with C channels, in numpy or on a device; positions count values.
+
+    A transformed box is the same memory walked in another order:
+
+        out[c, i, j, k] = (stored[p] - shift[c]) factor[c] + offset[c],
+        p = base + channel[c] + i step[0] + j step[1] + k step[2]
+    """
+
+    places: Any  #: base, step [3], channel [C], int64 [B, 4 + C]
+    numbers: Any  #: shift, factor, offset, float32 [B, 3, C]
+
+
 class BoxField:
-    """Input or target of samples on grids: boxes of one size in one field of every file.
+    """Input or target of samples on grids: boxes [C, a, b, c] of one size in one field of every file.
 
     Parameters
     ----------
     name
-        Of the field in the files: volumes [C, D, H, W] or series [T, C, H, W].
+        Field of the files: volumes [C, D, H, W] or series [T, C, H, W], whose boxes are [C, T, H, W].
     extent
         Size of a box along each of the three axes but the channels'.
-    symmetries
-        What boxes may be transformed by; None if they never are.
 
     Attributes
     ----------
     shape
-        Of a stored box, channels first: (C, *extent).
+        A stored box: (C, *extent).
     spec
-        Of a delivered box, float32, channels first; a single time has no axis of its own.
+        A delivered box, float32; a single time has no axis of its own.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class BoxField:
         self._decoding: dict[int, np.ndarray] = {}
 
     def decoding(self, file: int) -> np.ndarray:
-        """Return what `decoding` returns for a file, computed once."""
+        """Return shift, factor and offset of a file, float32 [3, C]; see `decoding`."""
         if file not in self._decoding:
             self._decoding[file] = decoding(self._info, self.readers[file].scaling)
         return self._decoding[file]
@@ -202,8 +201,7 @@ class BoxField:
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
         """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`, axes in any order.
 
-        Values that are stored as the model takes them are not decoded: it costs no pass over them that the published
-        loaders do not make.
+        Values that need no decoding get no pass that published loaders do not make.
         """
         values = self.stored(file, start).astype(np.float32, copy=False)
         shift, factor, offset = self.decoding(file)
@@ -216,16 +214,83 @@ class BoxField:
         return values.reshape(self.spec.shape)
 
     def stored(self, file: int, start: np.ndarray) -> np.ndarray:
-        """Return the box at `start` [3] as it is stored, axes as `shape` has them."""
-        box = [slice(int(first), int(first) + size) for first, size in zip(start, self.extent, strict=True)]
+        return np.moveaxis(self.readers[file].stored(self._index(start, self.extent)), self.channel_axis, 0)
+
+    def copy(self, file: int, start: np.ndarray, out: np.ndarray) -> None:
+        """Copy the stored box at `start` [3] into `out` [C, a, b, c], of any size; see `Reader.copy`."""
+        index = self._index(start, out.shape[1:])
+        self.readers[file].copy(index, np.moveaxis(out, 0, self.channel_axis))
+
+    def _index(self, start: np.ndarray, extent: tuple[int, ...]) -> tuple[slice, ...]:
+        box = [slice(int(first), int(first) + size) for first, size in zip(start, extent, strict=True)]
         box.insert(self.channel_axis, slice(None))
-        return np.moveaxis(self.readers[file].stored(tuple(box)), self.channel_axis, 0)
+        return tuple(box)
+
+    # ---- all files in memory: for loaders that copy stored values and decode them later
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of buffers for stored values: float16 if all files have it, else float32."""
+        return np.dtype(np.float16 if all(r.dataset.dtype == np.float16 for r in self.readers) else np.float32)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """Axes of boxes (0: channels) in the order of buffers, slowest first: that of the first file."""
+        return self.order_of(0)
+
+    def order_of(self, file: int) -> tuple[int, ...]:
+        axes = list(range(4))
+        axes.insert(self.channel_axis, axes.pop(0))
+        return tuple(axes[axis] for axis in self.readers[file].order)
+
+    def shape_of(self, file: int) -> tuple[int, ...]:
+        """Return the shape of all values of a file, [C, a, b, c]."""
+        shape = list(self.readers[file].shape)
+        shape.insert(0, shape.pop(self.channel_axis))
+        return tuple(shape)
+
+    def whole(self, file: int) -> np.ndarray | None:
+        """Return all stored values of a file, [C, a, b, c], if they lie in the mapped file in one piece."""
+        values = self.readers[file].mapped
+        return None if values is None else np.moveaxis(values, self.channel_axis, 0)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files in memory."""
+        return sum(int(np.prod(self.shape_of(file))) for file in range(len(self.readers))) * self.dtype.itemsize
+
+    def canonical(self, stored: np.ndarray) -> np.ndarray:
+        """Return an array whose last four axes lie in `order` as boxes, [..., C, a, b, c]."""
+        return np.moveaxis(stored, [axis - 4 for axis in range(4)], [axis - 4 for axis in self.order])
+
+    def strides(self, boxes: np.ndarray) -> np.ndarray:
+        """Return the values from one cell to the next in an array [..., C, a, b, c], int64 [4]."""
+        return np.array(boxes.strides[-4:]) // self.dtype.itemsize
+
+    def plan(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> DecodePlan:
+        """Return how to decode the boxes of B samples; `file` and `symmetry` [B] are as in `BoxIndex`.
+
+        `base`, int64 [B], is where each box begins, and `stride`, int64 [B, 4] or [1, 4], the distance from one cell to
+        the next along C and the box's three axes, in values.
+        """
+        count, channels = len(file), self.shape[0]
+        if (turns := self.symmetries) is None:
+            axes, flips = np.tile(np.arange(3), (count, 1)), np.zeros((count, 3), bool)
+            source, sign = np.tile(np.arange(channels), (count, 1)), np.ones((count, channels), np.float32)
+        else:
+            axes, flips = turns.axes[symmetry], turns.flips[symmetry]
+            source, sign = turns.source[symmetry], turns.sign[symmetry]
+        stride = np.broadcast_to(stride, (count, 4))
+        step, last = np.take_along_axis(stride[:, 1:], axes, axis=1), np.array(self.extent)[axes] - 1
+        base = base + (flips * last * step).sum(axis=1)
+        decodings = np.stack([self.decoding(number) for number in range(len(self.readers))])  # [files, 3, C]
+        numbers = np.ascontiguousarray(np.take_along_axis(decodings[file], source[:, None], axis=2))
+        numbers[:, 1:] *= sign[:, None]
+        return DecodePlan(np.column_stack([base, np.where(flips, -step, step), source * stride[:, :1]]), numbers)
 
 
-class GridSamples(ABC):
-    """Samples that are boxes of stored arrays. See `Samples`."""
-
-    size: int
+class GridSamples(Samples):
+    """Samples that are boxes of stored arrays."""
 
     def __init__(self, input: BoxField, target: BoxField) -> None:
         self.input, self.target = input, target
@@ -233,20 +298,19 @@ class GridSamples(ABC):
 
     @abstractmethod
     def boxes(self, epoch: int) -> BoxIndex:
-        """Return where the boxes of an epoch's samples lie."""
+        """Return the places of an epoch's samples."""
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Samples`."""
         boxes = self.boxes(epoch)
         file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
         x = self.input.read(file, boxes.input[index], symmetry)
         return x, self.target.read(file, boxes.target[index], symmetry)
 
 
-class ArrangedSamples(ABC):
-    """Samples on grids whose input is made of a box and a few numbers, where the model is. See `Samples`.
+class ArrangedSamples(Samples):
+    """Samples whose input is made of a box and a few numbers, on the model's device.
 
-    Loaders fetch the boxes as they fetch any; `dlscale.data.loaders.base.ArrangedLoader` does the rest for all of them.
+    Loaders fetch the boxes; `dlscale.data.loaders.base.ArrangedLoader` does the rest for all of them.
     """
 
     def __init__(self, boxes: GridSamples, input_spec: ArraySpec) -> None:
@@ -262,7 +326,6 @@ class ArrangedSamples(ABC):
         """Return the inputs of B samples, in new memory, from their boxes [B, ...] and numbers [B, n]."""
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Samples`."""
         import torch
 
         x, y = self.boxes.read(epoch, index)

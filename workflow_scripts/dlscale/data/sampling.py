@@ -1,8 +1,7 @@
-"""One sample stream: what sample (seed, epoch, index) is, whoever reads it, wherever, after any resume.
+"""One sample stream: sample (seed, epoch, index) is the same for any reader, anywhere, after any resume.
 
-All choices come from a counter-based generator, Philox 4x64 (Salmon et al. 2011). The words of
-block `index` under the key of (seed, epoch, stream) belong to sample `index` alone, so a sample needs no
-other's draws; all of an epoch's come in one vectorised call.
+The words of a counter-based generator, Philox 4x64 (Salmon et al. 2011), under the key of (seed, epoch, stream) belong
+to one sample each.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ WORDS = 4  # 64-bit words in a Philox block
 
 
 def words(seed: int, epoch: int, stream: str, count: int, start: int = 0) -> np.ndarray:
-    """Return the random words of samples [start, start + count), uint64 of shape [count, 4].
-
-    `stream` says what the words are for ("order" ...): different streams are independent.
-    """
+    """Return the random words of samples [start, start + count), uint64 [count, 4]; streams are independent."""
     key = np.random.SeedSequence([seed, epoch, *stream.encode()]).generate_state(2, np.uint64)
     generator = np.random.Philox(key=key)
     # numpy's Philox increments its counter before it makes a block, so the n-th block has counter n + 1.
@@ -33,22 +29,21 @@ def below(words_n: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
 
 
 def order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return the order in which `count` items are visited in an epoch: a permutation, int64 [count]."""
+    """Return the order in which an epoch visits `count` items: a permutation, int64 [count]."""
     key = np.random.SeedSequence([seed, epoch, *b"order"]).generate_state(2, np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(count)
 
 
 def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool) -> np.ndarray:
-    """Return which of `count` items an epoch visits, at most `wanted`, int64.
+    """Return the items, at most `wanted` of `count`, that an epoch visits, int64.
 
-    Training visits them in a random order, and of more than `wanted` it takes a new random choice each epoch;
-    validation and test are fixed, in order and evenly spread.
+    Training visits a random choice in random order; validation and test are fixed, in order and evenly spread.
     """
     return order(seed, epoch, count)[:wanted] if training else evenly(count, wanted)
 
 
 def locate(counts: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the file of each item and its number there, int64 [n] each; file i holds `counts[i]` items."""
+    """Return file and number there of each item, int64 [n] each; file i holds `counts[i]` items."""
     ends = np.cumsum(counts)
     file = np.searchsorted(ends, items, side="right")
     return file, items - (ends - counts)[file]
@@ -62,30 +57,17 @@ def evenly(count: int, wanted: int | None) -> np.ndarray:
 
 
 class Visits:
-    """The rows of several files that an epoch's samples are, in the order of `visits`.
-
-    Parameters
-    ----------
-    counts
-        Rows of each file.
-    wanted
-        Samples of an epoch at most; None: all rows.
-
-    Attributes
-    ----------
-    size
-        Samples of an epoch.
-    """
+    """Rows of several files, with `counts` of them, as an epoch's samples in the order of `visits`; `size` samples."""
 
     def __init__(self, counts: list[int], wanted: int | None, seed: int, training: bool) -> None:
         self._counts, self._seed, self._training = np.array(counts), seed, training
         self.size = min(wanted or sum(counts), sum(counts))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return which row of all files each sample of an epoch is, int64 [size]."""
+        """Return each sample's row among those of all files, int64 [size]."""
         return visits(self._seed, epoch, int(self._counts.sum()), self.size, self._training)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's rows serve all its samples; two epochs overlap
     def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return file and row of each sample of an epoch, int64 [size] each."""
+        """Return each sample's file and row, int64 [size] each."""
         return locate(self._counts, self.order(epoch))

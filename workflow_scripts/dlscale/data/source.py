@@ -1,4 +1,4 @@
-"""What the preprocess stage asks of a reader of raw files."""
+"""Readers of raw files."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from dlscale.data.store import Field
 class Source(ABC):
     """One part's raw input, streamed along rows: slabs of a volume, times of a series, samples."""
 
-    fields: tuple[Field, ...]  # what the part will hold, at the stored resolution; all have as many rows
-    bytes_per_row: int  # memory that `read` needs for one row: raw buffers and results
+    fields: tuple[Field, ...]  # of the part, at the stored resolution; all have as many rows
+    bytes_per_row: int  # memory of `read` for one row: raw buffers and results
     coordinates: Mapping[str, np.ndarray] = {}  # small arrays kept beside the data, the same in every piece
-    row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] kept beside the data, such as each row's time
+    row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] kept beside the data, such as times
     summed: tuple[str, ...] = ()  # fields [N, ...] whose sum over rows is kept, as `sum/NAME`, float64
-    attributes: Mapping[str, Any] = {}  # provenance of the raw files, as plain values
+    attributes: Mapping[str, Any] = {}  # provenance of the raw files, plain values
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Mapping[str, np.ndarray]:
-        """Return rows [start, stop) of each field by name, of its type (float32 or integers).
-
-        The next call may overwrite them.
-        """
+        """Return rows [start, stop) of each field by name, of its type; the next call may overwrite them."""
 
     def close(self) -> None:  # noqa: B027 - arrays in memory need no closing
         """Close the raw files."""
 
 
 def rows_within(memory_mb: int, bytes_per_row: int, where: str) -> int:
-    """Return how many rows a dataset's `memory_mb` suffices for; not even one is a `UserError`."""
+    """Return the rows that fit into a dataset's `memory_mb`; not even one is a `UserError`."""
     rows = memory_mb * 1_000_000 // bytes_per_row
     if rows < 1:
         raise UserError(
@@ -45,10 +42,10 @@ def rows_within(memory_mb: int, bytes_per_row: int, where: str) -> int:
 
 
 def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.ndarray | None = None) -> np.ndarray:
-    """Average blocks of `factor` cells along `axes`, of the last three of four; cells beyond the last whole block drop.
+    """Average blocks of `factor` cells along `axes`, of the last three of four; cells beyond the last full block drop.
 
-    Sums are in float32, axis by axis: error below factor * 2e-7 of the mean magnitude. `out`, float32, gets the result,
-    if given; without it, and with factor 1, the result is `values` themselves.
+    Sums are in float32: error below factor * 2e-7 of the mean magnitude. The result is in `out` if given; else with
+    factor 1 it is `values` themselves.
     """
     if factor == 1 and out is None:
         return values
@@ -64,18 +61,14 @@ def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.
 
 
 class ArraySource(Source):
-    """Arrays in memory as a source: rows lie along the first axis.
+    """Arrays in memory as a source, [N, ...] by name of field: booleans become uint8, floats float32.
 
     Parameters
     ----------
-    arrays
-        By name of field, [N, ...] each: integers are stored in their type, truth values as uint8, floats as float32.
     channels
-        Names of the channels along the second axis, for the fields that have such an axis.
+        Names of the channels along the second axis, for fields that have such an axis.
     units
-        Of a field; `1` if absent.
-    attributes
-        Provenance, as plain values.
+        By field; `1` if absent.
     """
 
     def __init__(

@@ -1,11 +1,8 @@
-"""A copy of a dataset near the processes that read it: in their node's memory, or on a disk of its own.
+"""A copy of a dataset near the processes that read it: in their node's memory, or on its own disk.
 
-The copy is a dataset's folder like any other, a manifest beside its files: every loader reads it as it is. Its name is
-the manifest's digest. The first process of a node that comes makes it, and the others wait for their turn. All who read
-it hold a lock of its name, shared: a copy without readers may be removed. One in memory is removed by its last reader;
-one on a disk stays for the next run, until another needs the room.
-
-A file of the copy that has not the size and the time of its original is copied again.
+The copy is a dataset's folder, named by the manifest's digest. The first process of a node makes it, others wait, and
+all who read it hold its lock, shared. The last reader removes a copy in memory; one on a disk stays until another needs
+the room. A file without the size and time of its original is copied again.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from dlscale.core.files import stamp
 from dlscale.core.machine import LOCAL_DISK, free_memory
 from dlscale.core.process import turn
 from dlscale.core.text import size
-from dlscale.data.manifest import File, Manifest
+from dlscale.data.manifest import Manifest
 
 Staging = Literal["none", "memory", "local"]
 
-#: What training and measuring read.
+#: Splits that training and measuring read.
 SPLITS = ("train", "valid")
 #: A file system in memory, on every Linux.
 MEMORY = "/dev/shm"
@@ -43,7 +40,7 @@ INSTEAD = "use loader.staging none, or for `local` another site.local_disk"
 
 @contextlib.contextmanager
 def staged(manifest: str | Path, staging: Staging) -> Iterator[Path]:
-    """Yield the path of a manifest whose files are near, as `loader.staging` asks; of `none` that of `manifest`."""
+    """Yield the path of a manifest whose files are near, as `loader.staging` asks; for `none` that of `manifest`."""
     if staging == "none":
         yield Path(manifest)
         return
@@ -51,13 +48,16 @@ def staged(manifest: str | Path, staging: Staging) -> Iterator[Path]:
     original.check_files()
     folder = _place(staging) / f"dlscale-{os.getuid()}"
     copy = folder / hashlib.sha256(Path(manifest).read_bytes()).hexdigest()[:16]
-    with _told(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_ours(folder)
-    with open(_lock(copy), "a") as lock:
-        with _told(folder), turn(folder / "lock"):
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            _complete(original, copy, staging)
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_ours(folder)
+            lock = held.enter_context(open(_lock(copy), "a"))
+            with turn(folder / "lock"):
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                _complete(original, copy, staging)
+        except OSError as error:
+            raise UserError(f"{folder}: data cannot be copied here ({error.strerror}); {INSTEAD}") from error
         try:
             yield copy / "manifest.json"
         finally:
@@ -93,27 +93,16 @@ def _check_ours(folder: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """Have failures to write say what to do about them: the folder is not `results`, of which others speak."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{folder}: data cannot be copied here ({error.strerror}); {INSTEAD}") from error
-
-
 def _complete(original: Manifest, copy: Path, staging: Staging) -> None:
-    """Copy the files that are missing or not as they were copied, and write the copy's own manifest."""
     sources = {copy / "stats" / path.name: path for path in original.folder.glob("stats/*.npy")}
-    splits: dict[str, list[File]] = {split: [] for split in original.splits}
+    splits = {}
     for split, files in original.splits.items():
-        for number, file in enumerate(files):
-            # Other parts stay where they are: nobody reads them here, but a dataset is known by all that it has.
-            name = str(original.path(file).resolve())
-            if split in SPLITS:
-                name = f"{split}/{number:04}-{Path(file.path).name}"
-                sources[copy / name] = original.path(file)
-            splits[split].append(file.model_copy(update={"path": name}))
+        # Other parts stay where they are: nobody reads them here, but a dataset is known by all that it has.
+        names = [str(original.path(file).resolve()) for file in files]
+        if split in SPLITS:
+            names = [f"{split}/{number:04}-{Path(file.path).name}" for number, file in enumerate(files)]
+            sources |= {copy / name: original.path(file) for name, file in zip(names, files, strict=True)}
+        splits[split] = [file.model_copy(update={"path": name}) for name, file in zip(names, files, strict=True)]
     stale = {
         target: source for target, source in sources.items() if not target.is_file() or stamp(target) != stamp(source)
     }
@@ -147,7 +136,6 @@ def _make_room(copy: Path, needed: int, staging: Staging) -> None:
 
 
 def _remove(copy: Path, lock: IO[str]) -> None:
-    """Remove a copy unless somebody else reads it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(copy, ignore_errors=True)

@@ -1,15 +1,15 @@
-"""The HDF5 layout of preprocessed data: one dataset for each field, and attributes that say what it is.
+"""The HDF5 layout of preprocessed data, one dataset a field with attributes that describe it, and readers of any file.
 
-Volumes are [C, D, H, W], chunked in cubes with all channels, because samples of them are cubes. Everything else lies
-row by row, contiguous, because a sample is a few whole rows: states and images [N, C, H, W], images without channels
-[N, H, W], scalars [N, K], labels [N]. Floating-point values are float32, or float16 of (x - offset) / scale with the
-attributes `offset` and `scale` [C]; integers keep their type. Volumes may be stored channels last, [D, H, W, C], marked
-by the attribute `channels_last`: the rows of a sample are then C times longer. Readers show channels first.
+Volumes are [C, D, H, W], chunked in cubes with all channels, as their samples are, or [D, H, W, C], marked by
+`channels_last`. All else is contiguous, row by row: [N, C, H, W], [N, K], [N]. Floats are float32, or float16 of
+(x - offset) / scale with attributes `offset` and `scale` [C]. Readers show channels first.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,22 +21,21 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import TORN, reading, unreadable
 from dlscale.data.manifest import IDENTITY, Transform
 
-#: Values that statistics are taken of at a time.
+#: Values of which statistics are taken at a time.
 BLOCK = 2**16
 
 
 @dataclass(frozen=True)
 class Field:
-    """One dataset of a file."""
+    """One dataset of one file; `dlscale.data.manifest.FieldInfo` describes it in all files of a dataset."""
 
     name: str
-    channels: tuple[str, ...]  # one where there is no axis of channels
-    units: tuple[str, ...]  # of each channel, like the transforms
-    shape: tuple[int, ...]  # of the whole dataset, rows and channels included
-    #: 0 ([C, D, H, W], whose rows are along axis 1), 1 ([N, C, ...]) or None ([N, ...]), with rows along axis 0.
-    channel_axis: int | None
+    channels: tuple[str, ...]  # one name where there is no axis of channels
+    units: tuple[str, ...]  # by channel, like the transforms
+    shape: tuple[int, ...]  # with rows and channels, channels first
+    channel_axis: int | None  # 0: [C, D, H, W] with rows along axis 1; 1: [N, C, ...]; None: [N, ...]
     transforms: tuple[Transform, ...] = ()
-    dtype: str = "float32"  # of the values before they are stored, or an integer type
+    dtype: str = "float32"  # before storing; or an integer type
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", self.transforms or (IDENTITY,) * len(self.channels))
@@ -47,7 +46,7 @@ class Field:
 
     @property
     def row_axis(self) -> int:
-        """The axis along which files are streamed and cut into pieces."""
+        """Axis along which files are streamed and cut into pieces."""
         return 1 if self.channel_axis == 0 else 0
 
     @property
@@ -56,16 +55,14 @@ class Field:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Shape without channels, and but for volumes [C, D, H, W] without rows."""
+        """Shape without channels and rows; that of volumes, [D, H, W], has their rows."""
         return self.shape[1:] if self.channel_axis is None else self.shape[self.channel_axis + 1 :]
 
     def resized(self, rows: int) -> Field:
-        """Return this field with another number of rows."""
         shape = tuple(rows if axis == self.row_axis else size for axis, size in enumerate(self.shape))
         return replace(self, shape=shape)
 
     def select(self, start: int, stop: int) -> tuple[slice, ...]:
-        """Index of rows [start, stop) in the dataset."""
         return tuple(slice(start, stop) if axis == self.row_axis else slice(None) for axis in range(len(self.shape)))
 
     def per_channel(self, values: Any) -> np.ndarray:
@@ -74,7 +71,6 @@ class Field:
         return np.asarray(values, dtype=np.float32).reshape(shape)
 
     def annotate(self, dataset: h5py.Dataset) -> None:
-        """Write channels, units and transforms as attributes."""
         dataset.attrs["channels"] = list(self.channels)
         dataset.attrs["units"] = list(self.units)
         if self.channel_axis is not None:
@@ -83,7 +79,6 @@ class Field:
 
     @staticmethod
     def of(dataset: h5py.Dataset) -> Field:
-        """Read back what `annotate` wrote."""
         attrs = dataset.attrs
         transforms = tuple(Transform(**values) for values in json.loads(attrs["transforms"]))
         channels, units = (tuple(str(value) for value in attrs[key]) for key in ("channels", "units"))
@@ -94,7 +89,7 @@ class Field:
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading; what is missing, torn, no such file, or leads to other files is a `UserError`."""
+    """Open an HDF5 file for reading; one that is missing, torn, or leads to other files is a `UserError`."""
     with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
         file = h5py.File(path, "r")
         _check_own(file)
@@ -102,7 +97,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values lie in other ones, which could be any file of this machine."""
+    """Refuse a file whose values lie in other files: they could be any of this machine."""
     for name in file:
         outside = isinstance(file.get(name, getlink=True), h5py.ExternalLink)
         item = None if outside else file.get(name)
@@ -114,7 +109,7 @@ def _check_own(file: h5py.File) -> None:
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
-    """Return dataset `name`, checked: numbers; with `ndim`, so many axes of floats, with `channels` on the first."""
+    """Return dataset `name` of numbers; with `ndim`, of floats with so many axes, `channels` along the first."""
     with reading(file.filename):
         if name not in file or not isinstance(values := file[name], h5py.Dataset):
             raise UserError(f"{file.filename}: no dataset '{name}'; it holds: {', '.join(file) or 'nothing'}")
@@ -127,18 +122,15 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int |
     return values
 
 
-def channels_first(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bring what belongs to the stored axes (sizes, slices) into the order that fields have, channels first."""
-    return (axes[-1], *axes[:-1]) if _channels_last(dataset) else axes
+def channels_first(dataset: h5py.Dataset, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Reorder sizes of the stored axes to the order of fields, channels first."""
+    return tuple(sizes[stored_order(dataset).index(axis)] for axis in range(len(sizes)))
 
 
-def as_stored(dataset: h5py.Dataset, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bring what belongs to a field's axes into the order in which they are stored."""
-    return (*axes[1:], axes[0]) if _channels_last(dataset) else axes
-
-
-def _channels_last(dataset: h5py.Dataset) -> bool:
-    return bool(dataset.attrs.get("channels_last", False))
+def stored_order(dataset: h5py.Dataset) -> tuple[int, ...]:
+    """Return a field's axes, channels first, in the order in which they are stored."""
+    axes = tuple(range(dataset.ndim))
+    return (*axes[1:], 0) if dataset.attrs.get("channels_last", False) else axes
 
 
 def create(
@@ -150,11 +142,10 @@ def create(
     channels_last: bool = False,
     scaling: tuple[Any, Any] | None = None,
 ) -> h5py.Dataset:
-    """Create the dataset of `field` in `file`; fill it with `write`.
+    """Create the dataset of `field` in `file`, to be filled with `write`.
 
-    `dtype` is what to store, the field's own if None. Of [C, D, H, W] alone, `chunk` is the edge of a cubic chunk with
-    all channels, and `channels_last` stores [D, H, W, C]. Values scaled with `scaling`, (offset, scale) [C] each,
-    are marked by attributes.
+    `dtype` is the stored type. For [C, D, H, W] alone `chunk` is the edge of a cubic chunk with all channels, and
+    `channels_last` stores [D, H, W, C]. `scaling` marks scaled values: offset and scale, [C] each.
     """
     shape, chunks = field.shape, None
     if chunk is not None and field.channel_axis == 0:
@@ -173,39 +164,41 @@ def create(
 
 def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) -> None:
     """Write `values`, channels first like `where`, in the order in which `target` stores them."""
-    target[as_stored(target, where)] = values.transpose(as_stored(target, tuple(range(values.ndim))))
+    order = stored_order(target)
+    target[tuple(where[axis] for axis in order)] = values.transpose(order)
 
 
 class Reader:
-    """Reads one dataset of one file: scaled float16 as float32, integers as they are.
+    """One dataset of one file, channels first; opened on first use in each process, so it may be forked and pickled.
 
-    The file is opened on first use and once per process, so a Reader may cross a fork or be pickled.
+    The HDF5 library copies in one thread at a time. Where a file holds values as they are, `copy` takes them from the
+    mapped file, in any number of threads.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self.path, self.name = str(path), name
         self._opened: tuple[int, h5py.Dataset, tuple[int, ...]] | None = None
+        self._maps: tuple[dict[tuple[int, ...], np.ndarray], np.ndarray | None] | None = None
 
-    @property
-    def dataset(self) -> h5py.Dataset:
-        """The open dataset, as it is stored."""
-        return self._open()[0]
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None, "_maps": None}
 
     def _open(self) -> tuple[h5py.Dataset, tuple[int, ...]]:
-        """Return the dataset and its axes in the order in which they are stored: to ask the file takes a while."""
         if self._opened is None or self._opened[0] != os.getpid():
             opened = dataset(open_file(self.path), self.name)
             with reading(self.path):
-                self._opened = (os.getpid(), opened, as_stored(opened, tuple(range(opened.ndim))))
+                self._opened = (os.getpid(), opened, stored_order(opened))
         return self._opened[1:]
+
+    @property
+    def dataset(self) -> h5py.Dataset:
+        """The open dataset, axes as stored."""
+        return self._open()[0]
 
     @property
     def order(self) -> tuple[int, ...]:
         """The field's axes, channels first, in the order in which they are stored."""
         return self._open()[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": None}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,8 +211,29 @@ class Reader:
         with reading(self.path):
             return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
 
+    @property
+    def chunks(self) -> dict[tuple[int, ...], np.ndarray]:
+        """Mapped values by the first cell of each chunk, channels first; see `map_chunks`."""
+        return self._map()[0]
+
+    @property
+    def mapped(self) -> np.ndarray | None:
+        """All values, if they lie in the mapped file in one piece."""
+        return self._map()[1]
+
+    def _map(self) -> tuple[dict[tuple[int, ...], np.ndarray], np.ndarray | None]:
+        if self._maps is None:
+            opened, order = self._open()
+            axes = np.argsort(order)
+            chunks = {
+                tuple(int(corner[axis]) for axis in axes): values.transpose(axes)
+                for corner, values in map_chunks(opened).items()
+            }
+            self._maps = chunks, next(iter(chunks.values())) if chunks and opened.chunks is None else None
+        return self._maps
+
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as they are stored, channels first (slices only; axes without one are whole)."""
+        """Return the selected values as stored, through the library (slices only; axes without one are whole)."""
         opened, order = self._open()
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
@@ -230,8 +244,24 @@ class Reader:
             raise unreadable(self.path, error, f"{self.name}: {TORN}") from None
         return values.transpose([order.index(axis) for axis in range(values.ndim)])
 
+    def copy(self, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """Copy the selected values, from the start of a slice for each axis, into `out`, in its type."""
+        if not self.chunks:
+            np.copyto(out, self.stored(index))
+            return
+        edges = next(iter(self.chunks.values())).shape
+        bounds = [(each.start or 0, (each.start or 0) + size) for each, size in zip(index, out.shape, strict=True)]
+        spans = [range(first // edge * edge, end, edge) for (first, end), edge in zip(bounds, edges, strict=True)]
+        for corner in itertools.product(*spans):
+            source, target = [], []
+            for begin, edge, (first, end) in zip(corner, edges, bounds, strict=True):
+                low, high = max(begin, first), min(begin + edge, end)
+                source.append(slice(low - begin, high - begin))
+                target.append(slice(low - first, high - first))
+            np.copyto(out[tuple(target)], self.chunks[corner][tuple(source)])
+
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as a fresh array, float32 or integers (all axes kept: slices only)."""
+        """Return the selected values as a fresh array, unscaled float32 or integers (all axes kept: slices only)."""
         values = self.stored(index)
         if values.dtype.kind == "f":
             values = values.astype(np.float32, copy=False)
@@ -243,11 +273,47 @@ class Reader:
         return values
 
 
+def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
+    """Return the values of each chunk by its first cell, axes as stored, in the mapped file; contiguous data is one.
+
+    The result is empty if values are compressed, of another byte order, oddly placed, in another file, in memory, or
+    partly never written.
+    """
+    with reading(dataset.file.filename):
+        plan = dataset.id.get_create_plist()
+        foreign = (
+            dataset.file.driver == "core"
+            or not dataset.dtype.isnative
+            or plan.get_nfilters()
+            or plan.get_external_count()
+            or dataset.is_virtual
+            or dataset.file.userblock_size
+            or not dataset.size
+        )
+        if foreign:
+            return {}
+        if dataset.chunks is None:
+            offsets = {(0,) * dataset.ndim: dataset.id.get_offset()}
+        else:
+            infos: list[Any] = []
+            dataset.id.chunk_iter(infos.append)
+            offsets = {info.chunk_offset: info.byte_offset for info in infos}
+        whole, shape, dtype = dataset.shape, dataset.chunks or dataset.shape, dataset.dtype
+        file = np.asarray(np.memmap(dataset.file.filename, np.uint8, "r"))
+    needed = math.prod(-(-size // edge) for size, edge in zip(whole, shape, strict=True))
+    if len(offsets) != needed or any(offset is None or offset % dtype.itemsize for offset in offsets.values()):
+        return {}
+    size = math.prod(shape) * dtype.itemsize
+    if max(offsets.values()) + size > file.size:
+        raise UserError(f"{dataset.file.filename}: values of '{dataset.name}' are beyond its end; {TORN}")
+    return {corner: file[first : first + size].view(dtype).reshape(shape) for corner, first in offsets.items()}
+
+
 @dataclass
 class Moments:
-    """Running count, mean, sum of squared deviations, extremes of each of C channels (float64), mergeable.
+    """Running count, mean, sum of squared deviations and extremes of C channels (float64), mergeable.
 
-    The update is that of Chan, Golub and LeVeque (1979), which neither overflows nor cancels.
+    The update of Chan, Golub and LeVeque (1979) neither overflows nor cancels.
     """
 
     count: int
@@ -263,9 +329,8 @@ class Moments:
 
     @staticmethod
     def of(values: np.ndarray, channel_axis: int | None) -> Moments:
-        """Moments of an array, taken by blocks that the processor's cache holds in float64."""
+        """Return the moments of finite values, taken by blocks that the processor's cache holds in float64."""
         found = Moments.empty(1 if channel_axis is None else values.shape[channel_axis])
-        # Of rows with channels, small ones are taken together.
         rows = max(1, BLOCK // max(1, values[:1].size)) if channel_axis else max(1, len(values))
         for first in range(0, len(values), rows):
             some = values[first : first + rows]
@@ -274,10 +339,8 @@ class Moments:
             for start in range(0, flat.shape[1], columns):
                 x = flat[:, start : start + columns].astype(np.float64)
                 mean = x.mean(axis=1)
-                low, high = x.min(axis=1), x.max(axis=1)
-                with np.errstate(invalid="ignore"):  # of infinities, which the mean tells
-                    m2 = np.square(x - mean[:, None]).sum(axis=1)
-                found = found.merged(Moments(x.shape[1], mean, m2, low, high))
+                m2 = np.square(x - mean[:, None]).sum(axis=1)
+                found = found.merged(Moments(x.shape[1], mean, m2, x.min(axis=1), x.max(axis=1)))
         return found
 
     def merged(self, other: Moments) -> Moments:
@@ -294,29 +357,22 @@ class Moments:
         )
 
     @property
-    def finite(self) -> bool:
-        """Whether every value was a finite number: one that is not makes the mean such a one."""
-        return bool(np.isfinite(self.mean).all() and np.isfinite(self.m2).all())
-
-    @property
     def std(self) -> np.ndarray:
         """Population standard deviation [C]."""
         return np.sqrt(self.m2 / max(self.count, 1))
 
     def to_json(self) -> str:
-        """Return JSON from which `from_json` restores the moments exactly."""
-        arrays = {key: getattr(self, key).tolist() for key in ("mean", "m2", "minimum", "maximum")}
-        return json.dumps({"count": self.count, **arrays})
+        return json.dumps({key: np.asarray(value).tolist() for key, value in vars(self).items()})
 
     @staticmethod
     def from_json(text: str) -> Moments:
         values = json.loads(text)
-        return Moments(values["count"], *(np.array(values[key]) for key in ("mean", "m2", "minimum", "maximum")))
+        return Moments(values.pop("count"), **{key: np.array(value) for key, value in values.items()})
 
 
 def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) -> None:
-    """Raise a `UserError` that names the first channel and row of `values` holding NaN or infinity."""
-    if not field.floating or np.isfinite(values).all():
+    """Refuse NaN and infinity: the `UserError` names the first channel and row that hold one."""
+    if not field.floating or np.isfinite([values.min(), values.max()]).all():
         return
     bad = np.argwhere(~np.isfinite(values))
     place = bad[0]

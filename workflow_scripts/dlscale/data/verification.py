@@ -1,8 +1,6 @@
-"""Whether data files still hold what they held when they were described, by the SHA-256 in the manifest.
+"""Verification of data files by the SHA-256 in the manifest: a damaged file may keep its size and time.
 
-Files keep their size and their time when a disk or a copy damages them. They are read once, by the stage that first
-needs them; a record beside the manifest has size and times of each file that was right, so that nothing is read again
-until one changes.
+A stage reads a file that no stage has verified; a record beside the manifest has size and times of sound files.
 """
 
 from __future__ import annotations
@@ -18,25 +16,20 @@ from dlscale.core.machine import VERIFY
 from dlscale.core.progress import tracked
 from dlscale.data.manifest import File, Manifest
 
-#: once: a file that changed, or was never verified; always: by every stage that needs it; never.
-WHEN = ("once", "always", "never")
-
 #: Beside the manifest.
 RECORD = "verified.json"
 
 
 def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
-    """Return the files of `splits` that have to be read: those with a digest of their content that is not known yet."""
+    """Return the files of `splits` to read, as `site.verify` asks: once, unless they changed, always, or never."""
     when = os.environ.get(VERIFY, "once")
-    if when not in WHEN:
-        raise UserError(f"{VERIFY}: '{when}': expected one of {', '.join(WHEN)}")
     files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
     record = _record(manifest) if when == "once" else {}
     return [file for file in files if when != "never" and record.get(file.path) != _seen(manifest, file)]
 
 
 def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
-    """Read `files` and return a message for each that holds something else than when it was described."""
+    """Read `files` and return a message for each with other content than when it was described."""
     messages = []
     for file in tracked(files, "verifying data", len(files), "files"):
         path = manifest.path(file)
@@ -64,6 +57,6 @@ def _record(manifest: Manifest) -> dict[str, Any]:
 
 
 def _seen(manifest: Manifest, file: File) -> list[Any]:
-    """Return what changes whenever somebody writes to a file: who sets its time back changes that of its status."""
+    """Return digest, size and both times of a file: who sets one back changes the other."""
     status = manifest.path(file).stat()
     return [file.digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

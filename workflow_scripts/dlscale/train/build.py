@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,7 @@ class Session:
                 *(self.run.batch_size, samples.size, self.run.batch_size, samples.size),
             )
         build: Callable[..., Loader] = registry.load(registry.loader(self.run.loader.kind)).build
-        delivery = self.step.network.delivery
-        if split != "train":  # metrics see the inputs, too: naive answers are made of them
-            delivery = replace(delivery, dtype=torch.float32)
-        return open_loader(build, samples, self.run.loader, self.share(), self.world.device, delivery)
+        return open_loader(build, samples, self.run.loader, self.share(), self.world.device)
 
     def samples(self, split: str) -> Samples:
         return open_samples(self.run, self.manifest, split)

@@ -10,7 +10,6 @@ from torch import nn
 
 from dlscale.config.run import RunCore
 from dlscale.core.ranges import mark, patience
-from dlscale.data.loaders.base import AXES, Delivery
 from dlscale.parallel.gradients import Gradients
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.pieces import Piece
@@ -21,6 +20,9 @@ from dlscale.train.compile import compiled
 from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
 from dlscale.train.optimizer import begin, set_learning_rate
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
+
+#: Axes that a tensor needs to be stored in a layout.
+AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 class Network(nn.Module):
@@ -34,11 +36,6 @@ class Network(nn.Module):
         self.model, self.loss = model, loss
         self._precision, self._input_dtype = precision, weight_dtype(precision)
         self._layout, self._layout_axes = layout, AXES.get(layout)
-
-    @property
-    def delivery(self) -> Delivery:
-        """The form of batches that needs no other arrangement."""
-        return Delivery(self._input_dtype, self._layout if self._layout_axes else torch.contiguous_format)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch, a float32 scalar; of no sample it is 0, and so are its gradients."""

@@ -1,6 +1,63 @@
-"""Loaders: one module each, with the same `build`, over the one sample stream."""
+"""Loaders: their settings, and one module `KIND_loader` each, with the same `build`, over the one sample stream."""
+
+from __future__ import annotations
 
 import signal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dlscale.core.schema import Few, Strict, Workers
+
+
+class _Reading(Strict):
+    staging: Literal["none", "memory", "local"] = Field(
+        "none",
+        description="Where each node first copies the data, once for all of its processes. memory: into its memory; "
+        "local: onto the disk of its own that the site names (local_disk). none: data are read where they lie.",
+    )
+
+
+class TorchLoader(_Reading):
+    """PyTorch's DataLoader: worker processes, the published baseline."""
+
+    kind: Literal["torch"]
+    workers: Workers = Field(2, description="Loader processes; 0 loads in the training process.")
+    prefetch: Few = Field(2, description="Batches that each worker keeps ready.")
+    pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
+
+
+class DirectLoader(_Reading):
+    """Threads that read mapped files into reused buffers; a GPU turns and decodes what they read."""
+
+    kind: Literal["direct"]
+    workers: Workers = Field(2, description="Threads; 0 loads in the thread of the model.")
+    prefetch: Few = Field(2, description="Batches that are kept ready.")
+    resident: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most half the "
+        "memory, but for what the process holds already; the log says which.",
+    )
+
+
+class DaliLoader(_Reading):
+    """NVIDIA DALI, with its own operators (`pip install dlscale[dali]`)."""
+
+    kind: Literal["dali"]
+    workers: Annotated[Workers, Field(ge=1)] = Field(
+        2, description="Threads of the pipeline; of samples on grids as many processes, too, which read."
+    )
+    prefetch: Few = Field(2, description="Batches that are kept ready.")
+
+
+class SyntheticLoader(Strict):
+    """One batch of random numbers on the device, again and again: no data at all."""
+
+    kind: Literal["synthetic"]
+
+
+#: All loaders' settings; the configuration's key `loader` is one of them.
+LOADERS = (TorchLoader, DirectLoader, DaliLoader, SyntheticLoader)
 
 
 def outlive_signals() -> None:

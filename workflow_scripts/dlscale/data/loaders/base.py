@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,11 +18,10 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """What one data-parallel rank delivers of each global batch.
+    """The part of each global batch that one data-parallel rank delivers.
 
-    Global step s takes samples [s B, (s + 1) B) of the epoch (the last batch may be smaller); rank r of
-    R takes the r-th of R contiguous runs of it, as equal as can be. Processes that share a model replica have the same
-    data-parallel rank: it is not the rank in the world.
+    Global step s takes samples [s B, (s + 1) B) of the epoch; rank r of R takes the r-th of R contiguous runs of them,
+    as equal as can be. Processes that share a model replica have one data-parallel rank.
     """
 
     batch_size: int  #: B, over all ranks
@@ -30,11 +29,11 @@ class Share:
     size: int = 1  #: R
 
     def steps(self, samples: int) -> int:
-        """Global steps in an epoch of `samples` samples, the last, smaller one included."""
+        """Global steps in an epoch of `samples` samples, a smaller last one included."""
         return -(-samples // self.batch_size)
 
     def count(self, step: int, samples: int) -> int:
-        """Samples of all ranks together in global step `step`."""
+        """Samples of all ranks in global step `step`."""
         return min(self.batch_size, samples - step * self.batch_size)
 
     def indices(self, step: int, samples: int) -> range:
@@ -47,55 +46,42 @@ class Share:
         return len(self.indices(step, samples)) * self.size / self.count(step, samples)
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """The form in which a training step takes a batch: whoever writes it so at once spares it a pass over the values.
-
-    A loader that would need a pass for it itself may deliver what the samples declare.
-    """
-
-    dtype: torch.dtype = torch.float32  #: of inputs on grids; targets are float32
-    layout: torch.memory_format = torch.contiguous_format  #: of what has its axes
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for samples of `shape`, [B, C, ...]."""
-        return torch.empty(shape, dtype=dtype, device=device, memory_format=self.layout_of(len(shape)))
-
-    def layout_of(self, axes: int) -> torch.memory_format:
-        """Return the layout of a tensor with so many axes."""
-        return self.layout if AXES.get(self.layout) == axes else torch.contiguous_format
-
-
-#: What the samples declare.
-AS_DECLARED = Delivery()
-
-#: Axes that a tensor needs to be stored in a layout.
-AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
-
-
-class Loader(Protocol):
+class Loader(ABC):
     """Delivers the batches of one split."""
 
     samples: int  #: in an epoch, over all ranks
 
+    def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
+        self.samples = samples.size
+        self._share, self._device = share, device
+        self._open: Generator[Batch] | None = None
+
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        return self._share.steps(self.samples)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device.
+        """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device, as the samples declare them.
 
-        Shapes and dtypes are those that the samples declare, or the `Delivery` that was asked for; a rank's share of a
-        small last batch may be empty. A loader may use a batch's memory again once the next is asked for: what is to
-        stay must be copied. To begin an epoch ends the one before: one is open at a time. On a GPU the batch is ready
-        for the current stream.
+        A rank's share of a small last batch may be empty. A batch's memory may be reused once the next is asked for.
+        A new epoch ends the one before. On a GPU the batch is ready for the current stream.
         """
+        if self._open is not None:
+            self._open.close()
+        self._open = self._batches(epoch, start)
+        return self._open
+
+    @abstractmethod
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
+        """Yield the batches of `epoch`; when it is closed, all that was prefetched is thrown away."""
 
     def close(self) -> None:
         """Stop workers and close files."""
+        if self._open is not None:
+            self._open.close()
 
 
 def on_grids(samples: Samples, loader: str) -> GridSamples:
-    """Return the samples if they are on grids; for others the loader called `loader` has no decoder: a `UserError`."""
+    """Return samples on grids; for others the loader called `loader` has no decoder: a `UserError`."""
     if not isinstance(samples, GridSamples):
         raise UserError(
             f"loader.kind: {loader} reads arrays on grids, and these samples are none ({type(samples).__name__}); "
@@ -104,41 +90,32 @@ def on_grids(samples: Samples, loader: str) -> GridSamples:
     return samples
 
 
-class ArrangedLoader:
-    """Any loader of boxes as a loader of what is made of them: see `dlscale.data.samples.ArrangedSamples`.
-
-    A batch is memory of its own.
-    """
+class ArrangedLoader(Loader):
+    """A loader of boxes that delivers what `ArrangedSamples` make of them, in memory of its own."""
 
     def __init__(self, loader: Loader, samples: ArrangedSamples, share: Share, device: torch.device) -> None:
-        self.samples = samples.size
-        self._loader, self._samples, self._share, self._device = loader, samples, share, device
+        super().__init__(samples, share, device)
+        self._loader, self._arranged = loader, samples
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        """Yield the batches of an epoch from global step `start`."""
-        numbers = torch.from_numpy(self._samples.numbers(epoch)).to(self._device)  # once: no step waits for them
-        with closing(self._loader.epoch(epoch, start)) as batches:
-            for step, (x, y) in enumerate(batches, start):
-                indices = self._share.indices(step, self.samples)
-                yield self._samples.arrange(x, numbers[indices.start : indices.stop]), y
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
+        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once: no step waits for them
+        for step, (x, y) in enumerate(self._loader.epoch(epoch, start), start):
+            indices = self._share.indices(step, self.samples)
+            yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
 
     def close(self) -> None:
+        super().close()
         self._loader.close()
 
 
 def open_loader(
     build: Callable[..., Loader],
-    samples: Samples | ArrangedSamples,
+    samples: Samples,
     settings: Any,
     share: Share,
     device: torch.device,
-    delivery: Delivery,
 ) -> Loader:
     """Return the loader of these samples that `build` makes; the one that reads nothing arranges nothing."""
     if not isinstance(samples, ArrangedSamples) or settings.kind == "synthetic":
-        return build(samples, settings, share, device, delivery)
-    loader = build(samples.boxes, settings, share, device, delivery)
-    return ArrangedLoader(loader, samples, share, device)
+        return build(samples, settings, share, device)
+    return ArrangedLoader(build(samples.boxes, settings, share, device), samples, share, device)

@@ -1,11 +1,12 @@
-"""What the processes of DALI's pipeline of boxes do: read them with h5py, as those of a published program do.
+"""Boxes for DALI: processes read them with h5py, as a published program does, and turn them; operators decode them.
 
-They import this module and what samples need, not torch: they are to start quickly.
+The processes import this module and what samples need, not torch: they are to start quickly.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
 import threading
 from multiprocessing.shared_memory import SharedMemory
@@ -13,80 +14,75 @@ from typing import Any
 
 import numpy as np
 
+from dlscale.core.errors import UserError
+from dlscale.data.loaders import DaliLoader as Settings
 from dlscale.data.loaders import outlive_signals
-from dlscale.data.samples import BoxField, BoxIndex, GridSamples
+from dlscale.data.samples import BoxField, GridSamples
 
 
 class NativeField:
-    """How boxes of one field are handed over, and what DALI's operators are to do with them.
+    """Boxes of one field as inputs of DALI's operators.
 
     Attributes
     ----------
-    dtype
-        Of a box: float16 if all files have it, else float32.
-    axes
-        By which the results walk, a tuple for each of the ways to turn boxes; empty if they never are.
     parts
-        Which of shift (0), factor (1), offset (2) in (stored - shift) factor + offset matter for any sample.
+        Which of shift (0), factor (1), offset (2) matter for any sample.
     inputs
-        How many arrays `read` returns.
+        Number of arrays that `read` returns.
     """
 
     def __init__(self, field: BoxField) -> None:
-        self._field = field
-        half = all(reader.dataset.dtype == np.float16 for reader in field.readers)
-        self.dtype = np.dtype(np.float16 if half else np.float32)
+        self._field, turns = field, field.symmetries
         numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
-        self.axes: list[tuple[int, ...]] = []
-        if (symmetries := field.symmetries) is not None:
-            self.axes = [tuple(axes) for axes in np.unique(symmetries.axes, axis=0).tolist()]
-            if (symmetries.sign != 1).any():
-                numbers[:, 1] = np.nan  # there is a factor for some
+        if turns is not None and (turns.sign != 1).any():
+            numbers[:, 1] = np.nan  # there is a factor for some
         self.parts = [part for part, neutral in enumerate((0, 1, 0)) if (numbers[:, part] != neutral).any()]
-        self.inputs = 1 + 3 * bool(self.axes) + len(self.parts)
+        self.inputs = 1 + len(self.parts)
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
-        """Return DALI's inputs of one box at `start` [3].
-
-        They are its values [C, a, b, c]; if boxes are turned, the number in `axes`, flips int32 [3] and source channels
-        int32 [C]; and the numbers of `parts`, float32 [C, 1, 1, 1].
-        """
-        inputs = [np.ascontiguousarray(self._field.stored(file, start), self.dtype)]
-        numbers = self._field.decoding(file)
-        if (symmetries := self._field.symmetries) is not None:
-            source, sign = symmetries.source[symmetry], symmetries.sign[symmetry]
-            turn = self.axes.index(tuple(symmetries.axes[symmetry].tolist()))
-            inputs += [np.array(turn, np.int32), symmetries.flips[symmetry].astype(np.int32), source.astype(np.int32)]
+        """Return one box at `start` [3], turned: stored values [C, ...], and the numbers of `parts`, [C, 1, 1, 1]."""
+        values, numbers = self._field.stored(file, start), self._field.decoding(file)
+        if (turns := self._field.symmetries) is not None:
+            source, sign, steps = turns.source[symmetry], turns.sign[symmetry], 1 - 2 * turns.flips[symmetry]
+            turned = values.transpose(0, *(1 + turns.axes[symmetry]))
+            values = turned[(slice(None), *(slice(None, None, step) for step in steps.tolist()))][source]
             numbers = numbers[:, source] * np.stack([np.ones_like(sign), sign, sign])
-        return inputs + [numbers[part].reshape(-1, 1, 1, 1) for part in self.parts]
+        stored = np.ascontiguousarray(values, self._field.dtype)
+        return [stored, *(numbers[part].reshape(-1, 1, 1, 1) for part in self.parts)]
+
+    def decoded(self, fn: Any, types: Any, given: list[Any], gpu: bool) -> Any:
+        """Return the graph that makes the model's values of what `read` returns, an operator a pass."""
+        x, *numbers = [each.gpu() if gpu else each for each in given]
+        x = fn.cast(x, dtype=types.FLOAT) if self._field.dtype == np.float16 else x
+        for part, number in zip(self.parts, numbers, strict=True):
+            x = (operator.sub, operator.mul, operator.add)[part](x, number)
+        return x
 
 
 def _end_with_training() -> None:
-    """End this process after the one that started it: one that is killed takes none along."""
+    """End this process after the one that started it, even if that was killed."""
     if (training := multiprocessing.parent_process()) is not None:
         training.join()
         os._exit(1)
 
 
-class NativeSource:
-    """Called by DALI, in processes of its own, for every sample of an epoch.
+class Boxes:
+    """Inputs and operators of a pipeline of boxes; DALI calls it in processes of its own for every sample.
 
-    What epoch that is they learn from memory that all share: DALI says how many batches were asked for, no more. What
-    is still on its way when the epoch changes, DALI throws away.
-
-    Parameters
-    ----------
-    firsts
-        The first sample of this rank in each step, and how many it has, int64 [steps, 2].
+    They learn the epoch from shared memory: DALI tells them only how many batches were asked for, and throws away what
+    is on its way when the epoch changes. `indices` are this rank's samples of each step.
     """
 
-    def __init__(self, samples: GridSamples, firsts: np.ndarray) -> None:
-        self._samples, self._firsts = samples, firsts
-        self.fields = [NativeField(field) for field in (samples.input, samples.target)]
+    def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
+        self._samples, self._indices = samples, [each for each in indices if each]
+        self._prefetch, self._gpu = settings.prefetch, gpu
+        self._fields = [NativeField(field) for field in (samples.input, samples.target)]
         self._memory = SharedMemory(create=True, size=16)
+        #: Options of the pipeline. Forked processes do not go together with CUDA.
+        self.options = {"py_num_workers": settings.workers, "py_start_method": "spawn"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in a process of DALI's, which has no hook of its own for what is to be done there first."""
+        """Arrive in a process of DALI's, which has no other hook for what is to be done there first."""
         outlive_signals()
         threading.Thread(target=_end_with_training, daemon=True).start()
         self.__dict__ = state
@@ -96,28 +92,39 @@ class NativeSource:
         return np.ndarray(2, np.int64, self._memory.buf)
 
     def begin(self, epoch: int, start: int) -> None:
-        """Let samples be those of an epoch from step `start`; from the last on there are none."""
         self._place[:] = epoch, start
 
-    def __call__(self, info: Any) -> tuple[np.ndarray, ...]:
-        """Return the inputs of all fields for sample `info.idx_in_batch` of batch `info.iteration` of the epoch.
+    def outputs(self, fn: Any, types: Any) -> list[Any]:
+        """Return the graph that makes input and target of a full batch: a smaller one repeats its last sample."""
+        x, y = self._fields
+        inputs = fn.external_source(
+            self, num_outputs=x.inputs + y.inputs, batch=False, parallel=True, prefetch_queue_depth=self._prefetch
+        )
+        return [
+            x.decoded(fn, types, inputs[: x.inputs], self._gpu),
+            y.decoded(fn, types, inputs[x.inputs :], self._gpu),
+        ]
 
-        A batch with fewer samples repeats its last.
-        """
+    def __call__(self, info: Any) -> tuple[np.ndarray, ...]:
+        """Return the inputs of both fields for sample `info.idx_in_batch` of batch `info.iteration`."""
         epoch, start = self._place.tolist()
-        if start + info.iteration >= len(self._firsts):
+        if start + info.iteration >= len(self._indices):
             raise StopIteration
-        first, count = self._firsts[start + info.iteration]
-        boxes: BoxIndex = self._samples.boxes(epoch)
-        index = int(first + min(info.idx_in_batch, count - 1))
+        indices = self._indices[start + info.iteration]
+        index = indices[min(info.idx_in_batch, len(indices) - 1)]
+        boxes = self._samples.boxes(epoch)
         file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
         x, y = (
             field.read(file, starts[index], symmetry)
-            for field, starts in zip(self.fields, (boxes.input, boxes.target), strict=True)
+            for field, starts in zip(self._fields, (boxes.input, boxes.target), strict=True)
         )
         return (*x, *y)
 
+    def explain(self, error: Exception) -> str | None:
+        """Return the message for the user of an error of the pipeline; DALI tells a process's text, not its type."""
+        name = f"{UserError.__module__}.{UserError.__name__}: "
+        return str(error.__cause__) if name in str(error) else None
+
     def close(self) -> None:
-        """Free the shared memory."""
         self._memory.close()
         self._memory.unlink()

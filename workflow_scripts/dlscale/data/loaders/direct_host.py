@@ -1,8 +1,6 @@
 """Decoding on a processor: boxes of mapped files are written straight into batches that are used again.
 
-The loop over cells is compiled by Numba: numpy and PyTorch would pass over the data several times, and memory is what
-it costs. Channels stored last lie side by side, so one word of 64 bits fetches four float16 of a cell; rows of such
-words are gathered in the order of the result and then taken apart channel by channel, by vector instructions.
+Numba compiles the loop over cells: numpy and PyTorch would pass over the data several times.
 """
 
 from __future__ import annotations
@@ -15,50 +13,18 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from dlscale.data.loaders.decode import DecodePlan, StoredField
-from dlscale.data.mapped import MappedArray
-from dlscale.data.samples import BoxIndex, GridSamples, WritingSamples
+from dlscale.data.samples import BoxField, BoxIndex, GridSamples, WritingSamples
 
 #: Cells added to the two faster axes of a thread's buffer: at distances of a power of two, neighbours along a slow axis
 #: compete for the same few lines of the processor's cache.
 PAD = 4
-#: Words that are fetched together and then decoded: they fit into the fastest cache.
-BLOCK = 1024
-#: Values that are written together past the processor's cache: a line of it.
-LINE = 16
-
-
-@intrinsic
-def _stream(typing, target, source):  # type: ignore[no-untyped-def]
-    """Write `source` into `target`, float32 [n], past the cache: no line is read only to be overwritten.
-
-    n is a multiple of `LINE`, and `target` begins with a line of the cache (at 64 bytes). Other threads see it once
-    this one has given up a lock, as it does with Python's when it ends a task.
-    """
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        line = ir.VectorType(ir.FloatType(), LINE).as_pointer()
-        to, origin = (
-            context.make_array(kind)(context, builder, each)
-            for kind, each in zip(signature.args, arguments, strict=True)
-        )
-        count = builder.udiv(cgutils.unpack_tuple(builder, origin.shape)[0], ir.Constant(ir.IntType(64), LINE))
-        once = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        with cgutils.for_range(builder, count) as loop:
-            value = builder.load(builder.gep(builder.bitcast(origin.data, line), [loop.index]), align=4)
-            place = builder.gep(builder.bitcast(to.data, line), [loop.index])
-            builder.store(value, place, align=64).set_metadata("nontemporal", once)
-        return context.get_dummy_value()
-
-    return types.void(target, source), generate
 
 
 @intrinsic
 def _widened(typing, bits):  # type: ignore[no-untyped-def]
-    """Float32 of a float16 given by its bits, as LLVM has it: one instruction for many values."""
+    """Return the float32 of a float16 given by its bits: one instruction for many values."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
@@ -66,136 +32,101 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
     return types.float32(types.uint16), generate
 
 
-def _compiled(half, wide):  # type: ignore[no-untyped-def]
+def _compiled(half):  # type: ignore[no-untyped-def]
     # Numba finds its compiled code again by what is closed over: plain values, since functions are new in each process.
     @numba.njit(nogil=True, cache=True)
     def decode(words, places, numbers, out):  # type: ignore[no-untyped-def]
         """Write a box, float32 [C, n0, n1, n2], into `out`; nothing checks that it lies within `words`.
 
-        `places` [4 + C] and `numbers` [3, C] are a row of a `DecodePlan`. `words` [n] are the stored values: float32,
-        the bits of float16, or of `wide` the bits of four float16, from each value on; channels lie side by side then.
+        `places` [4 + C] and `numbers` [3, C] are a row of a `DecodePlan`; `words` [n] are the stored values, float32 or
+        the bits of float16.
         """
         channels, n0, n1, n2 = out.shape
-        s0, s1, s2 = places[1], places[2], places[3]
-        block = max(1, BLOCK // n2)  # rows at a time: neighbours along any axis find their line of the cache again
-        rows, values = np.empty((block, n2), words.dtype), np.empty(n2, np.float32)
-        stream = n2 % LINE == 0 and out.ctypes.data % 64 == 0
-        for group in range(0, channels, 4 if wide else 1):
-            # The last four channels may overlap those before: no word reaches beyond its cell.
-            begin = min(group, channels - 4) if wide else places[4 + group]
-            for top in range(0, n1, block):
-                count = min(block, n1 - top)
-                for i in range(n0):
-                    for j in range(count):
-                        first, row = places[0] + begin + i * s0 + (top + j) * s1, rows[j]
-                        # Unsigned: nothing is counted from the end, as numpy would with negative positions.
-                        if s2 == 1:
-                            for k in range(n2):
-                                row[k] = words[np.uintp(first + k)]
-                        else:
-                            for k in range(n2):
-                                row[k] = words[np.uintp(first + k * s2)]
-                    for c in range(channels):
-                        if (places[4 + c] // 4 * 4 if wide else c) == group:
-                            bits = np.uint64(16 * (places[4 + c] - begin))
-                            shift, factor, offset = numbers[0, c], numbers[1, c], numbers[2, c]
-                            for j in range(count):
-                                row = rows[j]
-                                for k in range(n2):
-                                    if not half:
-                                        value = row[k]
-                                    elif wide:
-                                        value = _widened(np.uint16(row[k] >> bits))  # type: ignore[call-arg]
-                                    else:
-                                        value = _widened(row[k])  # type: ignore[call-arg]
-                                    values[k] = (value - shift) * factor + offset
-                                if stream:
-                                    _stream(out[c, i, top + j], values)  # type: ignore[call-arg]
-                                else:
-                                    out[c, i, top + j] = values
+        for i in range(n0):
+            for j in range(n1):
+                row = places[0] + i * places[1] + j * places[2]
+                for c in range(channels):  # all of a row: where channels lie side by side, the cache has them
+                    first, step, target = row + places[4 + c], places[3], out[c, i, j]
+                    shift, factor, offset = numbers[0, c], numbers[1, c], numbers[2, c]
+                    for k in range(n2):
+                        word = words[np.uintp(first + k * step)]  # unsigned: nothing is counted from the end
+                        value = _widened(word) if half else word  # type: ignore[call-arg]
+                        target[k] = (value - shift) * factor + offset
 
     return decode
 
 
-decode_wide = _compiled(True, True)
-decode_half = _compiled(True, False)
-decode_single = _compiled(False, False)
+decode_half = _compiled(True)
+decode_single = _compiled(False)
 
 
 class HostField:
     """Decodes boxes of one field on the processor."""
 
-    def __init__(self, field: StoredField) -> None:
+    def __init__(self, field: BoxField) -> None:
         self._field, self._local = field, threading.local()
-        half = field.dtype == np.float16
-        self._wide = half and field.order[-1] == 0 and field.shape[0] >= 4
-        self._decode = decode_wide if self._wide else decode_half if half else decode_single
-        self._mapped = [self._in_place(file) for file in field.files]
-        self._strides = field.strides(self._buffer()[0])
+        self._decode = decode_half if field.dtype == np.float16 else decode_single
+        self._mapped = [self._in_place(file) for file in range(len(field.readers))]
+        self._strides = field.strides(self._buffer())
 
-    def _in_place(self, file: MappedArray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return words and strides of a file whose boxes can be decoded where they lie."""
-        field = self._field
-        if file.whole is None or (file.dtype, file.order) != (field.dtype, field.order):
-            return None
-        return self._words(file.whole.transpose(file.order)), field.strides(file.whole)
+    def _in_place(self, file: int) -> np.ndarray | None:
+        """Return the mapped values of a file, [C, a, b, c], if boxes can be decoded there."""
+        field, whole = self._field, self._field.whole(file)
+        alike = whole is not None and (whole.dtype, field.order_of(file)) == (field.dtype, field.order)
+        return whole if alike else None
 
-    def _words(self, stored: np.ndarray) -> np.ndarray:
-        """Return stored values, contiguous, as the words that `decode` reads; word i begins with value i."""
-        values = stored.reshape(-1)
-        if not self._wide:
-            return values.view(np.uint16) if values.dtype == np.float16 else values
-        wide = np.frombuffer(values, np.uint64, 1)
-        return np.lib.stride_tricks.as_strided(wide, (len(values) - 3,), (2,), writeable=False)
+    def _words(self, boxes: np.ndarray) -> np.ndarray:
+        values = boxes.transpose(self._field.order).reshape(-1)
+        return values.view(np.uint16) if values.dtype == np.float16 else values
 
-    def _buffer(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return this thread's own buffer for a box, and its words."""
+    def _buffer(self) -> np.ndarray:
+        """Return this thread's own padded buffer for a box, [C, a, b + PAD, c + PAD]."""
         if not hasattr(self._local, "buffer"):
             channels, a, b, c = self._field.shape
             padded = channels, a, b + PAD, c + PAD
             whole = np.zeros([padded[axis] for axis in self._field.order], self._field.dtype)
-            self._local.buffer = self._field.canonical(whole)[:, :, :b, :c], self._words(whole)
-        box: tuple[np.ndarray, np.ndarray] = self._local.buffer
-        return box
+            self._local.buffer = self._field.canonical(whole)
+        buffer: np.ndarray = self._local.buffer
+        return buffer
 
     def writers(self, boxes: BoxIndex, starts: np.ndarray, out: np.ndarray) -> Iterator[Callable[[], None]]:
-        """Return what writes each box that begins at `starts` [n, 3] into `out`, float32 [n, C, ...]."""
+        """Yield a task for each box that begins at `starts` [n, 3]: it writes `out`, float32 [n, C, ...]."""
         # A box that lies in one piece and keeps its axes is decoded where it lies; others are copied first.
         mapped = [
             None if symmetry else self._mapped[file] for file, symmetry in zip(boxes.file, boxes.symmetry, strict=True)
         ]
-        strides = np.array([self._strides if each is None else each[1] for each in mapped]).reshape(-1, 4)
+        strides = np.array([self._strides if each is None else self._field.strides(each) for each in mapped])
+        strides = strides.reshape(-1, 4)
         bases = np.array([each is not None for each in mapped], np.int64) * (starts * strides[:, 1:]).sum(axis=1)
         plan = self._field.plan(boxes.file, boxes.symmetry, bases, strides)
-        for index, each in enumerate(mapped):
-            file, words = self._field.files[boxes.file[index]], None if each is None else each[0]
-            yield functools.partial(self._write, file, starts[index], words, plan, index, out[index])
+        for index, stored in enumerate(mapped):
+            where = boxes.file[index], starts[index]
+            yield functools.partial(self._write, where, stored, plan.places[index], plan.numbers[index], out[index])
 
     def _write(
         self,
-        file: MappedArray,
-        start: np.ndarray,
-        words: np.ndarray | None,
-        plan: DecodePlan,
-        index: int,
+        where: tuple[int, np.ndarray],
+        stored: np.ndarray | None,
+        places: np.ndarray,
+        numbers: np.ndarray,
         out: np.ndarray,
     ) -> None:
-        """Write one box into `out`, out of the file's `words` or by way of a buffer."""
-        if words is None:
-            box, words = self._buffer()
-            file.copy(start, box)
-        self._decode(words, plan.places[index], plan.numbers[index], out.reshape(self._field.shape))
+        """Write the box at `where`, file and start, into `out`, by way of a buffer unless `stored` has it."""
+        if stored is None:
+            stored = self._buffer()
+            _, a, b, c = self._field.shape
+            self._field.copy(*where, stored[:, :a, :b, :c])
+        self._decode(self._words(stored), places, numbers, out.reshape(self._field.shape))
 
 
 class HostBoxes(WritingSamples):
     """Boxes that write themselves into batches, decoded."""
 
-    def __init__(self, samples: GridSamples, fields: list[StoredField]) -> None:
+    def __init__(self, samples: GridSamples) -> None:
         self.size, self.input_spec, self.target_spec = samples.size, samples.input_spec, samples.target_spec
-        self._samples, self._fields = samples, [HostField(field) for field in fields]
+        self._samples, self._fields = samples, [HostField(field) for field in (samples.input, samples.target)]
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """See `dlscale.data.samples.WritingSamples`: one task for each box."""
         boxes = self._samples.boxes(epoch).take(indices)
         sides = zip(self._fields, (boxes.input, boxes.target), (x, y), strict=True)
         return [task for field, starts, out in sides for task in field.writers(boxes, starts, out)]

@@ -1,85 +1,275 @@
 """`direct`: from the page cache to the model with as few copies as can be, by threads.
 
-On a processor, threads decode boxes of the mapped files straight into batches that are used again and again; samples
-that are no boxes write themselves there.
-On a GPU, threads copy stored values into pinned buffers, a stream of its own takes them to the device ahead of the
-step, and they are decoded there; data that fits is taken to the device once and never read again, rows of images among
-them.
+On a processor, threads decode boxes of the mapped files straight into reused batches (`direct_host`), or other samples
+write themselves there. On a GPU, threads copy stored values into page-locked buffers, and a stream of its own takes
+them to the device ahead of the step and decodes them. Data that fits is taken to the device once.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share, on_grids
-from dlscale.data.loaders.decode import stored_fields
-from dlscale.data.loaders.direct_device import Made, Resident, ResidentTable, Streamed, Written
-from dlscale.data.loaders.settings import DirectLoader as Settings
-from dlscale.data.samples import Samples, TableSamples, WritingSamples
+from dlscale.core.ranges import mark
+from dlscale.data.loaders import DirectLoader as Settings
+from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
+from dlscale.data.samples import BoxField, DecodePlan, GridSamples, Samples, TableSamples, WritingSamples
 
-#: What resident data may take of a device's memory, but for what this process holds already: two runs that are timed
-#: in turn both have theirs. The rest is for activations, which come later.
+#: Share of a device's memory, without what this process holds already, that resident data may take: two runs that are
+#: timed in turn both have theirs. The rest is for activations, which come later.
 RESIDENT_SHARE = 0.4
-#: Parts of a batch that each thread gets, so that none waits long for another.
+#: Parts of a batch for each thread, so that none waits long for another.
 SHARES = 4
+#: Bytes that are taken to the device at a time while data becomes resident.
+SLAB = 2**26
+
+#: A batch and the event after which it is ready, on a GPU.
+Made = tuple[Batch, torch.cuda.Event | None]
+#: Tasks for threads, in any order, and what then makes the batch.
+Work = tuple[list[Callable[[], None]], Callable[[], Made]]
 
 
-class DirectLoader:
-    """See `dlscale.data.loaders.base.Loader`."""
+class Ring:
+    """Host buffers of `slots` batches, used again and again, and their way to the device on a stream of its own.
 
-    def __init__(
-        self,
-        samples: Samples,
-        settings: Settings,
-        share: Share,
-        device: torch.device,
-        delivery: Delivery = AS_DECLARED,
-    ) -> None:
-        self.samples = samples.size
-        self._share, self._device, self._workers = share, device, settings.workers
-        # With the batch that the model works on. Without threads there is nobody who could work ahead.
+    `kinds` are shapes and types of a slot's buffers. For a GPU they are page-locked; on a processor they are the batch.
+    """
+
+    def __init__(self, kinds: list[tuple[tuple[int, ...], torch.dtype]], slots: int, device: torch.device) -> None:
+        gpu = device.type == "cuda"
+        self.device, self.stream = device, torch.cuda.Stream(device) if gpu else None
+        self._buffers = [
+            [torch.empty(shape, dtype=dtype, pin_memory=gpu) for shape, dtype in kinds] for _ in range(slots)
+        ]
+        self._copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(slots)]
+
+    def free(self, slot: int) -> list[torch.Tensor]:
+        """Return the buffers of a slot, once what was copied out of them some batches ago has left them."""
+        if (event := self._copied[slot]) is not None:
+            event.synchronize()
+        return self._buffers[slot]
+
+    def to_device(self, slot: int, counts: list[int]) -> list[torch.Tensor]:
+        """Return the first values of each buffer of a slot on the device, ready for the stream."""
+        first = [buffer[:count] for buffer, count in zip(self._buffers[slot], counts, strict=True)]
+        if (event := self._copied[slot]) is None:
+            return first
+        with torch.cuda.stream(self.stream), mark("copy"):
+            moved = [values.to(self.device, non_blocking=True) for values in first]
+            event.record(self.stream)
+        return moved
+
+    def ready(self) -> torch.cuda.Event | None:
+        return self.stream.record_event() if self.stream else None
+
+
+class Written:
+    """Samples that write themselves into the buffers of a ring."""
+
+    def __init__(self, samples: WritingSamples, batch: int, slots: int, device: torch.device) -> None:
+        self._samples = samples
+        specs = samples.input_spec, samples.target_spec
+        self.ring = Ring([((batch, *spec.shape), getattr(torch, spec.dtype)) for spec in specs], slots, device)
+
+    def begin(self, slot: int, epoch: int, indices: range) -> Work:
+        """Return the work for samples `indices` of an epoch in the memory of a slot, as each of these classes does."""
+        x, y = (buffer[: len(indices)].numpy() for buffer in self.ring.free(slot))
+        return self._samples.writers(epoch, indices, x, y), functools.partial(self._finish, slot, len(indices))
+
+    def _finish(self, slot: int, count: int) -> Made:
+        x, y = self.ring.to_device(slot, [count, count])
+        return (x, y), self.ring.ready()
+
+
+class ResidentTable:
+    """Rows that are all held on the device; a batch is gathered there, in the stream of the model."""
+
+    def __init__(self, samples: TableSamples, device: torch.device) -> None:
+        self._samples, self._device = samples, device
+        self._x, self._y = (torch.from_numpy(values).to(device) for values in samples.table())
+        self._order: tuple[int, torch.Tensor] | None = None
+
+    def begin(self, slot: int, epoch: int, indices: range) -> Work:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, torch.from_numpy(self._samples.order(epoch)).to(self._device)
+        return [], functools.partial(self._gather, self._order[1][indices.start : indices.stop])
+
+    def _gather(self, rows: torch.Tensor) -> Made:
+        return (self._x.index_select(0, rows), self._y.index_select(0, rows)), None
+
+
+class Streamed:
+    """Stored values that are copied into the buffers of a ring, taken to the device, and decoded on its stream."""
+
+    def __init__(self, samples: GridSamples, batch: int, slots: int, device: torch.device) -> None:
+        self._samples = samples
+        fields = samples.input, samples.target
+        shapes = [(batch, *(field.shape[axis] for axis in field.order)) for field in fields]
+        kinds = [(shape, torch_dtype(field.dtype)) for shape, field in zip(shapes, fields, strict=True)]
+        self.ring = Ring(kinds, slots, device)
+
+    def begin(self, slot: int, epoch: int, indices: range) -> Work:
+        boxes = self._samples.boxes(epoch).take(indices)
+        tasks: list[Callable[[], None]] = []
+        plans = []
+        for field, starts, buffer in zip(
+            (self._samples.input, self._samples.target), (boxes.input, boxes.target), self.ring.free(slot), strict=True
+        ):
+            out = field.canonical(buffer.numpy())
+            places = zip(boxes.file, starts, out, strict=False)
+            tasks += [functools.partial(field.copy, file, start, target) for file, start, target in places]
+            base = np.arange(len(boxes)) * (out.strides[0] // field.dtype.itemsize)
+            plans.append(field.plan(boxes.file, boxes.symmetry, base, field.strides(out)[None]))
+        return tasks, functools.partial(self._finish, slot, len(boxes), plans)
+
+    def _finish(self, slot: int, count: int, plans: list[DecodePlan]) -> Made:
+        return decoded(self._samples, self.ring.to_device(slot, [count, count]), plans, self.ring)
+
+
+class Resident:
+    """Stored values that are all held on the device; a batch is decoded from there, on a stream of its own."""
+
+    def __init__(self, samples: GridSamples, device: torch.device) -> None:
+        self._samples = samples
+        self.ring = Ring([], 0, device)
+        held = {field: self._load(field) for field in {samples.input, samples.target}}
+        self._held = held[samples.input], held[samples.target]
+        if self.ring.stream is not None:  # which reads what was just written on another
+            self.ring.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def _load(self, field: BoxField) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """Take all files of a field to the device, a slab at a time.
+
+        Return all values [n], and each file's first value, int64 [files], and strides, int64 [files, 4].
+        """
+        shapes = [field.shape_of(file) for file in range(len(field.readers))]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        values = torch.empty(sum(sizes), dtype=torch_dtype(field.dtype), device=self.ring.device)
+        strides = []
+        for file, (shape, one) in enumerate(zip(shapes, values.split(sizes), strict=True)):
+            target = one.view([shape[axis] for axis in field.order]).permute(np.argsort(field.order).tolist())
+            strides.append(np.array(target.stride()))
+            step = max(1, SLAB * shape[1] // (one.numel() * field.dtype.itemsize))
+            for part, first in zip(target.split(step, dim=1), range(0, shape[1], step), strict=True):
+                slab = torch.empty_like(part, device="cpu")  # in the order of the file
+                field.copy(file, np.array([first, 0, 0]), slab.numpy())
+                part.copy_(slab)
+        return values, np.cumsum(sizes) - sizes, np.stack(strides)
+
+    def begin(self, slot: int, epoch: int, indices: range) -> Work:
+        boxes = self._samples.boxes(epoch).take(indices)
+        fields, plans = (self._samples.input, self._samples.target), []
+        for field, held, starts in zip(fields, self._held, (boxes.input, boxes.target), strict=True):
+            stride = held[2][boxes.file]
+            base = held[1][boxes.file] + (starts * stride[:, 1:]).sum(axis=1)
+            plans.append(field.plan(boxes.file, boxes.symmetry, base, stride))
+        stored = [held[0] for held in self._held]
+        return [], functools.partial(decoded, self._samples, stored, plans, self.ring)
+
+
+def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[DecodePlan], ring: Ring) -> Made:
+    """Decode input and target of a batch on the device, in the stream of a ring."""
+    with torch.cuda.stream(ring.stream):
+        x, y = (
+            on_device(values.reshape(-1), plan, field)
+            for values, plan, field in zip(stored, plans, (samples.input, samples.target), strict=True)
+        )
+    return (x, y), ring.ready()
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """Return the PyTorch type of the same name."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.Tensor:
+    """Evaluate the formula of `DecodePlan` where `stored` [values] is; return float32 [B, *spec.shape]."""
+    device, shape = stored.device, (len(plan.places), *field.spec.shape)
+    numbers = [torch.from_numpy(each) for each in plan]
+    if device.type == "cuda":  # PyTorch gives pinned memory out again once the copies from it are done
+        numbers = [each.pin_memory().to(device, non_blocking=True) for each in numbers]
+    plan = DecodePlan(*numbers)
+    if (decode := kernel(device)) is None:
+        return _by_operations(stored, plan, field.extent).reshape(shape)
+    out = torch.empty(shape, device=device)
+    decode(stored, *plan, field.extent, out)
+    return out
+
+
+@functools.cache
+def kernel(device: torch.device) -> Callable[..., None] | None:
+    """Return the fused kernel for a GPU; Triton, which comes with PyTorch for CUDA, interprets it on a processor."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    from dlscale.data.loaders.decode_kernel import decode
+
+    return decode
+
+
+def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, int]) -> torch.Tensor:
+    """Return the values, float32 [B, C, cells]."""
+    integer = torch.int32 if stored.numel() < 2**31 else torch.int64
+    base, step, channel = plan.places.to(integer).tensor_split([1, 4], dim=1)
+    shift, factor, offset = plan.numbers[..., None].unbind(1)
+    position = base  # of each cell in `stored`, [B, cells], axis by axis
+    for axis, size in enumerate(extent):
+        cells = torch.arange(size, dtype=integer, device=stored.device) * step[:, axis, None]
+        position = (position[:, :, None] + cells[:, None]).flatten(1)
+    count, channels = channel.shape
+    out = torch.empty(count, channels, position.shape[1], device=stored.device)
+    for c in range(channels):
+        values = stored.index_select(0, (position + channel[:, c, None]).flatten()).reshape(position.shape)
+        out[:, c] = (values.float() - shift[:, c]) * factor[:, c] + offset[:, c]
+    return out
+
+
+class DirectLoader(Loader):
+    """See `Loader`."""
+
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+        super().__init__(samples, share, device)
+        self._workers = settings.workers
+        # With the batch that the model works on. Without threads nobody could work ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
-        self._backend = self._choose(samples, settings, delivery)
+        self._backend = self._choose(samples, settings)
         if isinstance(self._backend, ResidentTable):
             self._slots, self._workers = 1, 0
         # Some threads do the tasks of batches; of two others one lists those of the next, while the first one waits.
         self._pools = [threads(count, device) for count in (2, self._workers)] if self._workers else []
-        self._ahead: deque[Future[Made]] = deque()
         self._used: deque[torch.cuda.Event] = deque()
 
-    def _choose(
-        self, samples: Samples, settings: Settings, delivery: Delivery
-    ) -> Written | ResidentTable | Streamed | Resident:
+    def _choose(self, samples: Samples, settings: Settings) -> Written | ResidentTable | Streamed | Resident:
         device, slots, batch = self._device, self._slots, len(self._share.indices(0, samples.size))
-        if isinstance(samples, TableSamples) and becomes_resident(settings.resident, samples.bytes, device):
-            return ResidentTable(samples, device)
+        if isinstance(samples, TableSamples):
+            if becomes_resident(settings.resident, samples.bytes, device):
+                return _fitting(ResidentTable, samples, device)
+            return Written(samples, batch, slots, device)
         if isinstance(samples, WritingSamples):
             if settings.resident == "always":
                 raise UserError("loader.resident: these samples are made on the host; use auto or never")
             return Written(samples, batch, slots, device)
         grids = on_grids(samples, settings.kind)
-        fields = stored_fields(grids)
-        if becomes_resident(settings.resident, sum(field.bytes for field in set(fields)), device):
-            return Resident(grids, fields, device, delivery)
+        if becomes_resident(settings.resident, sum(field.bytes for field in {grids.input, grids.target}), device):
+            return _fitting(Resident, grids, device)
         if device.type != "cpu":
-            return Streamed(grids, fields, batch, slots, device, delivery)
+            return Streamed(grids, batch, slots, device)
         from dlscale.data.loaders.direct_host import HostBoxes  # compiled, which a GPU has no use for
 
-        return Written(HostBoxes(grids, fields), batch, slots, device)
+        return Written(HostBoxes(grids), batch, slots, device)
 
-    def __len__(self) -> int:
-        return self._share.steps(self.samples)
-
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        """Yield the batches of an epoch from global step `start`; each is overwritten some time after the next one."""
-        self._abandon()  # an epoch that was left unfinished: its buffers are these
-        ahead, following = self._ahead, start
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
+        ahead: deque[Future[Made]] = deque()
+        following = start
         try:
             for _ in range(start, len(self)):
                 while following < len(self) and len(ahead) < self._slots:
@@ -87,11 +277,11 @@ class DirectLoader:
                     following += 1
                 yield self._deliver(*ahead.popleft().result())
         finally:
-            if ahead is self._ahead:
-                self._abandon()
+            for made in ahead:  # until nobody writes into buffers any more
+                if not made.cancel():
+                    made.exception()
 
     def _begin(self, epoch: int, step: int) -> Future[Made]:
-        """Let threads make a batch; without them make it."""
         arguments = step % self._slots, epoch, self._share.indices(step, self.samples)
         if self._pools:
             return self._pools[0].submit(self._make, *arguments)
@@ -112,7 +302,6 @@ class DirectLoader:
         return finish()
 
     def _deliver(self, batch: Batch, ready: torch.cuda.Event | None) -> Batch:
-        """Return a batch for the model's stream."""
         if ready is not None:
             current = torch.cuda.current_stream(self._device)
             # After the work on the batches before this one.
@@ -122,16 +311,17 @@ class DirectLoader:
                 values.record_stream(current)  # its memory is not to be used again before this stream is done with it
         return batch
 
-    def _abandon(self) -> None:
-        """Return when nobody writes into buffers any more."""
-        for made in self._ahead:
-            if not made.cancel():
-                made.exception()
-        self._ahead = deque()
-
     def close(self) -> None:
+        super().close()
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
+
+
+def _fitting(kind: Callable[[Any, torch.device], Any], samples: Samples, device: torch.device) -> Any:
+    try:
+        return kind(samples, device)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise UserError("loader.resident: the data do not fit on the device; use never") from None
 
 
 def _do(tasks: list[Callable[[], None]]) -> None:
@@ -148,10 +338,9 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 
 
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
-    """Return whether data of so many bytes is to be held on the device, by the setting or by what fits; and say so.
+    """Return whether the device is to hold data of so many bytes, by the setting or by what fits; log which.
 
-    What other processes hold does not count: of two runs that are timed in turn the second one would load in another
-    way. Where there is no room in the end, as beside other programs, the loader ends with a message.
+    Other processes' memory does not count: a run timed in turn with another would load in another way.
     """
     if setting != "auto":
         return setting == "always"

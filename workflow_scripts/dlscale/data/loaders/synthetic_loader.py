@@ -1,7 +1,4 @@
-"""`synthetic`: no data at all. One batch of random numbers on the device, as the samples declare it, again and again.
-
-It shows what the rest of a step costs: the ceiling of every loader.
-"""
+"""`synthetic`: one batch of random numbers on the device, again and again: the ceiling of every loader."""
 
 from __future__ import annotations
 
@@ -9,44 +6,26 @@ from collections.abc import Generator
 
 import torch
 
-from dlscale.data.loaders.base import AS_DECLARED, Batch, Delivery, Share
-from dlscale.data.loaders.settings import SyntheticLoader as Settings
+from dlscale.data.loaders import SyntheticLoader as Settings
+from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.data.samples import ArraySpec, Samples
 
 
-class SyntheticLoader:
-    """See `dlscale.data.loaders.base.Loader`.
+class SyntheticLoader(Loader):
+    """See `Loader`. Fields are normal deviates, targets clamped to [-1, 1]; labels any class, images any bytes."""
 
-    Fields are normal deviates, in targets clamped to [-1, 1]; labels are any of their classes, and images any bytes.
-    """
-
-    def __init__(
-        self,
-        samples: Samples,
-        settings: Settings,
-        share: Share,
-        device: torch.device,
-        delivery: Delivery = AS_DECLARED,
-    ) -> None:
-        self.samples = samples.size
-        self._share = share
+    def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
+        super().__init__(samples, share, device)
         generator = torch.Generator().manual_seed(0)
         count = len(share.indices(0, samples.size))
         self._x = _random(samples.input_spec, count, generator).to(device)
         y = _random(samples.target_spec, count, generator)
         self._y = (y.clamp(-1, 1) if y.is_floating_point() else y).to(device)
 
-    def __len__(self) -> int:
-        return self._share.steps(self.samples)
-
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        """Yield the same batch for every step; a smaller last one is a part of it."""
+    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         for step in range(start, len(self)):
             count = len(self._share.indices(step, self.samples))
             yield self._x[:count], self._y[:count]
-
-    def close(self) -> None:
-        """Nothing to stop."""
 
 
 def _random(spec: ArraySpec, count: int, generator: torch.Generator) -> torch.Tensor:

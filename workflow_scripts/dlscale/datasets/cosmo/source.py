@@ -10,8 +10,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import reading
 from dlscale.core.text import percent
 from dlscale.data import store
-from dlscale.data.kind import Part
-from dlscale.data.paired import share
+from dlscale.data.kind import Part, share
 from dlscale.data.source import Source, block_average
 from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes

@@ -24,7 +24,6 @@ from PIL import Image
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import reading
 from dlscale.data import store
-from dlscale.data.mapped import map_chunks
 
 #: Formats that Pillow decodes itself. For others it may start a program that it finds (Ghostscript, for EPS).
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM")
@@ -64,7 +63,7 @@ class Pack:
         self.path = str(path)
         with store.open_file(path) as file, reading(path, "not a pack of images: delete it and run the workflow again"):
             self.form, self.digest = str(file.attrs["form"]), str(file.attrs["sha256"])
-            self.bytes: np.ndarray = map_chunks(file["bytes"])[(0,)]
+            self.bytes: np.ndarray = store.map_chunks(file["bytes"])[(0,)]
             self.index: np.ndarray = file["index"][()]
             self.labels: np.ndarray = file["labels"][()]
             self.classes = [name.decode() for name in file["classes"][()]]

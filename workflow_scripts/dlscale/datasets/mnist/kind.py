@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
 from dlscale.core.schema import NonNegativeInt, PositiveInt, Seed, Strict
-from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
-from dlscale.data.paired import Paired
+from dlscale.data.kind import DatasetKind, Outline, Paired, Part, RawFile
 
 #: Pixels along an edge of a simulated digit.
 EDGE = 28

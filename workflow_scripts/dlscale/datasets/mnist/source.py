@@ -12,8 +12,7 @@ import numpy as np
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import reading
-from dlscale.data.kind import Part
-from dlscale.data.paired import share
+from dlscale.data.kind import Part, share
 from dlscale.data.source import Source
 from dlscale.data.store import Field
 

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
 from dlscale.core.schema import Extent, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Strict
-from dlscale.data.kind import DatasetKind, Outline, Part, file_name
-from dlscale.data.paired import Paired
+from dlscale.data.kind import DatasetKind, Outline, Paired, Part, file_name
 
 #: Suffixes of the files that arrays are read from.
 HDF5 = (".h5", ".hdf5")

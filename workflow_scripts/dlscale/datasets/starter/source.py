@@ -14,8 +14,7 @@ from dlscale.config.dataset import SPLITS
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import reading
 from dlscale.data import store
-from dlscale.data.kind import Part
-from dlscale.data.paired import share
+from dlscale.data.kind import Part, share
 from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.starter.kind import HDF5
