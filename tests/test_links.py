@@ -20,17 +20,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dlscale.parallel.links import Link, Place
 
 from dlscale.config.run import Geometry
 from dlscale.core import ending, ranges
 from dlscale.core.errors import PeerLost
 from dlscale.parallel import links, selftest
-from dlscale.parallel.links import Link, Place
-from dlscale.parallel.mesh import Mesh
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.selftest import Wrong, at_fault, self_test
-from dlscale.parallel.world import World
+from dlscale.parallel.world import Mesh, World
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT
 from tests.ranks import spawn

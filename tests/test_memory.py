@@ -30,13 +30,12 @@ from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
 from dlscale.core.text import size
 from dlscale.data.manifest import Manifest
-from dlscale.parallel.mesh import Mesh
+from dlscale.parallel.records import Memory, MemoryUse
 from dlscale.parallel.rendezvous import join
-from dlscale.parallel.world import World
+from dlscale.parallel.world import Mesh, World
 from dlscale.train import exhaustion, footprint, memory
 from dlscale.train.build import build_step, open_session
 from dlscale.train.fake import FakeStep
-from dlscale.train.records import Memory, MemoryUse
 from dlscale.train.step import Step
 from tests.conftest import ROOT
 from tests.ranks import spawn

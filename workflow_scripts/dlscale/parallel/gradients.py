@@ -1,7 +1,4 @@
-"""Gradients that several devices share: their sums, their norm, whether one overflowed.
-
-Nothing in it waits for the device.
-"""
+"""Gradients that several devices share: their sums, their norm, their overflow. Nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -17,15 +14,7 @@ from dlscale.parallel.world import World
 
 
 class Gradients:
-    """The gradients of a model's parameters, by their names.
-
-    Parameters
-    ----------
-    model
-        How devices share the model; None: they do not.
-    clip_norm
-        Gradients of a greater norm, over all of them, are scaled down to this; None: none are.
-    """
+    """The gradients of named parameters; `clip_norm` is the norm to which greater ones are scaled down."""
 
     def __init__(
         self,
@@ -36,27 +25,27 @@ class Gradients:
     ) -> None:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
-        self.share = model.share if model else 1.0  #: what this device's loss counts
-        #: Groups of devices of which each has another part of the weights: of those of columns and rows, or of all.
+        self.share = model.share if model else 1.0  #: weight of this device's loss
+        #: Groups whose devices have different shards: of the weights of columns and rows, or of all.
         self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
         for p in parameters.values():
             if isinstance(p, DTensor):
                 self._groups["fsdp"] = p.device_mesh.get_group("shard")
 
     def complete(self) -> None:
-        """Sum up what tensor-parallel devices computed each a part of."""
+        """Sum over tensor-parallel devices."""
         if self._model:
             self._model.sum_gradients(self._parameters)
 
     def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Scale the gradients of the updated parameters, in the order of names, down to the norm; return what it was.
+        """Scale the gradients of the updated parameters, in the order of names, down to the norm; return the old norm.
 
-        The norm is that of all gradients together, float32, as `torch.nn.utils.clip_grad_norm_` has it.
+        It is that of all gradients together, float32, as `torch.nn.utils.clip_grad_norm_` has it.
         """
         assert self._clip_norm is not None
         cuts = self._model.cuts if self._model else {}
         whole: list[torch.Tensor] = []
-        cut: list[torch.Tensor] = []  # of tensors of which the other tensor-parallel devices have other parts
+        cut: list[torch.Tensor] = []  # other tensor-parallel devices have other parts
         for name, p in zip(self._parameters, updated, strict=True):
             if p.grad is not None:
                 (cut if name in cuts else whole).append(p.grad)
@@ -70,7 +59,7 @@ class Gradients:
         return norm
 
     def scaler(self, enabled: bool) -> torch.amp.GradScaler:
-        """Return the scaler of the loss; if a gradient overflows on one of the devices of a model, it does on all."""
+        """Return the scaler of the loss, for which a gradient that overflows on one device of a model does on all."""
         return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
 
@@ -81,7 +70,7 @@ def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Te
 
 
 class _Scaler(torch.amp.GradScaler):
-    """PyTorch's, agreed on by groups of devices."""
+    """PyTorch's scaler, agreed on by groups of devices."""
 
     def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
         super().__init__(device, enabled=enabled)

@@ -1,4 +1,4 @@
-"""Meeting and parting of the ranks of a run."""
+"""Rendezvous of a run's ranks."""
 
 from __future__ import annotations
 
@@ -25,21 +25,17 @@ from dlscale.core import ending
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
 from dlscale.core.machine import driver, too_old
 from dlscale.core.ranks import MEET, ranks
-from dlscale.parallel.mesh import Mesh
 from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
-from dlscale.parallel.world import World
+from dlscale.parallel.world import Mesh, World
 
-#: How long a rank waits for another before it gives up: longer than loading data or compiling takes.
+#: Time for which a rank waits for another: longer than loading data or compiling takes.
 TIMEOUT = dt.timedelta(minutes=30)
 
 
 @contextlib.contextmanager
 def join(geometry: Geometry, device: str) -> Iterator[World]:
-    """Join the other ranks of the run, as many as `geometry` asks for, and leave them at the end.
-
-    `device` is `cpu`, `cuda`, or `auto`: CUDA where there is one. What cannot be had is a `UserError`.
-    """
+    """Join the other ranks of the run in this context; `device` is `cpu`, `cuda`, or `auto` (CUDA if it is there)."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device cuda: PyTorch sees no CUDA device here: {_why_no_cuda()}")
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,10 +118,10 @@ def _why_no_cuda() -> str:
 
 
 def _meet(geometry: Geometry, rank: int) -> Any:
-    """Return the store through which the ranks meet, which nobody reaches by another network than theirs.
+    """Return the store through which the ranks meet, reachable by their network alone.
 
-    On one node that is a file, or a port of the machine itself; on several the first rank listens at the one address
-    that MASTER_ADDR stands for. PyTorch's own listens at all.
+    On one node it is a file or a port of the loopback; on several the first rank listens at MASTER_ADDR alone, where
+    PyTorch would listen at all addresses.
     """
     stores: Any = dist  # which names them at run time only
     if geometry.nodes == 1:
@@ -143,7 +139,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
 
 
 def _listen(address: str, port: int) -> int:
-    """Return a socket that listens at this address alone."""
+    """Return the descriptor of a socket that listens at this address alone."""
     where = f"site.rendezvous (MASTER_ADDR, MASTER_PORT): {address}:{port}"
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -162,7 +158,7 @@ def _listen(address: str, port: int) -> int:
 
 
 def _rendezvous(geometry: Geometry) -> None:
-    """Set where the ranks meet, if whoever started them did not: on the first node of Slurm's list."""
+    """Set MASTER_ADDR and MASTER_PORT where the launcher did not: the first node of Slurm's list."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:
         os.environ.setdefault("MASTER_ADDR", first_host(nodes))

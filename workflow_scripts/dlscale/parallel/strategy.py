@@ -1,4 +1,4 @@
-"""Strategies by which devices that see different samples train one model: one for each kind of `parallel`."""
+"""Strategies by which devices with different samples train one model, one for each kind of `parallel`."""
 
 from __future__ import annotations
 
@@ -21,43 +21,34 @@ from dlscale.parallel.model import named, tied
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
 
-#: PyTorch's own (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
+#: PyTorch's default (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
 BUCKET_MB = 25
 
-#: Option of `DistributedDataParallel` to broadcast buffers, by the older name where PyTorch has no other.
+#: Option of `DistributedDataParallel` to broadcast buffers, by its newer or older name.
 BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 
-#: Averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
+#: Function that averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
 CommHook = Callable[[Any, Any], Any]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Strategy:
-    """One device alone. Others are derived from it; `wrap` comes first.
+    """The strategy of one device, and the base of the others; `wrap` comes first."""
 
-    Attributes
-    ----------
-    exchanges
-        Whether gradients are exchanged while they are computed.
-    gathers
-        Whether ranks of different samples wait for each other in a forward pass.
-    wrapped
-        The network, or what wraps it: what training calls.
-    """
-
-    exchanges = gathers = False
+    exchanges = False  #: whether gradients are exchanged while they are computed
+    gathers = False  #: whether ranks of different samples wait for each other in a forward pass
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.wrapped: nn.Module = nn.Identity()
+        self.wrapped: nn.Module = nn.Identity()  #: the network, or its wrapper, which training calls
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
-        """Take a network, whose model it may change in place; hooks of its backward pass are made in `stream`."""
+        """Wrap a network, whose model may change in place; hooks of its backward pass are made in `stream`."""
         self.wrapped = network
 
     def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -66,15 +57,15 @@ class Strategy:
         return predict
 
     def accumulating(self) -> AbstractContextManager[object]:
-        """Return the context of a backward pass whose gradients are only added up: another one will exchange them."""
+        """Return the context of a backward pass whose gradients are added up and not yet exchanged."""
         return nullcontext()
 
     def unsynchronised(self) -> AbstractContextManager[object]:
-        """Return a context in which no rank waits for the gradients of others; each then makes an update of its own."""
+        """Return a context in which no rank waits for the gradients of others, and each makes its own update."""
         return nullcontext()
 
     def around_averaging(self, hook: Callable[[CommHook], CommHook]) -> None:
-        """Put something around the averaging of each bucket, where there are any; to be called before any step."""
+        """Wrap the averaging of each bucket, if there are any; to be called before the first step."""
 
 
 class Replicated(Strategy):
@@ -139,7 +130,7 @@ class Sharded(Strategy):
         self._root: Any = None
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of this rank's replicas: neighbours that share the weights, and copies of such groups."""
+        """Return the mesh of this rank's replicas: neighbours that share the weights, and copies of these groups."""
         world = self.world
         ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
         shard = self._settings.shard or ranks.shape[1]
@@ -182,14 +173,14 @@ class Sharded(Strategy):
 
 
 class Copied(nn.Module):
-    """A network of which one process has copies on several GPUs, each for its share of a batch (DataParallel)."""
+    """A network that one process copies to several GPUs, each for its share of a batch (DataParallel)."""
 
     def __init__(self, network: Any, devices: list[int]) -> None:
         super().__init__()
         self.copies = DataParallel(_Each(network), device_ids=devices)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch; shares are unequal where it does not divide."""
+        """Return the mean loss of a batch, whose shares may be unequal."""
         return self.copies(x, y).mean()
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +189,7 @@ class Copied(nn.Module):
 
 
 class _Each(nn.Module):
-    """The module that is copied: returns the loss of each sample, or without targets the prediction."""
+    """The module that is copied: it returns the loss of each sample, or the prediction without targets."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -209,7 +200,7 @@ class _Each(nn.Module):
 
 
 class Copies(Strategy):
-    """`DataParallel`: one process for all GPUs of a node. A CPU is one device, and has no copies."""
+    """`DataParallel`: one process for all GPUs of a node; on a CPU a single device."""
 
     def __init__(self, world: World, gpus: int) -> None:
         super().__init__(world)
@@ -232,7 +223,7 @@ class Copies(Strategy):
 
 
 def strategy_of(run: RunCore, world: World) -> Strategy:
-    """Return the strategy that a run asks for, in this world."""
+    """Return the strategy of a run."""
     parallel = run.parallel
     if isinstance(parallel, DP):
         return Copies(world, run.geometry.gpus_per_node)

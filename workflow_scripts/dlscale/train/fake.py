@@ -21,10 +21,9 @@ from dlscale.core import registry
 from dlscale.core.ranges import Marker, mark, marking
 from dlscale.data.loaders.base import Batch
 from dlscale.data.manifest import Manifest
-from dlscale.parallel.mesh import Pretended
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.world import World
+from dlscale.parallel.world import Pretended, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, only
 from dlscale.train.build import assemble, memory_format, open_samples

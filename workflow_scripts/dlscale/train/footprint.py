@@ -18,13 +18,13 @@ from dlscale.core.ranges import marking
 from dlscale.data.loaders.base import Batch
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.model import named
+from dlscale.parallel.records import Memory, MemoryUse
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import synchronize
 from dlscale.train.attention import Context
 from dlscale.train.build import Session
 from dlscale.train.fake import FakeStep, fake_batch, fake_step
 from dlscale.train.memory import in_use, peak, reset_peak, total
-from dlscale.train.records import Memory, MemoryUse
 
 #: PyTorch's allocator of CUDA memory hands out multiples of this (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
