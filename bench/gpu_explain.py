@@ -39,7 +39,7 @@ from dlscale.parallel.world import World
 from dlscale.report.verdict import Evidence, verdict
 from dlscale.train import footprint
 from dlscale.train.build import open_session
-from dlscale.train.fake import FakeStep
+from dlscale.train.footprint import FakeStep
 from dlscale.train.precision import set_matmul_precision
 from tests.manifests import manifest_of
 

@@ -36,7 +36,7 @@ from dlscale.report.results import read_plan
 from dlscale.report.sections import runs_table
 from dlscale.train import memory
 from dlscale.train.build import open_session
-from dlscale.train.fake import FakeStep, fake_batch, fake_step
+from dlscale.train.footprint import FakeStep, fake_batch, fake_step
 from dlscale.train.optimizer import CLASSES
 from tests.conftest import TINY, make_run, stage
 from tests.test_report import Results, with_ladder

@@ -35,7 +35,7 @@ from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import Mesh, World
 from dlscale.train import exhaustion, footprint, memory
 from dlscale.train.build import build_step, open_session
-from dlscale.train.fake import FakeStep
+from dlscale.train.footprint import FakeStep
 from dlscale.train.step import Step
 from tests.conftest import ROOT
 from tests.ranks import spawn

@@ -1,4 +1,4 @@
-"""`torch.compile`, and what it needs of the machine."""
+"""`torch.compile`, and its needs of the machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function, mode: str, device: torch.device) -> Function:
-    """Return the function compiled in this mode (the run's `compile.mode`); `none` leaves it as it is.
-
-    Shapes are constants: a batch of another size, such as an epoch's last, is compiled for once more.
-    """
+    """Return the function compiled in this mode (the run's `compile.mode`), once for each shape of batch."""
     if mode == "none":
         return function
     if device.type == "cpu":

@@ -1,36 +1,141 @@
-"""Memory of a run on one device: predicted by a step on fake tensors, and measured at the stages of a step."""
+"""Memory of a run on one device: predicted by a step on fake tensors, and measured at the stages of a step.
+
+Fake tensors have shapes, types and a device, but no memory: every operator of a step is called as in training and
+computes nothing, so that its memory and its work can be counted before anything is done.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlscale.config.parallel import DDP, FSDP
 from dlscale.config.run import RunCore
 from dlscale.core import registry
-from dlscale.core.ranges import marking
+from dlscale.core.ranges import Marker, mark, marking
 from dlscale.data.loaders.base import Batch
 from dlscale.data.manifest import Manifest
-from dlscale.parallel.model import named
+from dlscale.parallel.model import ModelParallel, named
 from dlscale.parallel.records import Memory, MemoryUse
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.world import synchronize
-from dlscale.train.attention import Context
-from dlscale.train.build import Session
-from dlscale.train.fake import FakeStep, fake_batch, fake_step
+from dlscale.parallel.world import Pretended, World, synchronize
+from dlscale.studies.base import SampleLoss, Study
+from dlscale.train.attention import Context, only
+from dlscale.train.build import Session, assemble, memory_format, open_samples
 from dlscale.train.memory import in_use, peak, reset_peak, total
 
-#: PyTorch's allocator of CUDA memory hands out multiples of this (c10/cuda/CUDACachingAllocator: kMinBlockSize).
+#: Unit of PyTorch's allocator of CUDA memory (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
 
 #: Names in `Memory.measured` of the ends of ranges.
 STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
+
+
+class FakeStep:
+    """The step of a run on fake tensors, not compiled, for one call of `train`; its optimiser has its state.
+
+    Of a model that devices share it is the first one's part; weights that FSDP shares are whole.
+
+    Parameters
+    ----------
+    make, loss, sharding
+        As `build_step` takes them.
+    device
+        Device on which the tensors pretend to lie.
+    attention
+        Context of attention's kernel. Default: the run's; PyTorch's choice where a trial would decide.
+    """
+
+    def __init__(
+        self,
+        run: RunCore,
+        make: Callable[[], nn.Module],
+        loss: SampleLoss,
+        device: torch.device,
+        attention: Context | None = None,
+        sharding: Callable[[nn.Module], Sharding] = lambda model: Sharding(),
+    ) -> None:
+        self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
+        if attention is None:
+            attention = nullcontext if run.attention in ("default", "auto") else partial(only, run.attention)
+        with torch.device("meta"):
+            model = make()
+        model.to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
+        made: dict[int, torch.Tensor] = {}  # a tensor that two modules share is shared again
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = made.setdefault(id(tensor), self.like(tensor))  # type: ignore[assignment]
+        divided, plan = None, sharding(model)
+        with self._mode:
+            if run.geometry.model_size > 1:
+                divided = ModelParallel(model, plan, Pretended(run.geometry), device)
+            alone = run.model_copy(update={"parallel": DDP()})  # on one rank, which exchanges nothing
+            self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided)
+        self._begin()
+
+    def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
+        """Make one step on a batch of `like`; `marker` opens its ranges, and `mode` sees its operators."""
+        step = self.step
+        with marking(marker):
+            with self._mode, mode:
+                step.gradients(x, y)
+            with mode, mark("optimizer"):
+                step.weights.collect_gradients()
+                if step.scaler.is_enabled() and not step.optimizer.defaults.get("fused"):
+                    step.scaler.unscale_(step.optimizer)
+                    step.optimizer.step()  # the scaler would ask whether a gradient overflowed, and there are none
+                else:
+                    step.scaler.step(step.optimizer)
+                step.weights.distribute()
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor of the shape and order in memory of any tensor, of `meta` too."""
+        with self._mode:
+            fake = torch.empty_like(tensor, device=self._device, requires_grad=False)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    def _begin(self) -> None:
+        """Have the optimiser make its state, as in a training's first step; its counters are real."""
+        step = self.step
+        if self._device.type == "cuda" and not step.optimizer.defaults.get("fused"):
+            for group in step.optimizer.param_groups:  # PyTorch's choice there, which does not know fake tensors
+                group["foreach"] = True
+        for p in step.weights.updated:
+            if p.grad is None and p.requires_grad:
+                p.grad = torch.empty_like(p)
+        step.optimizer.step()
+        step.weights.clear_gradients()
+
+
+def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention: Context | None = None) -> FakeStep:
+    """Return the fake step of a run on a dataset."""
+    study: Study = registry.study(run.study)
+    return FakeStep(run, partial(study.model, run, manifest), study.loss(run), device, attention, study.sharding)
+
+
+def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
+    """Return a batch of the local size on `meta`, as the dataset's samples declare it."""
+    samples: Any = open_samples(run, manifest, "train")
+    x, y = (
+        torch.empty((run.local_batch_size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
+        for spec in (samples.input_spec, samples.target_spec)
+    )
+    return x, y
+
+
+# ---- prediction --------------------------------------------------------------------------------------
 
 
 def predict(
@@ -40,17 +145,10 @@ def predict(
     batch: Batch | None = None,
     attention: Context | None = None,
 ) -> MemoryUse:
-    """Return the memory that a step of the run needs on each of its devices, without any of it.
+    """Return the memory that a step of the run needs on each of its devices; `batch` gives shapes alone.
 
-    Not predicted are what libraries take for themselves (a CUDA context, cuDNN's and oneDNN's workspaces, NCCL's
-    buffers), what a compiler fuses away, graphs' own pools, loaders, and what lies unused between blocks.
-
-    Parameters
-    ----------
-    batch
-        One of the run's, of which only shapes matter. Default: of the local size, as the samples are declared.
-    attention
-        As `fake_step` takes it.
+    Not predicted: libraries' own memory (a CUDA context, workspaces of cuDNN and oneDNN, NCCL's buffers), graphs'
+    pools, loaders, unused memory between blocks; fusion by a compiler.
     """
     return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest))
 
@@ -61,19 +159,17 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     if isinstance(run.parallel, FSDP):
         shard = run.parallel.shard or copies
     use = of_step(fake, *batch, ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1, shard=shard)
-    return use if shard == 1 else _gathering(use, run, registry.study(run.study).sharding(fake.step.model), fake, shard)
-
-
-def _gathering(use: MemoryUse, run: RunCore, sharding: Sharding, fake: FakeStep, shard: int) -> MemoryUse:
-    """Return the memory of a device that shares the weights, with those that are put together for a while."""
+    if shard == 1:
+        return use
+    # Of FSDP a device keeps its shards, and for a while gathered weights.
     assert isinstance(run.parallel, FSDP)
-    units = named(fake.step.model, sharding.units).values()
+    units = named(fake.step.model, registry.study(run.study).sharding(fake.step.model).units).values()
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
     numbers = sum(p.numel() for p in fake.step.model.parameters())
     width = 2 if run.parallel.param_dtype == "bf16" else use.parameters / numbers
     reduced = 2 if run.parallel.reduce_dtype == "bf16" else 4
     largest, rest = max(sizes, default=0), numbers - sum(sizes)
-    # Whole at a time: what is in no unit; the unit that computes, and the next one.
+    # Gathered at a time: weights in no unit; the unit that computes, and the next one.
     together = width * (min(rest + 2 * largest, numbers) if run.parallel.reshard else numbers)
     leaving = reduced * (largest or rest)  # gradients of a unit, until they are sent
     kept = {name: getattr(use, name) // shard for name in ("parameters", "optimizer")}
@@ -83,7 +179,7 @@ def _gathering(use: MemoryUse, run: RunCore, sharding: Sharding, fake: FakeStep,
 
 
 def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1) -> MemoryUse:
-    """Return the memory that one step takes on a batch of these shapes; the fake step is used up.
+    """Return the memory of one step on a batch of these shapes; the fake step is used up.
 
     Of gradients that `shard` devices share each keeps its part; weights and optimiser are taken whole.
     """
@@ -91,18 +187,16 @@ def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, sh
     allocations = Allocations(CUDA_BLOCK if step.device.type == "cuda" else 1)
     held: list[torch.Tensor] = []
     trained = [p for p in weights.parameters if p.requires_grad]
-    if shard > 1:  # FSDP keeps this device's part
-
-        def reduce(p: torch.Tensor) -> None:
-            held.append(torch.empty_like(p.detach().flatten()[: -(-p.numel() // shard)]))
-            p.grad = None
-
-        for p in trained:
-            p.register_post_accumulate_grad_hook(reduce)
-    elif ranks > 1:  # DistributedDataParallel holds all gradients in its buckets, from one step to the next
+    if shard == 1 and ranks > 1:  # DistributedDataParallel holds all gradients in its buckets
         held = [fake.like(p) for p in trained]
-        for p in trained:
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def reduce(p: torch.Tensor) -> None:
+        if shard > 1:  # FSDP keeps this device's part
+            held.append(torch.empty_like(p.detach().flatten()[: -(-p.numel() // shard)]))
+        p.grad = None
+
+    for p in trained if shard > 1 or ranks > 1 else ():
+        p.register_post_accumulate_grad_hook(reduce)
     state = tree_leaves([list(step.optimizer.state.values())])
     masters = [p for p in weights.updated if all(p is not own for own in weights.parameters)]
     parameters = allocations.add([*weights.parameters, *step.model.buffers()])
@@ -134,7 +228,7 @@ def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, sh
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of the tensors that operators make within it, as long as they live, in multiples of `block`."""
+    """Counts the bytes of tensors that operators make, as long as they live, in multiples of `block`."""
 
     def __init__(self, block: int = 1) -> None:
         super().__init__()
@@ -142,15 +236,15 @@ class Allocations(TorchDispatchMode):
         self._block, self._known = block, dict[int, Any]()
 
     def add(self, values: Iterable[Any]) -> int:
-        """Count the tensors among these values, too; return the bytes of those that are new."""
+        """Count the tensors among these values, too; return the bytes of new ones."""
         before = self.live
         for value in values:
             if isinstance(value, torch.Tensor):
-                self._add(value)
+                self._add(value.untyped_storage())  # of all views of it
         return self.live - before
 
     def bytes_of(self, values: Iterable[Any]) -> int:
-        """Return the bytes of the tensors among these values; of several that share their memory, once."""
+        """Return the bytes of the tensors among these values, shared memory once."""
         storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
         return sum({storage._cdata: self._size(storage) for storage in storages}.values())
 
@@ -162,8 +256,7 @@ class Allocations(TorchDispatchMode):
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._block) * self._block
 
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()  # of all views of it
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, self._size(storage)
         if key not in self._known:
             self._known[key] = weakref.finalize(storage, self._drop, key, size)
@@ -175,8 +268,11 @@ class Allocations(TorchDispatchMode):
         self.live -= size
 
 
+# ---- measurement -------------------------------------------------------------------------------------
+
+
 def measure(session: Session, batch: Batch) -> Memory:
-    """Make a step on `batch`, which lies on the device, and return the memory that it takes, beside the prediction."""
+    """Make a step on `batch`, which lies on the device; return its memory, measured and predicted."""
     device = session.world.device
     measured = {"set-up": in_use(device)}
 
@@ -185,7 +281,7 @@ def measure(session: Session, batch: Batch) -> Memory:
         yield
         if stage := STAGES.get(name):
             synchronize(device)
-            measured[stage] = max(in_use(device), measured.get(stage, 0))  # of the parts of a batch, the greatest
+            measured[stage] = max(in_use(device), measured.get(stage, 0))  # of all micro-batches
 
     predicted = predict(session.run, session.manifest, device, batch, session.step.attention)
     reset_peak(device)

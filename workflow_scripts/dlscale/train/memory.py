@@ -1,4 +1,4 @@
-"""Memory of a device: in use, at most, and what there is."""
+"""Memory of a device: in use, greatest in use, and available."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from dlscale.core.machine import job_limits, text_of
 
 
 def in_use(device: torch.device) -> int:
-    """Return the bytes that tensors hold on the device; of a CPU, the memory of this process."""
+    """Return the bytes that tensors hold on a GPU, or this process on a CPU."""
     if device.type == "cuda":  # by PyTorch's own number of the device, which NVML counts in another way
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to look for the greatest memory in use anew."""
+    """Reset the greatest memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # not everywhere allowed; the peak is then that of the process so far
+        with contextlib.suppress(OSError):  # not allowed everywhere
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
 
 
 def peak(device: torch.device) -> int:
-    """Return the greatest memory in use since `reset_peak`, or so far, bytes: the GPU's, or this process's on a CPU."""
+    """Return the greatest bytes in use since `reset_peak`, of a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not `ru_maxrss`: a process that another one starts begins with that one's.
+    # Not `ru_maxrss`, which a process inherits.
     if own := re.search(r"^VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")), re.MULTILINE):
         return 1024 * int(own[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def of_children() -> int:
-    """Return the bytes that the processes started by this one hold now; those that several share count once (PSS)."""
+    """Return the bytes that child processes hold now; shared ones count once (PSS)."""
     found = 0
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it may end meanwhile
@@ -51,7 +51,7 @@ def of_children() -> int:
 
 
 def total(device: torch.device, processes: int = 1) -> int:
-    """Return the bytes that the device has; of a CPU, what this process may have, one of so many on the node."""
+    """Return the bytes of the device; of a CPU those that one of so many processes of the node may have."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     own = [limit for limit, _ in _own_limits()]
@@ -68,6 +68,6 @@ def available(device: torch.device) -> int:
 
 
 def _own_limits() -> list[tuple[int, int]]:
-    """Return the limit of this process's memory (`ulimit -v`), if there is one, and what is used of it."""
+    """Return the limit of this process's memory (`ulimit -v`), if there is one, and its use."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return [] if limit == resource.RLIM_INFINITY else [(limit, int(psutil.Process().memory_info().vms))]

@@ -1,6 +1,6 @@
 """A check of convolutions and attention in 16 bits against float32, at the start of a run.
 
-Libraries have been wrong without a message: cuDNN 9.8 to 9.10 gave wrong values in bf16 3-D convolutions.
+cuDNN 9.8 to 9.10 gave wrong values in bf16 3-D convolutions, without a message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dlscale.train.attention import Context
 #: Greatest error of an element over the root mean square of all: some 13 (bf16) and 20 (fp16) roundings.
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01}
 
-#: Name: the operation that a study names, the function's name in `torch.nn.functional`, shapes of its inputs, and its
-#: arguments.
+#: By name: operation (`Study.operations`), function of `torch.nn.functional`, shapes of its inputs, and arguments.
 CHECKS: dict[str, tuple[str, str, list[tuple[int, ...]], dict[str, int]]] = {
     "2-D convolution": ("conv2d", "conv2d", [(2, 8, 16, 16), (16, 8, 4, 4)], {"stride": 4}),
     "3-D convolution": ("conv3d", "conv3d", [(2, 8, 8, 8, 8), (16, 8, 4, 4, 4)], {"stride": 2, "padding": 1}),
@@ -43,15 +42,13 @@ def check_operations(
 ) -> None:
     """Raise a `UserError` where a forward or backward pass in `dtype` differs from float32 by more than rounding.
 
-    `channels_last` checks convolutions of that order in memory, which are other kernels; `attention` and `head_dim` are
-    the context that chooses the run's kernel of attention, and the head dimension of its model. `operations` are those
-    of the model (`Study.operations`); all are checked of a model that names none.
+    `channels_last`, `attention` and `head_dim` choose the run's kernels; `operations` are the model's, or all.
     """
     generator = torch.Generator().manual_seed(0)
     for name, (operation, function, shapes, arguments) in CHECKS.items():
         if operations and operation not in operations:
             continue
-        # Rounded to `dtype` first: only the arithmetic differs. The truth is computed by another library, on the host.
+        # Rounded to `dtype` first: only the arithmetic differs.
         if name == "attention":
             shapes = [(*shape[:-1], head_dim) for shape in shapes]
         inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -78,7 +75,7 @@ def _compare(what: str, found: torch.Tensor, truth: torch.Tensor, dtype: torch.d
 
 
 def _passes(operation: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the result, then the gradients of all inputs."""
+    """Return the result and the gradients of all inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     result = operation(*inputs)
     incoming = (torch.arange(result.numel()) % 7 - 3).reshape(result.shape).to(result)  # exact in all formats
