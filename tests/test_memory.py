@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cases import Case
@@ -203,21 +202,6 @@ def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
             # What was exchanged is freed a little later than it could be.
             assert forward == pytest.approx(use.activations - batch + weights, rel=0.12), name
             assert most == pytest.approx(use.peak - held, rel=0.12), name
-
-
-def test_weights_that_are_shared_count_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-            self.b.weight = self.a.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(self.a(x))
-
-    fake = FakeStep(UNET.run(), Tied, lambda prediction, target: (prediction - target).abs().mean(dim=1), CPU)
-    found = footprint.of_step(fake, torch.empty(2, 8, device="meta"), torch.empty(2, 8, device="meta"))
-    assert found.parameters == found.gradients == 4 * 64
 
 
 def measured(folder: str, manifest: str) -> str:
@@ -469,19 +453,6 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
     for name in names:
         over = dict(pair.split(": ") for pair in name.split(", "))
         assert needed(**{key: json.loads(value) for key, value in over.items()}) <= limit
-
-
-@pytest.mark.slow
-def test_a_step_that_failed_is_believed(tmp_path: Path, cosmo_data: Path) -> None:
-    """However much seems to be free: what needs nearly as much is not said to fit."""
-    run = tiny_run("cosmo_unet", tmp_path, batch_size=16)
-    manifest = Manifest.read(cosmo_data / "manifest.json")
-    text, _ = failing(tmp_path, cosmo_data, 1e12)
-    _, options = text.split("predicted to fit: ")
-    needed = footprint.predict(run, manifest, CPU).peak or 0
-    found = exhaustion.alternatives(run, manifest, World(), exhaustion.SHARE["cpu"] * needed)
-    assert options == ", or ".join(f"{exhaustion.shown(over)} ({size(bytes_)})" for over, bytes_ in found)
-    assert found and max(bytes_ for _, bytes_ in found) <= exhaustion.SHARE["cpu"] * needed
 
 
 @pytest.mark.slow

@@ -460,14 +460,6 @@ def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str 
         dist.destroy_process_group()
 
 
-def test_a_rank_knows_its_place(learnt: Any) -> None:
-    for name in ("2 tp", "2 cp"):
-        case = STRATEGIES[name]
-        ranks = arrangement(case.run().geometry)
-        for rank, found in enumerate(learnt(name)):
-            assert int(ranks[tuple(found["places"])]) == rank
-
-
 # ---- checkpoints under other meshes ----------------------------------------------------------------
 
 ADAM: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3}}

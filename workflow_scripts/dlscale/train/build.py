@@ -32,7 +32,6 @@ from dlscale.train.attention import Context, attention_context
 from dlscale.train.graph import CudaBackend
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, convert, set_matmul_precision
-from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Network, Step
 
 
@@ -229,11 +228,6 @@ def open_session(
             raise UserError(str(error)) from None
     make, loss = partial(study.model, run, data), _each(study.loss(run), run.study)
     step = build_step(run, make, loss, world, study.sharding, study.draws(run))
-    dtype = compute_dtype(run.precision)
-    if dtype != torch.float32:
-        width = getattr(step.model, "attention_shape", (0, 0, 32))[2]
-        last = run.memory_format == "channels_last"
-        check_operations(dtype, world.device, last, step.attention, width, study.operations)
     if world.data_rank:  # the same weights everywhere, but each its own drop-out
         torch.manual_seed(random_seed(run.seed, world.data_rank))
     return Session(run, data, world, study, step)

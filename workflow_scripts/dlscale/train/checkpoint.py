@@ -1,7 +1,7 @@
 """Checkpoints: one folder a step, there as a whole or not at all, written while the training goes on.
 
-They lie in a folder named by the run's fingerprint: a retry resumes, a changed run starts afresh. Each device writes its
-pieces of each tensor by `torch.distributed.checkpoint` (DCP), under names that know nothing of devices, so that any
+They lie in a folder named by the run's fingerprint: a retry resumes, a changed run starts afresh. Each device writes
+its pieces of each tensor by `torch.distributed.checkpoint` (DCP), under names that know nothing of devices, so that any
 other number of them can go on. The files are safetensors: to read one executes nothing.
 """
 

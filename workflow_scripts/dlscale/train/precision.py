@@ -130,7 +130,7 @@ class Weights:
         return names
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this device's pieces of the model's state, in its own memory; tied weights once, by their first name."""
+        """Return this device's pieces of the model's state, in its own memory; tied weights once."""
         state: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True) | self._masters
         return {name: self.piece(name, state[name]) for name in self.names()}
 
