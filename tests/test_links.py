@@ -24,6 +24,7 @@ import torch.distributed as dist
 from dlscale.config.run import Geometry
 from dlscale.core import ending, ranges
 from dlscale.core.errors import PeerLost
+from dlscale.parallel import selftest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.selftest import Link, Place, Wrong, at_fault, self_test
@@ -367,9 +368,9 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
         now += alpha + tensor.nbytes * beta if peer == 1 else 0.0
 
     clock = SimpleNamespace(perf_counter=lambda: now)
-    monkeypatch.setattr(links, "time", clock)
-    monkeypatch.setattr(links, "send", message)
-    monkeypatch.setattr(links, "receive", message)
+    monkeypatch.setattr(selftest, "time", clock)
+    monkeypatch.setattr(selftest, "send", message)
+    monkeypatch.setattr(selftest, "receive", message)
     link = selftest._measure(World(size=2), 1)
     assert link.ranks == (0, 1)
     assert link.alpha == pytest.approx(alpha + selftest.SMALL * beta) and link.beta == pytest.approx(beta, rel=1e-3)
