@@ -35,7 +35,7 @@ from dlscale.report.collect import summary_csv
 from dlscale.report.results import read_plan
 from dlscale.report.sections import runs_table
 from dlscale.train.build import open_session
-from dlscale.train.footprint import FakeStep, fake_batch, fake_step
+from dlscale.train.memory import FakeStep, fake_batch, fake_step
 from tests.conftest import TINY, make_run, stage
 from tests.test_report import Results, with_ladder
 

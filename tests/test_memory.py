@@ -32,9 +32,9 @@ from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Memory, MemoryUse
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import Mesh, World
-from dlscale.train import exhaustion, footprint, memory
+from dlscale.train import exhaustion, memory
 from dlscale.train.build import build_step, open_session
-from dlscale.train.footprint import FakeStep
+from dlscale.train.memory import FakeStep
 from dlscale.train.step import Step
 from tests.conftest import ROOT
 from tests.ranks import spawn
@@ -51,7 +51,7 @@ def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: An
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), device)
     x, y = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    return footprint.of_step(fake, x, y, ranks)
+    return memory.of_step(fake, x, y, ranks)
 
 
 def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
@@ -65,7 +65,7 @@ def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, i
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, marking(record_function):
         step(x, y)
     events = list(profiler.profiler.kineto_results.events())
-    ends = {event.name(): event.end_ns() for event in events if event.name() in footprint.STAGES}
+    ends = {event.name(): event.end_ns() for event in events if event.name() in memory.STAGES}
     live, most, at = 0, 0, dict.fromkeys(ends, 0)
     for time, grown in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         live += grown
@@ -191,7 +191,7 @@ def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
         run = SHARED.run(batch_size=size, **over)
         fake = FakeStep(run, partial(SHARED.network, run), SHARED.loss(), CPU, sharding=study.sharding)
         x, y = (torch.empty(SHARED.batch_size, *shape, device="meta") for shape in SHARED.shapes)
-        use = footprint.of_run(run, fake, (x, y))
+        use = memory.of_run(run, fake, (x, y))
         assert use.peak and alone.peak
         weights = alone.parameters if over.get("parallel", {}).get("reshard") is False else 0  # together until the end
         batch = 4 * (x.numel() + y.numel())
@@ -209,7 +209,7 @@ def measured(folder: str, manifest: str) -> str:
     run = tiny_run("cosmo_unet", Path(folder), model={"widths": [64, 64]}, batch_size=64)
     session = open_session(run, Path(manifest), World(), 1)
     before = [p.detach().clone() for p in session.step.model.parameters()]
-    found = footprint.measure(session, sample_batch())
+    found = memory.measure(session, sample_batch())
     assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), "a step"
     return found.text()
 
@@ -433,7 +433,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
 
     def needed(**over: Any) -> int:
         run = tiny_run("cosmo_unet", tmp_path, **{"batch_size": 16, **over})
-        return footprint.predict(run, manifest, CPU).peak or 0
+        return memory.predict(run, manifest, CPU).peak or 0
 
     full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
     assert full > halves > fourths

@@ -39,7 +39,7 @@ from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.era5_vit.model import ViT
 from dlscale.train import attention
 from dlscale.train import build as build_
-from dlscale.train import compile as compile_
+from dlscale.train import step as step_
 from dlscale.train.attention import attention_context, trial
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
@@ -548,7 +548,7 @@ def test_each_shape_is_compiled_once(kind: str, monkeypatch: pytest.MonkeyPatch)
         return inductor(function, backend="eager", dynamic=dynamic)  # Dynamo alone decides when to compile
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(compile_, "check_compiler", lambda mode: None)
+    monkeypatch.setattr(step_, "check_compiler", lambda mode: None)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     step = make_step("era5_vit", compile=COMPILE, attention=kind)

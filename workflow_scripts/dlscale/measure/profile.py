@@ -28,7 +28,7 @@ from dlscale.parallel import exchanges
 from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
-from dlscale.train import footprint
+from dlscale.train import memory
 from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.exhaustion import is_exhaustion
@@ -166,7 +166,7 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
 def _memory(session: Session, batch: Batch) -> Memory | None:
     """Return the memory that a step takes, predicted and measured; None, with a line in the log, if it is not told."""
     try:
-        return footprint.measure(session, batch)
+        return memory.measure(session, batch)
     except Exception as error:  # a model may do anything; what is left out here is no reason to lose a profile
         if is_exhaustion(error) or isinstance(error, UserError):
             raise

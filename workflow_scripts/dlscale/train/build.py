@@ -22,10 +22,9 @@ from dlscale.data.loaders.base import Loader, Share, open_loader
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
 from dlscale.parallel.batchnorm import synchronised
-from dlscale.parallel.gradients import Gradients
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.strategy import strategy_of
+from dlscale.parallel.strategy import Gradients, strategy_of
 from dlscale.parallel.world import AXES, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context

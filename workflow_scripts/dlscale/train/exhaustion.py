@@ -22,8 +22,7 @@ from dlscale.core.text import size
 from dlscale.data import loaders
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import World
-from dlscale.train.footprint import predict
-from dlscale.train.memory import available, total
+from dlscale.train.memory import available, predict, total
 
 #: Share of free memory that a predicted step may take, by device, and bytes that are left to others first. Workspaces,
 #: threads and unused blocks are not predicted; on a CPU they were seen to be up to 0.6 of what is.

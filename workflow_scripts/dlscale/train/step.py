@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from dlscale.config.run import RunCore
+from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark, patience
 from dlscale.data.loaders.base import AXES, Delivery
-from dlscale.parallel.gradients import Gradients
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.strategy import Strategy
+from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
-from dlscale.train.compile import compiled
 from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
 from dlscale.train.optimizer import begin, set_learning_rate
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Network(nn.Module):
@@ -212,3 +216,28 @@ class Step:
         self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
         if isinstance(self._train, Graphed):
             self._train.reset()
+
+
+def compiled(function: Function, mode: str, device: torch.device) -> Function:
+    """Return the function compiled in this mode (the run's `compile.mode`), once for each shape of batch."""
+    if mode == "none":
+        return function
+    if device.type == "cpu":
+        check_compiler(mode)
+    return cast(Function, torch.compile(function, mode=mode, dynamic=False))
+
+
+def check_compiler(mode: str) -> None:
+    """Raise a `UserError` where code for a CPU cannot be built."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    what = f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no"
+    todo = "or set compile: {mode: none}"
+    try:
+        get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise UserError(f"{what} C++ compiler; install g++, or name another in CXX, {todo}") from None
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise UserError(f"{what} Python headers ({headers}/Python.h); install them (python3-dev), {todo}")
