@@ -305,6 +305,7 @@ def test_memory_of_children() -> None:
 
 # ---- out of memory -----------------------------------------------------------------------------------
 
+LOADING = "the loading of data"
 ASKED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes. Error code 12"
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 39.39 GiB of which 1 GiB is free."
@@ -372,23 +373,10 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
 
 @pytest.mark.slow
 def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Path) -> None:
-    """Two exceptions deep: that it is memory, how much was asked for, and where."""
     run = tiny_run("cosmo_unet", tmp_path)
-    session = open_session(run, cosmo_data / "manifest.json", World(), 1)
-
-    def fail(*arguments: Any) -> Any:
-        raise torch.OutOfMemoryError(CUDA)
-
-    session.step.network.loss = fail
-    expected = "out of memory in the forward pass: CUDA out of memory. Tried to allocate 20.00 MiB"
+    expected = "out of memory in what surrounds the steps: CUDA out of memory. Tried to allocate 20.00 MiB"
     with pytest.raises(UserError, match=expected), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
-        try:
-            try:
-                session.step(torch.zeros(4, 4, 16, 16, 16), torch.zeros(4, 5, 16, 16, 16))
-            except RuntimeError as error:
-                raise ValueError("a kernel") from error
-        except ValueError as error:
-            raise Wrapped("backend") from error
+        raise Wrapped("backend") from torch.OutOfMemoryError(CUDA)
     assert not exhaustion.is_exhaustion(Wrapped("backend"))
     for suppressed in (False, True):  # as at the end of a graph's recording, which fails in turn
         with pytest.raises(Wrapped) as raised:
@@ -463,44 +451,24 @@ def test_nothing_fits(tmp_path: Path, cosmo_data: Path) -> None:
 
 def test_where_it_failed(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place of a step has its name, told by a real traceback."""
-    run = tiny_run("cosmo_unet", tmp_path)
-    session = open_session(run, cosmo_data / "manifest.json", World(), 1)
-    step, batch = session.step, (torch.zeros(4, 4, 16, 16, 16), torch.zeros(4, 5, 16, 16, 16))
+    opened = partial(open_session, tiny_run("cosmo_unet", tmp_path), cosmo_data / "manifest.json", World(), 1)
+    session, batch = opened(), (torch.zeros(4, 4, 16, 16, 16), torch.zeros(4, 5, 16, 16, 16))
+    loader = session.loader("train")
 
     def fail(*arguments: Any, **more: Any) -> Any:
         raise MemoryError
 
-    def place(patched: tuple[object, str]) -> str:
-        with monkeypatch.context() as patch:
-            patch.setattr(*patched, fail)
-            with pytest.raises(MemoryError) as caught:
-                step(*batch)
-        return exhaustion.place(caught.value)
-
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            raise MemoryError
-
-    assert place((step.network, "loss")) == "the forward pass"
-    assert place((step.optimizer, "step")) == "the update"
-    loss = step.network.loss
-    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
-        patch.setattr(step.network, "loss", lambda prediction, target: loss(Backward.apply(prediction), target))
-        step(*batch)
-    assert exhaustion.place(caught.value) == "the backward pass"
-    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
-        patch.setattr("dlscale.train.build.Weights", fail)
-        open_session(run, cosmo_data / "manifest.json", World(), 1)
-    assert exhaustion.place(caught.value) == "the set-up"
-    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
-        patch.setattr("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", fail)
-        next(session.loader("train").epoch(0))
-    assert exhaustion.place(caught.value) == "the loading of data"
+    for name, call, place in (
+        ("dlscale.train.step.Network.losses", lambda: session.step(*batch), "the forward pass"),
+        ("torch.autograd.backward", lambda: session.step(*batch), "the backward pass"),
+        ("torch.optim.Adam.step", lambda: session.step(*batch), "the update"),
+        ("dlscale.train.build.Weights", opened, "the set-up"),
+        ("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", lambda: next(loader.epoch(0)), LOADING),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
+            patch.setattr(name, fail)
+            call()  # type: ignore[operator]
+        assert exhaustion.place(caught.value) == place
     assert exhaustion.place(MemoryError()) == "what surrounds the steps"
 
 

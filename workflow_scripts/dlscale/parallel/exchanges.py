@@ -45,12 +45,10 @@ class Counting(TorchDispatchMode):
 
 
 def _size(values: Any) -> int:
-    """Return the bytes of all tensors in a value."""
     return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, torch.Tensor))
 
 
 def _shard(run: RunCore) -> int:
-    """Return the number of devices that share one copy of the weights by FSDP."""
     if not isinstance(run.parallel, FSDP) or not run.averages:
         return 1
     return run.parallel.shard or run.geometry.dp * run.geometry.cp

@@ -107,7 +107,6 @@ class ModelParallel:
     # ---- weights ---------------------------------------------------------------------------------
 
     def _cut(self, model: nn.Module) -> None:
-        """Replace each weight by this device's part."""
         assert self._tp is not None
         layers = [(module, name, 0) for name, module in named(model, self._sharding.columns).items()]
         layers += [(module, name, 1) for name, module in named(model, self._sharding.rows).items()]
@@ -143,7 +142,6 @@ class ModelParallel:
     # ---- tokens ----------------------------------------------------------------------------------
 
     def _exchange(self, model: nn.Module) -> None:
-        """Register the hooks that give each module the tokens that it needs."""
         first, last = (model.get_submodule(name) for name in (self._sharding.first, self._sharding.last))
         first.register_forward_hook(lambda module, inputs, output: self._divide(output))
         last.register_forward_hook(lambda module, inputs, output: self._unite(output))
@@ -155,7 +153,6 @@ class ModelParallel:
                 module.register_forward_pre_hook(lambda module, inputs: self._keys_and_values(*inputs))
 
     def _divide(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        """Return this device's tokens."""
         place = self._mesh.rank("cp") * self._mesh.size("tp") + self._mesh.rank("tp")
         begin, end = (min(n * self._each, self._sharding.tokens) for n in (place, place + 1))
         return F.pad(x_BNE[:, begin:end], (0, 0, 0, self._each - (end - begin))).contiguous()
@@ -259,8 +256,6 @@ class _PretendToGather(torch.autograd.Function):
 
 
 class _PretendToScatter(torch.autograd.Function):
-    """Has the shapes and the memory of `_scattered`."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
         ctx.parts, ctx.dim = parts, dim

@@ -106,7 +106,6 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
 
 
 def _why_no_cuda() -> str:
-    """Return why PyTorch sees no CUDA device, and what to do."""
     cuda, version = torch.version.cuda, driver()
     if cuda is None:
         return f"PyTorch {torch.__version__} computes on processors only; install one for CUDA, or use --device cpu"

@@ -247,7 +247,6 @@ def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
 
 
 def _most(ranks: Iterable[int]) -> tuple[list[int], int]:
-    """Return the most frequent ranks, and how often each occurs."""
     counts = Counter(ranks)
     greatest = max(counts.values())
     return sorted(rank for rank, count in counts.items() if count == greatest), greatest

@@ -295,8 +295,6 @@ def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Te
 
 
 class _Scaler(torch.amp.GradScaler):
-    """PyTorch's scaler, agreed on by groups of devices."""
-
     def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
         self._groups = groups

@@ -147,7 +147,6 @@ class Watchdog:
     # ---- heartbeats ------------------------------------------------------------------------------
 
     def _show(self, **changes: Any) -> None:
-        """Write the next heartbeat."""
         self._sign = self._sign._replace(number=self._sign.number + 1, **changes)
         self._store.set(f"sign-{self.rank}", json.dumps(self._sign))
 
@@ -199,7 +198,6 @@ class Watchdog:
     # ---- judgement -------------------------------------------------------------------------------
 
     def _verdict(self) -> str:
-        """Return which rank is to blame, and for what; empty where none is."""
         judged = range(self.size) if self.rank == 0 else [0]
         silence = self._silence(judged, self.limits.silent, max(self.limits.silent, self.limits.stuck))
         return silence if silence or self.rank else self._behind()

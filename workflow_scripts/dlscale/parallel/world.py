@@ -173,7 +173,7 @@ class Pretended:
 
 @dataclass(frozen=True)
 class PretendedAxes:
-    """Some axes of a pretended mesh, as `DeviceMesh` has them."""
+    """Axes of a pretended mesh, as `DeviceMesh` has them."""
 
     ranks: int
 

@@ -262,7 +262,6 @@ def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: i
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a link to one."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -273,7 +272,6 @@ SHARED = "all nodes need the same file system"
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the failure within an error of DCP, or the error itself."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
@@ -328,6 +326,5 @@ def fill(path: Path, state: State) -> None:
 
 
 def _common(piece: Piece, chunk: ChunkStorageMetadata) -> int:
-    """Return how many elements of the piece a chunk has."""
     here = zip(piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
     return math.prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in here)

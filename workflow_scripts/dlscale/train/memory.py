@@ -103,7 +103,6 @@ def available(device: torch.device) -> int:
 
 
 def _own_limits() -> list[tuple[int, int]]:
-    """Return the limit of this process's memory (`ulimit -v`), if there is one, and its use."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return [] if limit == resource.RLIM_INFINITY else [(limit, int(psutil.Process().memory_info().vms))]
 

@@ -58,7 +58,6 @@ class Network(nn.Module):
         return prediction.float()
 
     def _arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values in this format and, if they have its axes, in the model's layout."""
         layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format
         return values.to(dtype, memory_format=layout)
 

@@ -98,11 +98,9 @@ class Trainer:
         return self._best is not before
 
     def _reached(self, history: Sequence[Epoch]) -> Epoch | None:
-        """Return the epoch that reached the target, if any."""
         return self._goal.first(history, self._target.value) if self._goal and self._target else None
 
     def _end(self, history: Sequence[Epoch]) -> Epoch | None:
-        """Return the epoch with which the training ends early."""
         return self._reached(history) if self._target and self._target.stop else None
 
     @property
@@ -242,7 +240,6 @@ class Trainer:
             return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, naive)
 
     def _naive_answers(self, hooks: Sequence[Hook] = ()) -> dict[str, torch.Tensor]:
-        """Return the means of naive answers, made once."""
         if self._naive is None:
             self._naive = naive_means(self.metrics, self.valid_loader, self.share, self.world, hooks)
         return self._naive
@@ -331,7 +328,6 @@ class Trainer:
         return {name: piece.empty() for name, piece in wanted.items()}
 
     def _random_states(self) -> dict[str, Piece]:
-        """Return the random states of this rank."""
         states = {"cpu": torch.get_rng_state()}
         if self.step.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.step.device)

@@ -114,7 +114,6 @@ def _load(path: str | Path) -> Any:
 
 
 def _check(path: str | Path) -> None:
-    """Compare the checksums in an archive, which `torch.load` ignores."""
     try:
         with zipfile.ZipFile(path) as archive:
             # torch.load reads nothing of a marked folder, and takes what was in memory.
