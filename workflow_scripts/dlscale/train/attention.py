@@ -114,11 +114,7 @@ def registered(name: str, device: torch.device) -> Iterator[None]:
 
 
 def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
-    """Time one forward and backward pass of random values: constants compute faster, as fewer bits change.
-
-    Queries, keys and values lie side by side, [B, T, 3, H, D], as a linear layer leaves them; the gradient is
-    [B, T, H, D].
-    """
+    """Time one forward and backward pass of random values, in memory as a linear layer leaves them."""
     samples, heads, tokens, width = shape
 
     def random(count: int) -> list[torch.Tensor]:

@@ -199,8 +199,8 @@ class Checkpoints:
     ) -> tuple[CheckpointRecord, State] | None:
         """Return the newest undamaged checkpoint up to step `until`, if there is one.
 
-        `wanted` returns the pieces to read, in the memory into which they are read. Where one is unusable for another
-        reason, such as other shapes or a failing file system, and no earlier one is usable, it is a `UserError`.
+        `wanted` returns the pieces to fill. A checkpoint that is unusable without being damaged is a `UserError`, if no
+        earlier one is usable.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):

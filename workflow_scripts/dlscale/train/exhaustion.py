@@ -124,8 +124,7 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
 def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -> list[tuple[dict[str, Any], int]]:
     """Return settings under which a step is predicted to take at most `limit` bytes, and its bytes.
 
-    The cheapest come first: micro-batches cost little, recomputation up to a third of a step, and a smaller batch is
-    another training.
+    The cheapest come first: micro-batches, recomputation, and a smaller batch, which is another training.
     """
     halvings = range(1, run.local_batch_size.bit_length())
     parts = [{"accumulation_steps": 2**n * run.accumulation_steps} for n in halvings]

@@ -39,10 +39,9 @@ class Graphed:
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """Train on one batch and return its loss.
+        """Train on one batch and return its loss; a batch that ranks share unequally gets no graph.
 
-        A batch of which ranks have unequal shares gets no graph. A rank's weight is 1 if and only if all ranks' are
-        (`Share`), and then their shapes are the same, too: all decide alike.
+        A rank's weight is 1 if and only if all ranks' are (`Share`): all decide alike.
         """
         if weight != 1.0:
             return self._backend.run(partial(self._body, weight=weight), x, y)

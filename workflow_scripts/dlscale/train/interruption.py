@@ -26,8 +26,8 @@ MAX_STEPS = 16
 class Interruption:
     """A context in which signals are requests, on which all ranks agree.
 
-    A signal may reach the ranks at different steps, and all must save at the same one: they exchange their requests
-    about every `seconds`, on the host.
+    A signal may reach them at different steps, and all must save at the same one: they exchange their requests about
+    every `seconds`, on the host.
     """
 
     def __init__(self, world: World, seconds: float = 1.0) -> None:

@@ -1,8 +1,6 @@
 """The logs of a training, which grow epoch by epoch: `metrics.jsonl`, TensorBoard's event file, and trackers.
 
-docs/tensorboard.md lists TensorBoard's tags: those of our numbers (`quantities`), and those of the study's published
-program (`Study.published_log`). Trackers are optional dependencies, imported where a run asks for them
-(`training.trackers`).
+docs/tensorboard.md lists TensorBoard's tags. Trackers are optional dependencies, imported where a run asks for them.
 """
 
 from __future__ import annotations

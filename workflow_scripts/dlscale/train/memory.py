@@ -216,8 +216,8 @@ def predict(
 ) -> MemoryUse:
     """Return the memory that a step of the run needs on each of its devices; `batch` gives shapes alone.
 
-    Not predicted: libraries' own memory (a CUDA context, workspaces of cuDNN and oneDNN, NCCL's buffers), graphs'
-    pools, loaders, unused memory between blocks; fusion by a compiler.
+    Not predicted: libraries' own memory (contexts, workspaces, NCCL's buffers), graphs' pools, loaders, fragmentation;
+    fusion by a compiler.
     """
     return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest))
 

@@ -178,7 +178,7 @@ def fit(
 ) -> list[Epoch]:
     """Train to the last epoch with progress and signals; return the records of all epochs.
 
-    `on_steps` gets every ten seconds the step, its loss on this rank, the samples/s of all since, and the seconds left.
+    `on_steps` gets every ten seconds the step, its loss, the samples/s of all since, and the seconds left.
     """
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # the first with a naive answer, or else the first

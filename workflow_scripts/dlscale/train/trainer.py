@@ -48,8 +48,7 @@ def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[T
 class Trainer:
     """Trains, validates after every epoch, and saves checkpoints at the ends of epochs and at signals.
 
-    Every rank does the same, with its part of the checkpoints and of the best epoch's weights, which are in each of
-    them. `loaders` are those of training and of validation samples.
+    Every rank does the same, with its part of the checkpoints, which have the best epoch's weights, too.
     """
 
     def __init__(
@@ -116,8 +115,8 @@ class Trainer:
     ) -> list[Epoch]:
         """Train to the last epoch; return the records of all epochs, which `on_epoch` gets as they come.
 
-        `on_begin` gets the scores before the first step, if there are any; `hooks` are those of the training steps;
-        `poll` is asked before each batch whether to save or to end, and answers alike on all ranks.
+        `on_begin` gets the scores before the first step; `poll` is asked before each batch whether to save or to end,
+        and answers alike on all ranks.
         """
         try:
             with contextlib.ExitStack() as later:
