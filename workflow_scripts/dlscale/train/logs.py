@@ -132,7 +132,8 @@ UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_
 class Wandb:
     """Weights & Biases, in `wandb/` of the run's folder: offline unless WANDB_MODE says otherwise.
 
-    Only settings and numbers are logged: no output, no code, no host, nothing of the environment.
+    Only settings and numbers are logged: no output, no code, no host, nothing of the environment. The epochs of an
+    earlier try are logged again.
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> None:
@@ -144,7 +145,7 @@ class Wandb:
                 "training.trackers: wandb is not installed; pip install 'dlscale[trackers]', or leave it out"
             ) from None
         wandb.finish()  # what a training of this process left that failed
-        shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try: its epochs are logged again
+        shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try
         out.mkdir(parents=True, exist_ok=True)
         mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb says which there are
         self._wandb = wandb
@@ -178,8 +179,3 @@ class Wandb:
             self._run.summary.update({"best": best.model_dump()})
         self._run.finish()
         self._wandb.teardown()  # waits for its service, which writes the file on after a run's end
-
-
-def trackers(names: Iterable[str], out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> list[Wandb]:
-    """Return the trackers of a run by name, told the epochs of an earlier try; one that is missing is a `UserError`."""
-    return [Wandb(out, run, history) for name in names if name == "wandb"]

@@ -39,7 +39,7 @@ from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.interruption import Interruption
-from dlscale.train.logs import RunLogs, trackers
+from dlscale.train.logs import RunLogs, Wandb
 from dlscale.train.loop import Batch, Hook
 from dlscale.train.memory import total
 from dlscale.train.trainer import Trainer, training
@@ -105,7 +105,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         (out / name).unlink(missing_ok=True)
     logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
     settings = run.model_dump(mode="json")
-    tracked = trackers(run.training.trackers, out, settings, trainer.history)
+    tracked = [Wandb(out, settings, trainer.history) for name in run.training.trackers if name == "wandb"]
     shown = _Shown(session, trainer.epochs)
 
     def on_begin(untrained: Untrained) -> None:
