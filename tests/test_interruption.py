@@ -78,23 +78,6 @@ def test_stopped_again_and_again_is_never_stopped(
     same(whole, stopped)
 
 
-@pytest.mark.slow
-def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, warned = (
-        configure(tmp_path / "whole"),
-        configure(tmp_path / "warned", training={"epochs": 2, "keep_checkpoints": 9}),
-    )
-    manifest = era5_data / "manifest.json"
-    assert train(whole, manifest) == 0
-    requests = itertools.chain([Request.NONE] * 4, [Request.SAVE], itertools.repeat(None))
-    monkeypatch.setattr(Interruption, "poll", lambda self: next(requests))
-    assert train(warned, manifest) == 0
-    same(whole, warned)
-    (file,) = warned.glob("checkpoints/*/step-00000004/checkpoint.json")
-    saved = CheckpointRecord.read(file)
-    assert (saved.step, saved.history) == (4, []) and saved.seconds > 0
-
-
 def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All loaders deliver the same samples: which one does is no part of what a checkpoint is."""
     manifest = era5_data / "manifest.json"

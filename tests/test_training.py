@@ -1177,13 +1177,6 @@ def test_a_loss_that_explodes_ends_in_one_message(
     assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "NaN is not worth a checkpoint"
 
 
-def test_several_devices_are_refused(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    era5(status=2, geometry={"gpus_per_node": 4})
-    said = message(capfd)
-    assert "geometry" in said
-    assert "4 processes (1 nodes x 4)" in said
-
-
 @pytest.mark.parametrize(
     ("cuda", "driver", "why"),
     [
