@@ -43,30 +43,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         yield World(device=torch.device(kind))
         return
     rank, size, local_rank = ranks()
-    if size != geometry.world_size:
-        raise UserError(
-            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
-            f"{geometry.gpus_per_node}), and {size} were started; start it with torchrun --nproc-per-node="
-            f"{geometry.gpus_per_node}, srun --ntasks={geometry.world_size} or mpirun -n {geometry.world_size}, as the "
-            "workflow does"
-        )
-    if local_rank != rank % geometry.gpus_per_node:
-        raise UserError(
-            f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected "
-            f"{rank % geometry.gpus_per_node}: each node's {geometry.gpus_per_node} processes have consecutive ranks; "
-            f"have them started so (mpirun --map-by ppr:{geometry.gpus_per_node}:node, srun --distribution=block)"
-        )
-    own = torch.device(kind)
-    if kind == "cuda":
-        # Slurm, like some launchers of MPI, may show a task its own GPU alone, or all of the node's.
-        visible = torch.cuda.device_count()
-        if visible < geometry.gpus_per_node and not (visible == 1 and "RANK" not in os.environ):
-            raise UserError(
-                f"geometry.gpus_per_node: this run asks for {geometry.gpus_per_node} GPUs a node, and PyTorch sees "
-                f"{visible} here; ask for as many, or lower it"
-            )
-        own = torch.device("cuda", local_rank % visible)
-        torch.cuda.set_device(own)
+    own = _device(geometry, kind, rank, size, local_rank)
     limits = Limits.told()
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
@@ -103,6 +80,35 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     finally:
         if not (failed and kind == "cuda"):  # NCCL would wait for what the others do not do any more
             dist.destroy_process_group()
+
+
+def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int) -> torch.device:
+    """Return the device of this process, or raise a `UserError` where the launcher started another geometry."""
+    per_node = geometry.gpus_per_node
+    if size != geometry.world_size:
+        raise UserError(
+            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), and "
+            f"{size} were started; start it with torchrun --nproc-per-node={per_node}, srun --ntasks="
+            f"{geometry.world_size} or mpirun -n {geometry.world_size}, as the workflow does"
+        )
+    if local_rank != rank % per_node:
+        raise UserError(
+            f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected {rank % per_node}: "
+            f"each node's {per_node} processes have consecutive ranks; have them started so "
+            f"(mpirun --map-by ppr:{per_node}:node, srun --distribution=block)"
+        )
+    if kind != "cuda":
+        return torch.device(kind)
+    # Slurm, like some launchers of MPI, may show a task its own GPU alone, or all of the node's.
+    visible = torch.cuda.device_count()
+    if visible < per_node and not (visible == 1 and "RANK" not in os.environ):
+        raise UserError(
+            f"geometry.gpus_per_node: this run asks for {per_node} GPUs a node, and PyTorch sees {visible} here; ask "
+            "for as many, or lower it"
+        )
+    own = torch.device("cuda", local_rank % visible)
+    torch.cuda.set_device(own)
+    return own
 
 
 def _why_no_cuda() -> str:

@@ -132,8 +132,7 @@ UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_
 class Wandb:
     """Weights & Biases, in `wandb/` of the run's folder: offline unless WANDB_MODE says otherwise.
 
-    Only settings and numbers are logged: no output, no code, no host, nothing of the environment. The epochs of an
-    earlier try are logged again.
+    Only settings and numbers are logged: no output, code, host, or environment. An earlier try's epochs come again.
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> None:
