@@ -83,7 +83,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
 
 
 def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int) -> torch.device:
-    """Return the device of this process, or raise a `UserError` where the launcher started another geometry."""
+    """Return this process's device; another geometry than the launcher's is a `UserError`."""
     per_node = geometry.gpus_per_node
     if size != geometry.world_size:
         raise UserError(

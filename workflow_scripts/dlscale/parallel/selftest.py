@@ -143,7 +143,7 @@ def place() -> Place:
 
 
 def per_node(places: Sequence[Place]) -> int:
-    """Return how many consecutive ranks each node has; where that differs, all count as one node."""
+    """Return the number of consecutive ranks of each node; where it differs, all count as one node."""
     counts = Counter(place.host for place in places)
     first = counts[places[0].host]
     regular = all(place.host == places[rank - rank % first].host for rank, place in enumerate(places))
@@ -167,10 +167,7 @@ def groups(world: World) -> list[Group]:
 
 
 def moved(rank: Any, count: int, device: torch.device) -> torch.Tensor:
-    """Return the numbers that only this rank sends, float32; exact for up to 65,536 ranks. A column of ranks has rows.
-
-    Each number tells its sender and its place.
-    """
+    """Return numbers that tell their sender and place, float32, exact for 65,536 ranks; a column of ranks has rows."""
     return (256 * rank + torch.arange(count, device=device) % 251).float()
 
 
@@ -263,8 +260,8 @@ def named(ranks: Sequence[int], places: Sequence[Place]) -> str:
 def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
     """Return the rounds of pairs of ranks, the lower first: within the nodes, then between them.
 
-    Each node has `per_node` consecutive ranks; between nodes, each pairs with its counterpart on the other node. Of
-    4,096 processes on nodes of four there are 13 rounds, in 0.1 s each.
+    Each node has `per_node` consecutive ranks; between nodes, each pairs with its counterpart. 4,096 processes on nodes
+    of four have 13 rounds, in 0.1 s each.
     """
     nodes = size // per_node
     return [
@@ -274,7 +271,7 @@ def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
 
 
 def _pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of pairs of so many units; in each round the two numbers differ in the same bits."""
+    """Return the rounds of pairs of so many units, whose numbers differ in the same bits in each round."""
     bits = max(count - 1, 0).bit_length()
     distances = range(1, 2**bits) if count <= ALL else [2**bit for bit in range(bits)]
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
