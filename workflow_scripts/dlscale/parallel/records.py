@@ -21,7 +21,7 @@ class LinkLevel(Record):
 
     name: Literal["node", "switch", "network"]  #: Level that both ends have in common.
     size: int  #: Units joined: devices of a node, nodes below a switch, nodes or switches in all.
-    links: int  #: Pairs of processes that measured.
+    links: int  #: Couples of processes that measured.
     alpha: Measured  #: Median latency, s: half of a small message's round trip.
     beta: Measured  #: Median seconds a byte, one way, while others of the level talk, too.
 

@@ -3,7 +3,7 @@
 Values: each collective operation, over all processes and over each group of the mesh, on small whole numbers whose
 results are exact. A wrong one ends the run on all processes and names those at fault.
 
-Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Pairs of
+Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Couples of
 processes send a small and a large message to and fro, in O(log n) rounds in which all measure at once, as in a
 collective operation. Slow processes are a warning in the log.
 """
@@ -258,20 +258,26 @@ def named(ranks: Sequence[int], places: Sequence[Place]) -> str:
 
 
 def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of pairs of ranks, the lower first: within the nodes, then between them.
+    """Return the rounds of couples of ranks, the lower first: within the nodes, then between them.
 
-    Each node has `per_node` consecutive ranks; between nodes, each pairs with its counterpart. 4,096 processes on nodes
+    Each node has `per_node` consecutive ranks; between nodes, each couples with its counterpart. 4,096 processes on nodes
     of four have 13 rounds, in 0.1 s each.
     """
     nodes = size // per_node
     return [
-        *([(n * per_node + a, n * per_node + b) for n in range(nodes) for a, b in pairs] for pairs in _pairs(per_node)),
-        *([(a * per_node + i, b * per_node + i) for a, b in pairs for i in range(per_node)] for pairs in _pairs(nodes)),
+        *(
+            [(n * per_node + a, n * per_node + b) for n in range(nodes) for a, b in couples]
+            for couples in _couples(per_node)
+        ),
+        *(
+            [(a * per_node + i, b * per_node + i) for a, b in couples for i in range(per_node)]
+            for couples in _couples(nodes)
+        ),
     ]
 
 
-def _pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of pairs of so many units, whose numbers differ in the same bits in each round."""
+def _couples(count: int) -> list[list[tuple[int, int]]]:
+    """Return the rounds of couples of so many units, whose numbers differ in the same bits in each round."""
     bits = max(count - 1, 0).bit_length()
     distances = range(1, 2**bits) if count <= ALL else [2**bit for bit in range(bits)]
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
@@ -296,10 +302,10 @@ def _exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
 def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[Link]:
     """Return all links, measured in these rounds, on every rank."""
     own = []
-    for pairs in rounds:
+    for couples in rounds:
         ranges.advance(ranges.REHEARSAL)
-        world.barrier()  # the pairs of a round measure at the same time
-        peer = next((a + b - world.rank for a, b in pairs if world.rank in (a, b)), None)
+        world.barrier()  # the couples of a round measure at the same time
+        peer = next((a + b - world.rank for a, b in couples if world.rank in (a, b)), None)
         if peer is not None:
             link = _measure(world, peer)
             if world.rank < peer:
