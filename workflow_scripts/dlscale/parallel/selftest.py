@@ -260,7 +260,7 @@ def named(ranks: Sequence[int], places: Sequence[Place]) -> str:
 def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
     """Return the rounds of couples of ranks, the lower first: within the nodes, then between them.
 
-    Each node has `per_node` consecutive ranks; between nodes, each has its counterpart. 4,096 processes on nodes of four
+    Each node has `per_node` consecutive ranks; between nodes, each has its counterpart. 4,096 ranks on nodes of four
     have 13 rounds, in 0.1 s each.
     """
     nodes, step = size // per_node, per_node
