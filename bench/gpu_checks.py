@@ -1,4 +1,4 @@
-"""What must hold on a GPU: the libraries' values, every loader's samples, every rung's step, graphs, resumption."""
+"""What must hold on a GPU: every loader's samples, every rung's step, graphs, resumption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dlscale.data.loaders import DaliLoader, DirectLoader, direct_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_loader import Streamed
 from dlscale.data.samples import GridSamples
-from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Step
 
 UNET = Case("cosmo_unet", {"widths": [8, 12]}, (8, 8, 8), batch_size=6)
@@ -44,17 +43,6 @@ class Errors(dict[str, float]):
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
     """Root mean square of the difference over that of the truth."""
     return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
-
-
-# --- the libraries -----------------------------------------------------------------------------------------------
-
-
-def values(bench: Bench) -> Values:
-    """Make the check that every run in 16 bits begins with."""
-    for dtype in (torch.bfloat16, torch.float16):
-        for channels_last in (False, True):
-            check_operations(dtype, bench.device, channels_last)
-    return {"dtypes": "bf16, fp16", "layouts": "plain, channels last"}
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
@@ -343,8 +331,7 @@ def compiled_equals_plain(bench: Bench, rung: Rung) -> Values:
 
 def quick(bench: Bench) -> list[Task]:
     """Return the checks of seconds."""
-    first = [Task("check", "values in bf16 and fp16", 5, partial(values, bench))]
-    first += [
+    first = [
         Task("check", f"samples, {kind}", 20 if kind == "dali" else 3, partial(samples_equal, bench, kind))
         for kind in ("resident", "streamed", "dali")
     ]

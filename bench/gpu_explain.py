@@ -34,13 +34,13 @@ from dlscale.measure import throughput
 from dlscale.measure.peaks import measure_peaks
 from dlscale.measure.profile import measure as profiled
 from dlscale.measure.profilers.records import Activity, RangeTime, TopEntry
+from dlscale.parallel.records import Memory
 from dlscale.parallel.world import World
 from dlscale.report.verdict import Evidence, verdict
-from dlscale.train import footprint
+from dlscale.train import memory
 from dlscale.train.build import open_session
-from dlscale.train.fake import FakeStep
+from dlscale.train.memory import FakeStep
 from dlscale.train.precision import set_matmul_precision
-from dlscale.train.records import Memory
 from tests.manifests import manifest_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -241,7 +241,7 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), bench.device)
     shapes = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    used = footprint.of_step(fake, *shapes)
+    used = memory.of_step(fake, *shapes)
     step, batch = case.step(bench.device, **over), case.batch(bench.device)
     step(*batch)
     torch.cuda.reset_peak_memory_stats(bench.device)

@@ -925,7 +925,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory_without_gradients",
-        "train/footprint.py",
+        "train/memory.py",
         "gradients=gradients + grown,",
         "gradients=gradients,",
         "test_memory.py::test_prediction_is_what_the_allocator_hands_out",

@@ -21,8 +21,8 @@ import pytest
 
 from dlscale import cli
 from dlscale.core import files, telemetry
+from dlscale.core.board import events
 from dlscale.core.errors import UserError
-from dlscale.core.events import events
 from dlscale.core.files import read_json, sha256
 from dlscale.core.metrics import read_epochs
 from dlscale.data import parts

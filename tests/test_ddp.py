@@ -316,17 +316,6 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
     torch.testing.assert_close(copied.predict(x), step.network.predict(x))
 
 
-def test_what_a_step_waits_for_besides_gradients() -> None:
-    """With it no step is measured without waiting: the processes would exchange something all the same."""
-    for over, alone in (
-        ({}, True),
-        ({"sync_batchnorm": True}, False),
-        ({"sync": False}, False),
-        ({"kind": "dp"}, False),
-    ):
-        assert settings("era5_vit", parallel=over).can_step_alone == alone, over
-
-
 @pytest.mark.parametrize(
     ("over", "message"),
     [

@@ -78,23 +78,6 @@ def test_stopped_again_and_again_is_never_stopped(
     same(whole, stopped)
 
 
-@pytest.mark.slow
-def test_a_warning_saves_and_goes_on(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, warned = (
-        configure(tmp_path / "whole"),
-        configure(tmp_path / "warned", training={"epochs": 2, "keep_checkpoints": 9}),
-    )
-    manifest = era5_data / "manifest.json"
-    assert train(whole, manifest) == 0
-    requests = itertools.chain([Request.NONE] * 4, [Request.SAVE], itertools.repeat(None))
-    monkeypatch.setattr(Interruption, "poll", lambda self: next(requests))
-    assert train(warned, manifest) == 0
-    same(whole, warned)
-    (file,) = warned.glob("checkpoints/*/step-00000004/checkpoint.json")
-    saved = CheckpointRecord.read(file)
-    assert (saved.step, saved.history) == (4, []) and saved.seconds > 0
-
-
 def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All loaders deliver the same samples: which one does is no part of what a checkpoint is."""
     manifest = era5_data / "manifest.json"
@@ -111,23 +94,6 @@ def test_another_loader_goes_on_bit_by_bit(tmp_path: Path, era5_data: Path, monk
     first, *others = read_epochs(stopped / "metrics.jsonl")
     assert first.made_with is None, "its time is of both loaders"
     assert {epoch.made_with["loader"]["kind"] for epoch in others if epoch.made_with} == {"direct"}
-
-
-@pytest.mark.slow
-def test_times_of_two_loaders_stay_so(tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One epoch, stopped twice: with one loader, and with another that also ends it."""
-    folder, manifest = configure(tmp_path / "run"), era5_data / "manifest.json"
-    for number, batches in enumerate((2, 1, None)):
-        requests = (
-            itertools.chain([Request.NONE] * batches, [Request.END]) if batches else itertools.repeat(Request.NONE)
-        )
-        with monkeypatch.context() as patched:
-            patched.setattr(Interruption, "poll", lambda self, requests=requests: next(requests))
-            assert train(folder, manifest) == (STOPPED if batches else 0)
-        if not number:
-            configure(folder, loader={"kind": "direct", "workers": 1})
-    first, *others = read_epochs(folder / "metrics.jsonl")
-    assert first.made_with is None and all(other.made_with for other in others)
 
 
 @pytest.mark.parametrize(("ranks", "sums"), [(2, [1.0, 2.0]), (1, [3.0]), (3, [3.0, 0.0, 0.0])])
@@ -335,21 +301,3 @@ def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> Non
     save(2)
     assert load() == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
-
-
-def test_slow_steps_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take seconds, or become slow all at once: a signal is heard within a few of them."""
-    for before, after in ((20.0, 20.0), (0.005, 2.0)):
-        now = [0.0]
-        monkeypatch.setattr("dlscale.train.interruption.time.monotonic", lambda now=now: now[0])
-        world = World(size=2)
-        monkeypatch.setattr(World, "max", lambda self, *values: list(values))
-        interruption = Interruption(world)
-        for _ in range(3000):
-            now[0] += before
-            interruption.poll()
-        interruption._received = Request.END
-        begun = now[0]
-        while not interruption.poll():
-            now[0] += after
-        assert now[0] - begun <= 16 * after + 1

@@ -25,13 +25,11 @@ from dlscale.config.run import Geometry
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
 from dlscale.core.process import LOST
-from dlscale.parallel import links, selftest
-from dlscale.parallel.links import Link, Place
-from dlscale.parallel.mesh import Mesh
+from dlscale.parallel import selftest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
-from dlscale.parallel.selftest import Wrong, at_fault, self_test
-from dlscale.parallel.world import World
+from dlscale.parallel.selftest import Link, Place, Wrong, at_fault, self_test
+from dlscale.parallel.world import Mesh, World
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT
 from tests.ranks import spawn
@@ -43,20 +41,14 @@ from tests.waiting import PATIENCE
 # ---- who measures with whom ------------------------------------------------------------------------
 
 
-def shapes() -> list[tuple[int, int]]:
-    """Return numbers of processes, and of those of a node, up to 4,096."""
-    nodes = (*range(1, 20), 63, 64, 65, 1000, 1024)
-    found = [(n * per_node, per_node) for n in nodes for per_node in (1, 2, 3, 4, 5, 6, 8, 12, 128, 4096)]
-    return [(size, per_node) for size, per_node in found if 1 < size <= 4096]
+NODES, PER_NODE = (*range(1, 20), 63, 64, 65, 1000, 1024), (1, 2, 3, 4, 5, 6, 8, 12, 128, 4096)
 
 
-def test_a_schedule_has_everybody_in_few_rounds() -> None:
-    for size, per_node in shapes():
-        in_few_rounds(size, per_node)
-
-
-def in_few_rounds(size: int, per_node: int) -> None:
-    rounds = links.schedule(size, per_node)
+@pytest.mark.parametrize(
+    ("size", "per_node"), [(n * each, each) for n in NODES for each in PER_NODE if 1 < n * each <= 4096]
+)
+def test_a_schedule_has_everybody_in_few_rounds(size: int, per_node: int) -> None:
+    rounds = selftest.schedule(size, per_node)
     everybody, pairs = set[int](), list[tuple[int, int]]()
     for each in rounds:
         ranks = [rank for pair in each for rank in pair]
@@ -69,7 +61,7 @@ def in_few_rounds(size: int, per_node: int) -> None:
     assert everybody == set(range(size))
     assert len(set(pairs)) == len(pairs), "no pair measures twice"
     assert len(rounds) <= max(7, (per_node - 1).bit_length()) + max(7, (size // per_node - 1).bit_length())
-    if size <= links.ALL and per_node in (1, size):
+    if size <= selftest.ALL and per_node in (1, size):
         assert len(pairs) == size * (size - 1) // 2, "of few each measures with each"
 
 
@@ -88,7 +80,7 @@ def measured(places: list[Place], slow: Callable[[int, int], float] = lambda a, 
     """Return links of a schedule, with some noise; `slow` says how many times as long one takes."""
     draw = random.Random(1)
     found = []
-    for a, b in [pair for pairs in links.schedule(len(places), selftest.per_node(places)) for pair in pairs]:
+    for a, b in [pair for pairs in selftest.schedule(len(places), selftest.per_node(places)) for pair in pairs]:
         base = 3e-6 if places[a].host == places[b].host else 2e-5
         factor = slow(a, b) * draw.uniform(0.95, 1.05)
         found.append(Link((a, b), base * factor, base * factor / 1e6))
@@ -105,13 +97,13 @@ def cluster(nodes: int, per_node: int, switches: int = 0) -> list[Place]:
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (1, 8), (4, 1), (2, 4), (4, 4), (64, 4), (16, 16)])
 def test_noise_is_not_told(nodes: int, per_node: int) -> None:
     places = cluster(nodes, per_node)
-    assert links.slow(measured(places), places) == []
+    assert selftest.slow(measured(places), places) == []
 
 
 def test_a_slow_process_is_named() -> None:
     for nodes, per_node in ((1, 4), (1, 8), (4, 4)):
         places = cluster(nodes, per_node)
-        found = links.slow(measured(places, lambda a, b: 5.0 if 2 in (a, b) else 1.0), places)
+        found = selftest.slow(measured(places, lambda a, b: 5.0 if 2 in (a, b) else 1.0), places)
         assert found and all(text.startswith("process 2 on nid0: links with ") for text in found), found
         ratio = float(found[0].split("with ")[1].split(" times")[0])
         assert 4.5 < ratio < 5.5 and "times the latency of the median" in found[0]
@@ -123,53 +115,44 @@ def test_a_slow_node_is_named() -> None:
     places = cluster(16, 4)
     names = ", ".join(f"process {rank} on nid3" for rank in range(12, 16))
     border = measured(places, lambda a, b: 5.0 if (a // 4 == 3) != (b // 4 == 3) else 1.0)
-    assert [text.split(": ")[0] for text in links.slow(border, places)] == [names, names]
+    assert [text.split(": ")[0] for text in selftest.slow(border, places)] == [names, names]
     within = measured(places, lambda a, b: 5.0 if a // 4 == b // 4 == 3 else 1.0)
-    assert [text.split(": ")[0] for text in links.slow(within, places)] == [names, names]
+    assert [text.split(": ")[0] for text in selftest.slow(within, places)] == [names, names]
     half = [
         link._replace(beta=2 * link.beta) if (link.ranks[0] // 4 == 3) != (link.ranks[1] // 4 == 3) else link
         for link in measured(places)
     ]
-    (found,) = links.slow(half, places)
+    (found,) = selftest.slow(half, places)
     assert found.startswith(f"{names}: links with 2.0 times the time a byte")
 
 
-def test_a_single_slow_link_is_told_and_a_class_of_them_is_not() -> None:
-    places = cluster(1, 8)
-    one = links.slow(measured(places, lambda a, b: 6.0 if (a, b) == (2, 5) else 1.0), places)
-    assert len(one) == 2 and one[0].startswith("the link between process 2 on nid0 and process 5 on nid0: ")
-    slow = measured(places, lambda a, b: 6.0 if (a, b) == (2, 5) else 1.0)
-    assert links.slow(slow, places, wired=False) == [], "processes of a CPU share its memory"
-    many = cluster(1, 64)  # whose halves are farther apart: one in six links
-    assert links.slow(measured(many, lambda a, b: 4.0 if b - a == 32 else 1.0), many) == []
+def test_a_class_of_slow_links_is_no_slow_process() -> None:
+    places = cluster(1, 64)  # whose halves are farther apart: one in six links
+    assert selftest.slow(measured(places, lambda a, b: 4.0 if b - a == 32 else 1.0), places) == []
 
 
 def test_levels_are_what_both_ends_share() -> None:
     places = cluster(8, 2, switches=2)
-    found = {level.name: level for level in links.levels(measured(places), places)}
+    found = {level.name: level for level in selftest.levels(measured(places), places)}
     assert list(found) == ["node", "switch", "network"]
     assert [level.size for level in found.values()] == [2, 4, 2], "devices, nodes of a switch, switches"
     assert sum(level.links for level in found.values()) == len(measured(places))
     assert found["node"].alpha == pytest.approx(3e-6, rel=0.05) and found["node"].beta == pytest.approx(3e-12, rel=0.05)
     assert found["network"].alpha == pytest.approx(2e-5, rel=0.05)
-    plain = {level.name: level for level in links.levels(measured(cluster(8, 2)), cluster(8, 2))}
-    assert [level.size for level in plain.values()] == [2, 8]
-    late = [link._replace(beta=1.0) if link.ranks == (0, 2) else link for link in measured(cluster(8, 2))]
-    worst = links.levels(late, cluster(8, 2))[1]
-    assert worst.worst == (0, 2) and worst.worst_beta == 1.0 and worst.beta < 1e-9
+    assert [level.size for level in selftest.levels(measured(cluster(8, 2)), cluster(8, 2))] == [2, 8]
 
 
 def test_slurm_says_which_switch_a_node_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "nid001.chassis.example")
     monkeypatch.delenv("SLURM_TOPOLOGY_ADDR", raising=False)
-    assert links.place() == Place("nid001", "")
+    assert selftest.place() == Place("nid001", "")
     for value, switch in (("nid001", ""), ("s0.s4.nid001", "s0.s4"), ("leaf.nid001", "leaf")):
         monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", value)
-        assert links.place() == Place("nid001", switch)
+        assert selftest.place() == Place("nid001", switch)
 
 
-def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3), pair: bool = False) -> Wrong:
-    return Wrong(what, ranks, senders, "number 0 is 1, expected 2", pair)
+def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Wrong:
+    return Wrong(what, ranks, senders, "number 0 is 1, expected 2")
 
 
 def test_who_is_at_fault() -> None:
@@ -177,9 +160,7 @@ def test_who_is_at_fault() -> None:
     assert at_fault(sends) == ([2], "{} at an end of 3 of 3 wrong messages")
     gets = [[], [], [wrong("all_gather", 0, 1, 3)], []]
     assert at_fault(gets) == ([2], "{} at an end of 3 of 3 wrong messages")
-    assert at_fault([[], [wrong("a message", 0)]])[0] == [0, 1], "of two nobody knows which"
-    passed_on, message = wrong("broadcast", 0), wrong("a message", 1, ranks=(1, 2), pair=True)
-    assert at_fault([[], [message], [passed_on, message], [passed_on]])[0] == [1], "who passed it on"
+    assert at_fault([[], [wrong("broadcast", 0)]])[0] == [0, 1], "of two nobody knows which"
     sums = wrong("all_reduce")
     assert at_fault([[], [sums], [], []]) == ([1], "the sums that {} got are wrong, those of the others right")
     assert at_fault([[sums], [sums], [sums], [sums]])[0] == [0, 1, 2, 3], "of a sum nobody knows whose part it was"
@@ -209,28 +190,6 @@ def patched(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def sends_wrong(original: Any) -> Any:
-    def batch(operations: list[Any]) -> Any:
-        for operation in operations:
-            if operation.op is dist.isend and operation.tensor.dtype == torch.float32:
-                operation.tensor = corrupted(operation.tensor)
-        return original(operations)
-
-    return batch
-
-
-def sends_late(seconds: float) -> Any:
-    def make(original: Any) -> Any:
-        def batch(operations: list[Any]) -> Any:
-            if operations[0].op is dist.isend:
-                time.sleep(seconds)
-            return original(operations)
-
-        return batch
-
-    return make
-
-
 def gathers_wrong(original: Any) -> Any:
     return lambda output, own, **options: original(output, corrupted(own), **options)
 
@@ -240,16 +199,6 @@ def adds_wrong(original: Any) -> Any:
         if tensor.dtype == torch.float32:
             tensor.copy_(corrupted(tensor))
         return original(tensor, *arguments, **options)
-
-    return reduce
-
-
-def reads_wrong(original: Any) -> Any:
-    def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        done = original(tensor, *arguments, **options)
-        if tensor.dtype == torch.float32:
-            tensor.copy_(corrupted(tensor))
-        return done
 
     return reduce
 
@@ -276,23 +225,15 @@ class Case:
     said: str = ""
 
 
-#: Seconds by which a process sends late. Half of it is its links' latency, which is called slow beyond nine times the
-#: greatest deviation of the others. Those deviate by milliseconds where four processes share two cores with others.
-LATE = 0.2
-
 CASES = {
     "right, of two": Case(2),
-    "sends, of two": Case(2, 1, "batch_isend_irecv", sends_wrong, said="process 0 on nid0, process 1 on nid0 at"),
+    "gathers, of two": Case(2, 1, "all_gather", gathers_wrong, said="process 1 on nid0 at an end of 2 of 2 wrong"),
     "right": Case(4, per_node=1),
-    "sends": Case(4, 2, "batch_isend_irecv", sends_wrong, said="process 2 on nid1 at an end of 2 of 2 wrong messages"),
     "gathers": Case(4, 1, "all_gather", gathers_wrong, said="process 1 on nid0 at an end of 4 of 4 wrong messages"),
     "adds": Case(4, 2, "all_reduce", adds_wrong, said="sums are wrong with process 0 on nid0, process 1 on nid0, "),
-    "reads": Case(4, 3, "all_reduce", reads_wrong, said="the sums that process 3 on nid1 got are wrong"),
     "adds in groups": Case(
         *(4, 3, "all_reduce", adds_wrong_in_groups, 4, {"tp": 2}), said="sums are wrong with process 3 on nid0."
     ),
-    "late": Case(4, 2, "batch_isend_irecv", sends_late(LATE), per_node=4),
-    "late node": Case(4, 2, "batch_isend_irecv", sends_late(LATE), per_node=1),
 }
 
 
@@ -352,7 +293,7 @@ def test_two_processes_that_are_right(tested: Tested) -> None:
     found = Links(**one["links"])
     assert (found.backend, found.processes, found.nodes, found.slow) == ("gloo", 2, 1, [])
     (level,) = found.levels
-    assert (level.name, level.size, level.links, level.worst) == ("node", 2, 1, (0, 1))
+    assert (level.name, level.size, level.links) == ("node", 2, 1)
     assert 1e-7 < level.alpha < 0.1 and 1e-12 < level.beta < 1e-6
     small, large = found.all_reduce
     assert (small.bytes, large.bytes) == (8, 2**22) and 0 < small.seconds < large.seconds
@@ -384,18 +325,6 @@ def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
         assert "over each group of dp" in message, "the first of the two axes"
 
 
-@pytest.mark.parallel
-def test_a_late_process_is_named(tested: Tested) -> None:
-    found = Links(**tested("late")[0]["links"])
-    assert any(text.startswith("process 2 on nid0: links with ") for text in found.slow), found
-
-
-@pytest.mark.parallel
-def test_a_late_node_is_named(tested: Tested) -> None:
-    found = Links(**tested("late node")[0]["links"])
-    assert any(text.startswith("process 2 on nid2: links with ") for text in found.slow), found
-
-
 def test_one_process_has_nothing_to_test() -> None:
     assert self_test(World()) is None
 
@@ -409,22 +338,21 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
         now += alpha + tensor.nbytes * beta if peer == 1 else 0.0
 
     clock = SimpleNamespace(perf_counter=lambda: now)
-    monkeypatch.setattr(links, "time", clock)
-    monkeypatch.setattr(links, "send", message)
-    monkeypatch.setattr(links, "receive", message)
-    link = links._measure(World(size=2), 1)
+    monkeypatch.setattr(selftest, "time", clock)
+    monkeypatch.setattr(selftest, "send", message)
+    monkeypatch.setattr(selftest, "receive", message)
+    link = selftest._measure(World(size=2), 1)
     assert link.ranks == (0, 1)
-    assert link.alpha == pytest.approx(alpha + links.SMALL * beta) and link.beta == pytest.approx(beta, rel=1e-3)
+    assert link.alpha == pytest.approx(alpha + selftest.SMALL * beta) and link.beta == pytest.approx(beta, rel=1e-3)
 
 
-def test_a_level_of_uneven_links_has_no_slow_ones() -> None:
+def test_a_level_of_uneven_links_has_no_slow_process() -> None:
     """Twice the median is little where all differ as much: six standard deviations are more."""
-    places = [Place(f"n{rank}") for rank in range(8)]
-    pairs = list(itertools.combinations(range(8), 2))
-    spread = [Link(pair, 1e-5, 1e-10 * (4 if pair == (2, 5) else 1 + n % 3)) for n, pair in enumerate(pairs)]
-    assert links.slow(spread, places) == []
-    even = [Link(pair, 1e-5, 1e-10 * (4 if pair == (2, 5) else 1)) for pair in pairs]
-    assert len(links.slow(even, places)) == 1
+    places, pairs = [Place(f"n{rank}") for rank in range(8)], list(itertools.combinations(range(8), 2))
+    spread = [Link(pair, 1e-5, 1e-10 * (4 if 2 in pair else 1 + n % 3)) for n, pair in enumerate(pairs)]
+    assert selftest.slow(spread, places) == []
+    even = [Link(pair, 1e-5, 1e-10 * (4 if 2 in pair else 1)) for pair in pairs]
+    assert len(selftest.slow(even, places)) == 1
 
 
 # ---- stages ----------------------------------------------------------------------------------------
@@ -496,7 +424,7 @@ def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> 
     for name, parallel in (("tested", {}), ("untested", {"selftest": False})):
         train_by(2, configure(tmp_path / name, "era5_vit", 2, parallel=parallel), era5_data)
     one, other = (Provenance.read(tmp_path / name / "provenance.json") for name in ("tested", "untested"))
-    assert one.links is not None and one.links.processes == 2 and other.links is None
+    assert one.links is not None and one.selftest.processes == 2 and other.links is None
     assert one.fingerprint == other.fingerprint, "checkpoints of the one are those of the other"
     assert (tmp_path / "tested/model.pt").read_bytes() == (tmp_path / "untested/model.pt").read_bytes()
     assert "self-test: 2 processes exchange right values; node: " in (tmp_path / "tested/train.log").read_text()

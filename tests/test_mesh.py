@@ -27,18 +27,18 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
 from dlscale.parallel import pieces
-from dlscale.parallel.exchanges import Counting, formula
-from dlscale.parallel.mesh import AXES, Mesh, arrangement
+from dlscale.parallel.exchanges import Counting
 from dlscale.parallel.model import drawing
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import Sharded
-from dlscale.parallel.world import World
+from dlscale.parallel.world import AXES, Mesh, World, arrangement
 from dlscale.studies.era5_vit.model import ViT
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin
 from dlscale.train.precision import compute_dtype, convert
 from dlscale.train.step import Step
+from tests.exchanged import formula
 from tests.ranks import spawn
 from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
@@ -458,14 +458,6 @@ def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str 
             assert drawing(model()) is None
     finally:
         dist.destroy_process_group()
-
-
-def test_a_rank_knows_its_place(learnt: Any) -> None:
-    for name in ("2 tp", "2 cp"):
-        case = STRATEGIES[name]
-        ranks = arrangement(case.run().geometry)
-        for rank, found in enumerate(learnt(name)):
-            assert int(ranks[tuple(found["places"])]) == rank
 
 
 # ---- checkpoints under other meshes ----------------------------------------------------------------

@@ -34,7 +34,7 @@ from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epoc
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profilers.records import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
-from dlscale.parallel.records import Device
+from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import collect, curves, glance, machine, profiles, published, report, sections
 from dlscale.report.diagnosis import bound, disturbance, gain
 from dlscale.report.figures import strips
@@ -42,7 +42,6 @@ from dlscale.report.results import read_plan, read_run
 from dlscale.report.speedup import SpeedUps
 from dlscale.report.verdict import of
 from dlscale.train.provenance import Provenance
-from dlscale.train.records import Memory, MemoryUse
 from tests.conftest import stage
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""

@@ -20,13 +20,12 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.text import number
 from dlscale.measure.records import Throughput, Trials
-from dlscale.parallel.records import Device
+from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, glance, questions, scaling
 from dlscale.report.blocks import Table
 from dlscale.report.figures import DASHED, DOTTED
 from dlscale.report.results import PlanResult, read_plan, took
 from dlscale.report.speedup import series as series_of
-from dlscale.train.records import MemoryUse
 from tests.test_report import Page, Results
 
 WEAK: dict[str, Any] = {"study": "cosmo_unet", "kind": "weak_scaling"}

@@ -48,12 +48,12 @@ from dlscale.measure.scaling.model import (
     rate,
     step,
 )
-from dlscale.parallel.exchanges import formula
 from dlscale.parallel.model import named as named_modules
 from dlscale.parallel.records import Device, LinkLevel, Links
 from dlscale.preflight import measured
 from dlscale.studies.cosmo_unet.model import UNet3D
 from tests.conftest import ROOT, TINY, make_run, stage
+from tests.exchanged import formula
 from tests.test_compare import crowd
 
 NODE = Level("node", 4, 3e-6, 1 / 200e9)
@@ -688,7 +688,7 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
     path = results / "plans/cosmo_unet/two/throughput.json"
 
     def level(beta: float) -> LinkLevel:
-        here: Any = {"links": 1, "worst": (0, 1), "worst_alpha": 2e-3, "worst_beta": beta}
+        here: Any = {"links": 1}
         return LinkLevel(name="network", size=2, alpha=2e-3, beta=beta, **here)
 
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 64]

@@ -13,7 +13,6 @@ import torch
 
 from dlscale.core.errors import UserError
 from dlscale.core.machine import LOCAL_DISK
-from dlscale.core.process import turn
 from dlscale.data import staging
 from dlscale.data.manifest import Manifest
 from dlscale.data.staging import staged

@@ -16,12 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlscale.config.run import Geometry, RunCore
 from dlscale.core.errors import UserError
-from dlscale.parallel.mesh import Pretended
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.pieces import share
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.world import World
+from dlscale.parallel.world import Pretended, World
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin

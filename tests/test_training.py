@@ -6,7 +6,6 @@ import contextlib
 import copy
 import errno
 import io
-import itertools
 import json
 import logging
 import math
@@ -28,7 +27,6 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
@@ -57,13 +55,13 @@ from dlscale.studies.era5_vit.model import ViT
 from dlscale.studies.era5_vit.study import Era5ViT
 from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
-from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, Misfit, fill, read
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
 from dlscale.train.logs import RunLogs
 from dlscale.train.loop import Hook, run_steps
 from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
 from dlscale.train.train import fit, run_fingerprint
-from dlscale.train.trainer import Trainer, _EpochSums
+from dlscale.train.trainer import Trainer
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
 from tests.test_rungs import settings
 from tests.waiting import PATIENCE
@@ -278,14 +276,6 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(era5: Make) -> N
     assert all(a["train_loss"] != b["train_loss"] for a, b in zip(records(first), records(other), strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drops", [{}, DROPS], ids=["no drop-out", "drop-out"])
-def test_workers_do_not_change_the_training(era5: Make, drops: dict[str, float]) -> None:
-    alone, helped = (era5(str(workers), model=drops, loader={"workers": workers}) for workers in (0, 2))
-    assert timeless(alone) == timeless(helped)
-    assert same(weights(alone), weights(helped))
-
-
 def test_a_synthetic_loader_trains(era5: Make) -> None:
     folder = era5(loader={"kind": "synthetic"}, samples={"train": 10})
     assert [r["samples"] for r in records(folder)] == [10, 20]
@@ -370,19 +360,6 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
 
 
 @pytest.mark.slow
-def test_a_step_has_no_more_samples_than_an_epoch(era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 38 samples and a batch of 64 the samples/s that are told while it trains are those of 38 a step."""
-    folder = era5(batch_size=64, training={"epochs": 3})
-    told: list[tuple[int, dict[str, float]]] = []
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    with trainer(folder, weather) as made:
-        monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second at each look
-        fit(made, on_steps=lambda step, values: told.append((step, dict(values))))
-    seconds = [38 * 1 / values["samples/s"] for _, values in told]
-    assert told and seconds == [pytest.approx(round(each)) for each in seconds], "whole, as the clock is"
-
-
-@pytest.mark.slow
 def test_what_was_before_the_first_step(era5: Make, weather: Path) -> None:
     """The losses of a model that has learnt nothing, and nothing is learnt otherwise for having looked at it."""
     over = {"training": {"epochs": 2}, "samples": {"train": 9}, "model": DROPS}
@@ -451,26 +428,6 @@ def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> N
     assert record.epoch_seconds >= 0.3
     assert record.valid_seconds >= 0.3
     assert record.samples_per_second <= 38 / 0.3
-
-
-def test_naive_answers_are_no_part_of_a_validations_time(
-    tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are made once, in the first epoch or after a resume, and time to a target counts validations."""
-    make_era5(tmp_path, {"training": {"epochs": 1, "initial_validation": False}})
-    with trainer(tmp_path, weather) as made:
-        naive, clock, late = made.metrics.naive, time.perf_counter, 0.0
-
-        def slow(*given: Any) -> Any:
-            nonlocal late
-            late += 1e6  # by the clock of the test
-            return naive(*given)
-
-        monkeypatch.setattr(made.metrics, "naive", slow)
-        monkeypatch.setattr(time, "perf_counter", lambda: clock() + late)
-        (record,) = fit(made)
-        monkeypatch.undo()
-    assert late and record.valid_seconds < 1e6
 
 
 def test_a_loss_is_one_number_for_each_sample(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -824,17 +781,6 @@ def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, fini
     assert not same(weights(again), weights(finished))
 
 
-def test_what_another_training_left_is_cleared_away(finished: Path, weather: Path, tmp_path: Path) -> None:
-    """Its numbers would stand beside those of a run that failed."""
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    make_era5(run, {"training": {"epochs": 3}, "optimizer": {"lr": 1e30}})
-    assert train(run, weather / "manifest.json") == 2
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
-    epochs = {tag: points for tag, points in scalars(run).items() if not tag.startswith("steps/")}
-    assert all(list(points) == [0] for points in epochs.values()), "what was before its first step"
-
-
 def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
     """Whoever names a folder that holds other things as well keeps them."""
     for name in ("important", "0123456789abcdeX"):
@@ -846,18 +792,6 @@ def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> No
         "important",
         "0123456789abcdeX",
     }
-
-
-class Like:
-    """Equal to a tensor of the same values."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, torch.Tensor) and torch.equal(self.values, other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def saved(checkpoints: Checkpoints, step: int, **tensors: torch.Tensor) -> None:
@@ -935,21 +869,6 @@ def test_what_was_passed_over_stays(tmp_path: Path) -> None:
     assert checkpoints.steps() == [2, 3, 4, 6]
 
 
-@pytest.mark.parametrize("places", [[0], [2], [0, 0]], ids=str)
-def test_a_file_that_lacks_a_part(tmp_path: Path, places: list[int]) -> None:
-    """What is not there is never read as whatever was in memory."""
-    checkpoints, w = Checkpoints(tmp_path, keep=2), torch.arange(4.0)
-    saved(checkpoints, 1, w=w)
-    folder = tmp_path / "step-00000001"
-    assert read(folder)["w"].equal(w)
-    (folder / SHARD).unlink()
-    for number, place in enumerate(places):
-        told = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [place]}})}
-        save_file({"w": w[place : place + 2]}, folder / f"{number}.safetensors", metadata=told)
-    with pytest.raises(Misfit, match=r"w: (not all of it is there|torch.Size\(\[2\]\), expected \(4,\))"):
-        fill(folder, {"w": Piece(torch.empty(4))})
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) -> None:
     def make() -> nn.Module:
@@ -1024,7 +943,7 @@ def test_checkpoints_are_as_often_and_as_many_as_asked(era5: Make) -> None:
 
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    saved(checkpoints, 7, w=torch.ones(2))
+    saved(checkpoints, 7, w=torch.ones(1))
 
     def failing(*_: Any, **__: Any) -> None:
         raise MemoryError("in the midst of writing")
@@ -1032,18 +951,9 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypa
     for step in (7, 8):
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
             patched.setattr(CheckpointRecord, "write", failing)
-            saved(checkpoints, step, w=torch.zeros(2))
+            saved(checkpoints, step, w=torch.zeros(1))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
-    assert loaded(checkpoints, w=torch.zeros(2)) == (7, {"w": Like(torch.ones(2))})
-
-
-def test_what_is_saved_is_what_was_there_then(tmp_path: Path) -> None:
-    """The training goes on while it is written."""
-    checkpoints, w = Checkpoints(tmp_path, keep=2), torch.ones(1000, 1000)
-    checkpoints.save(CheckpointRecord(step=1), {"w": Piece(w)})
-    w.zero_()
-    checkpoints.wait()
-    assert loaded(checkpoints, w=w) == (1, {"w": Like(torch.ones(1000, 1000))})
+    assert loaded(checkpoints, w=torch.zeros(1)) == (7, {"w": torch.ones(1)})
 
 
 def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
@@ -1138,22 +1048,16 @@ def test_steps_are_logged_and_go_on_after_a_resume(tmp_path: Path) -> None:
     logs = RunLogs(tmp_path, [])
     logs.add_steps(5, {"loss": 4.0, "samples/s": 100.0})
     logs.add(record, ("t", np.zeros((4, 4, 3), np.uint8)))
-    logs.add_steps(15, {"loss": 3.5, "samples/s": 110.0})
-    logs.add_steps(18, {"loss": 3.0, "samples/s": 120.0})
-    logs = RunLogs(tmp_path, [record], step=15)
-    logs.add_steps(17, {"loss": 3.2, "samples/s": 90.0})
-    found = scalars(tmp_path)
-    assert found["steps/loss"] == {5: 4.0, 15: 3.5, 17: pytest.approx(3.2)}
-    assert found["steps/samples_per_second"] == {5: 100.0, 15: 110.0, 17: 90.0}
-    assert [image.step for image in events(tmp_path).Images("Visualization, t")] == [10]
+    for step in (15, 18):
+        logs.add_steps(step, {"loss": 3.5, "samples/s": 110.0})
     last = sorted((tmp_path / "tensorboard").iterdir())[-1]
     with last.open("ab") as file:
         file.write(last.read_bytes()[:20])  # half a record
-    logs = RunLogs(tmp_path, [record], step=17)  # cut short again
-    logs.add_steps(18, {"loss": 3.1})
-    assert scalars(tmp_path)["steps/loss"] == {5: 4.0, 15: 3.5, 17: pytest.approx(3.2), 18: pytest.approx(3.1)}
-    logs = RunLogs(tmp_path, [record], step=10)
-    assert scalars(tmp_path)["steps/loss"] == {5: 4.0} and scalars(tmp_path)["loss/train"] == {10: 3.0}
+    RunLogs(tmp_path, [record], step=15).add_steps(17, {"loss": 3.25, "samples/s": 90.0})
+    found = scalars(tmp_path)
+    assert found["steps/loss"] == {5: 4.0, 15: 3.5, 17: 3.25}
+    assert found["steps/samples_per_second"] == {5: 100.0, 15: 110.0, 17: 90.0}
+    assert [image.step for image in events(tmp_path).Images("Visualization, t")] == [10]
     shutil.rmtree(tmp_path / "tensorboard")
     RunLogs(tmp_path, [record], step=15)
     assert scalars(tmp_path)["loss/train"] == {10: 3.0}, "what is lost is written again, as far as it is known"
@@ -1209,16 +1113,14 @@ def test_provenance_tells_the_story(finished: Path) -> None:
     expected = ViT((16, 32), (4, 4), 1, 1, embed_dim=16, depth=2, heads=2)
     assert found["parameters"] == sum(p.numel() for p in expected.parameters())
     assert (found["training_samples"], found["validation_samples"]) == (2 * 19, 19)
-    assert (found["seed"], found["dataset"], found["resumed_from_step"]) == (0, "data", None)
-    assert found["device"]["kind"] == "cpu"
-    assert found["device"]["threads"] == 1
+    assert (found["seed"], found["dataset"], found["device"]["kind"], found["device"]["threads"]) == (
+        0,
+        "data",
+        "cpu",
+        1,
+    )
     assert torch.__version__.startswith(found["packages"]["torch"])  # wheels need not say +cu130
-    assert found["packages"]["numpy"] == np.__version__
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found["started"] <= found["finished"]
     assert {metric["name"] for metric in found["metrics"]} == set(records(finished)[0]["metrics"])
-    assert {metric["name"]: metric["unit"] for metric in found["metrics"]}["rmse/t2m"] == "K"
-    assert found["loss"]["title"] == "relative L2"
     assert found["manifest"]["settings"]["source"]["seed"] == 3
     assert {path.name for path in finished.iterdir()} == FILES
 
@@ -1273,23 +1175,6 @@ def test_a_loss_that_explodes_ends_in_one_message(
     assert "lower optimizer.lr" in said
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
     assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "NaN is not worth a checkpoint"
-
-
-def test_several_devices_are_refused(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    era5(status=2, geometry={"gpus_per_node": 4})
-    said = message(capfd)
-    assert "geometry" in said
-    assert "4 processes (1 nodes x 4)" in said
-
-
-def test_cuda_without_a_gpu_is_refused(tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    make_era5(tmp_path, {})
-    assert train(tmp_path, weather / "manifest.json", "--device", "cuda") == 2
-    said = message(capfd)
-    why = "there is no NVIDIA driver" if torch.version.cuda else "computes on processors only"
-    assert "PyTorch sees no CUDA device" in said and why in said
 
 
 @pytest.mark.parametrize(
@@ -1355,24 +1240,3 @@ def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: py
 
 
 # ---- checkpoints and clocks, alone -------------------------------------------------------------------
-
-
-def test_what_was_left_behind_does_not_displace_what_was_saved(tmp_path: Path) -> None:
-    """A later step, from which the training did not go on, counts for none of those that are kept."""
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    saved(checkpoints, 100, w=torch.ones(1))
-    for step in (75, 80):
-        saved(checkpoints, step, w=torch.ones(1))
-        assert checkpoints.steps() == [step]
-
-
-def test_the_clock_of_an_epoch_stops_with_its_steps() -> None:
-    """Also where the try that stopped it was itself stopped while it validated."""
-    device = torch.device("cpu")
-    sums = _EpochSums(CheckpointRecord(seconds=2.0), 0, World(), device)
-    sums.finish()
-    stopped, wall_time = sums.seconds, sums.wall_time
-    assert stopped >= 2.0 and wall_time > 0
-    again = _EpochSums(CheckpointRecord(seconds=stopped, wall_time=wall_time), 0, World(), device)
-    again.finish()
-    assert (again.seconds, again.wall_time) == (stopped, wall_time) == (sums.seconds, sums.wall_time)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -307,18 +306,6 @@ def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
             Limits.told()
 
 
-def test_a_full_disk_ends_no_run(full_disk: Path) -> None:
-    """Processes of a node tell of themselves in files: there is room for what is there."""
-    store = watchdog.Files(full_disk / "meet")
-    store.set("sign", json.dumps([1, "a" * 100]))
-    with pytest.raises(OSError), (full_disk / "filler").open("wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))
-    for value in ([3, "c" * 200], [4]):
-        store.set("sign", json.dumps(value))
-        assert json.loads(store.multi_get(["sign"])[0]) == value
-
-
 @pytest.mark.slow
 def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads end with it: one that comes back from a store while Python ends has C++ abort the process."""
@@ -373,18 +360,6 @@ def test_the_verdict() -> None:
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in verdict(tests, further, after)
     assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "it opens connections"
-
-
-def test_who_is_awaited_is_told_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """Where more is allowed than that: once, and again where it is another one."""
-    found = judge(at(120, "step", STEPS, 70), at(110, "writing", BETWEEN, 61))
-    assert not found._verdict() and not found._verdict()
-    told = "all have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
-    assert [record.getMessage() for record in caplog.records] == [told]
-    found._seen[0] = found._seen[0]._replace(entered=100, kind=BETWEEN)
-    assert not found._verdict()
-    assert "process 0 on nid0" in caplog.records[-1].getMessage() and len(caplog.records) == 2
-    assert not verdict(*2 * [at(100, "", OPENING, 100)]) and len(caplog.records) == 2, "nobody is behind"
 
 
 def test_the_verdict_between_epochs() -> None:

@@ -26,8 +26,8 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.core import registry
 from dlscale.datasets.cosmo.samples import SYMMETRIES, apply
-from dlscale.parallel.mesh import Pretended
 from dlscale.parallel.model import ModelParallel
+from dlscale.parallel.world import Pretended
 from dlscale.studies.era5_vit.model import ViT
 from dlscale.train.step import Step
 from tests.conftest import TINY, make_run, records, train

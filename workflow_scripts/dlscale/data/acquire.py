@@ -18,7 +18,7 @@ import urllib3
 
 from dlscale.core import files, urls
 from dlscale.core.errors import UserError, nearest
-from dlscale.core.lock import only_writer
+from dlscale.core.process import only_writer
 from dlscale.core.progress import Progress
 from dlscale.data import parts
 from dlscale.data.kind import file_name, is_url

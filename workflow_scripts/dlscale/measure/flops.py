@@ -24,7 +24,7 @@ from dlscale.core.errors import brief
 from dlscale.data.loaders.base import Batch
 from dlscale.measure.records import SampleWork
 from dlscale.train.build import Session
-from dlscale.train.fake import fake_step
+from dlscale.train.memory import fake_step
 
 aten = torch.ops.aten
 

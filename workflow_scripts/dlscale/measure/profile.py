@@ -14,8 +14,6 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
 from dlscale.core import board, files
@@ -27,14 +25,13 @@ from dlscale.measure.profilers.records import Exchanged, Profile, ProfiledTool, 
 from dlscale.measure.profilers.tool import Found, Tool, Unavailable, overhead
 from dlscale.measure.window import Window
 from dlscale.parallel import exchanges
+from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
-from dlscale.train import footprint
+from dlscale.train import memory
 from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.exhaustion import is_exhaustion
-from dlscale.train.precision import compute_dtype, convert
-from dlscale.train.records import Memory
 
 #: Rows of each profiler and kind that the record holds; the CSV file has all.
 TOP = 10
@@ -169,7 +166,7 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
 def _memory(session: Session, batch: Batch) -> Memory | None:
     """Return the memory that a step takes, predicted and measured; None, with a line in the log, if it is not told."""
     try:
-        return footprint.measure(session, batch)
+        return memory.measure(session, batch)
     except Exception as error:  # a model may do anything; what is left out here is no reason to lose a profile
         if is_exhaustion(error) or isinstance(error, UserError):
             raise
@@ -185,12 +182,7 @@ def _exchanged(session: Session, window: Window) -> Exchanged | None:
     window.run(1)  # DDP arranges its buckets after its first step
     with exchanges.Counting() as counting:
         window.run(1)
-    with torch.device("meta"):
-        model = session.study.model(run, session.manifest)
-    convert(model, run.precision)
-    plan, width = session.study.sharding(model), compute_dtype(run.precision).itemsize
-    expected = exchanges.formula(run, model, plan, run.local_batch_size, width)
-    return Exchanged(counted=dict(counting.bytes), formula=expected)
+    return Exchanged(counted=dict(counting.bytes))
 
 
 def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool:

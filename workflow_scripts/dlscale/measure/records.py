@@ -9,8 +9,7 @@ from pydantic import Field
 
 from dlscale.core.noise import interval
 from dlscale.core.record import Measured, Positive, Record
-from dlscale.parallel.records import Device, Links
-from dlscale.train.records import MemoryUse
+from dlscale.parallel.records import Device, Links, MemoryUse
 
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")

@@ -41,7 +41,7 @@ from dlscale.measure.usage import Meter
 from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
-from dlscale.train import footprint, memory
+from dlscale.train import memory
 from dlscale.train.around import entered, verify
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, Hook, run_steps
@@ -136,7 +136,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
     memory_use = None
     if world.main:
         try:
-            memory_use = footprint.predict(run, session.manifest, world.device, cached[:2], step.attention)
+            memory_use = memory.predict(run, session.manifest, world.device, cached[:2], step.attention)
         except Exception as error:  # code that asks tensors for values
             logging.warning("memory is not predicted: %s", error)
     results = Throughput(

@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all ranks: what one process with the whole batch computes."""
+"""Batch normalisation over the samples of all ranks, as one process with the whole batch computes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class OnCPU(_BatchNorm):
-    """PyTorch's `SyncBatchNorm` for processors, of which it takes none. Ranks may have unequal shares, or none."""
+    """PyTorch's `SyncBatchNorm`, for CPUs. Ranks may have unequal shares of a batch, or none."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass
@@ -48,15 +48,15 @@ class OnCPU(_BatchNorm):
 
 
 class OnGPU(nn.SyncBatchNorm):
-    """PyTorch's, for a rank that may have no sample of a small last batch."""
+    """PyTorch's `SyncBatchNorm`, for a rank that may have no sample of a small last batch."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; of no sample PyTorch would exchange 16 bits where the other ranks exchange float32."""
+        """Normalise; without samples PyTorch would exchange 16 bits where other ranks exchange float32."""
         return super().forward(input) if len(input) else super().forward(input.float()).to(input.dtype)
 
 
 def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with all batch normalisation over all ranks; parameters and names stay."""
+    """Return the model with synchronised batch normalisation; parameters and names stay."""
     kind: Callable[..., Any] = OnGPU if device.type == "cuda" else OnCPU
     for name, module in model.named_children():
         model.add_module(name, synchronised(module, device))

@@ -1,18 +1,12 @@
-"""One model on several devices: tensor, sequence and context parallelism around a model that knows nothing of them.
+"""Tensor, sequence and context parallelism around a model that knows nothing of them.
 
-Between two modules that a study names (`Sharding.first`, `Sharding.last`) each device has 1 / (cp x tp) of a sample's
-tokens, which are filled up with zeros where they do not divide: 4050 on 8 devices are 4056. Where a layer needs more,
-they are put together for it (Korthikanti et al. 2022, arXiv:2205.05198):
+Between two modules (`Sharding.first`, `Sharding.last`) each device has 1 / (cp x tp) of a sample's tokens, padded where
+they do not divide: 4050 on 8 devices are 4056. Tokens are gathered over tp before attention and MLP, keys and values
+over cp (Korthikanti et al. 2022, arXiv:2205.05198).
 
-- before attention and before an MLP, those of all tensor-parallel devices. Each of these then computes some of the
-  heads, some of the hidden units; their sums are divided among the devices again.
-- keys and values, before tokens attend to each other, of all context-parallel devices.
-
-What all devices share is the sum of the losses of all, each of which counts 1 / tp of it (`ModelParallel.share`). Every
-exchange on the way back is the adjoint of that on the way forward; so the sum over tp of the gradients of weights that
-tensor-parallel devices have in common, and the mean of all gradients over dp x cp, are those of one device.
-
-Random numbers: outside of the divided part all devices of a model draw the same ones, and within it each its own.
+A device's loss has the weight 1 / tp. Each exchange of the backward pass is the adjoint of the forward pass's; so the
+sum over tp of the gradients of weights in common, and the mean of all over dp x cp, are those of one device. Devices
+draw the same random numbers outside of the divided part, and each its own within.
 """
 
 from __future__ import annotations
@@ -31,11 +25,11 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from dlscale.core.errors import UserError
-from dlscale.parallel.mesh import Mesh, Pretended, PretendedAxes
 from dlscale.parallel.pieces import Cut
 from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.world import Mesh, Pretended, PretendedAxes
 
-#: Those devices between which something is exchanged.
+#: Devices that exchange something.
 Axes = DeviceMesh | PretendedAxes
 
 TOKENS = 1  #: Dimension of tokens in [B, N, E].
@@ -43,7 +37,7 @@ TOKENS_OF_HEADS = 2  #: Dimension of tokens in [B, heads, N, head dimension].
 
 
 def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Return the modules whose names match, in the model's order; `*` stands for one part of a name."""
+    """Return the modules whose names match, in the model's order; `*` matches one part of a name."""
     wanted = [pattern.split(".") for pattern in patterns]
 
     def matches(name: str) -> bool:
@@ -54,7 +48,7 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several: modules share it, or are there under several names."""
+    """Return the names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -62,7 +56,7 @@ def tied(model: nn.Module) -> list[list[str]]:
 
 
 def drawing(model: nn.Module) -> str | None:
-    """Return the name of the first of PyTorch's layers that draws random numbers while the model trains, if any."""
+    """Return the name of the first of PyTorch's layers that draws random numbers in training, if any."""
     for name, module in model.named_modules():
         dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
         if isinstance(module, nn.RReLU) or (isinstance(dropped, float) and dropped > 0):
@@ -73,28 +67,15 @@ def drawing(model: nn.Module) -> str | None:
 class ModelParallel:
     """A model of which each device of a mesh holds its part, with the exchanges between them.
 
-    It changes the model in place, which must be as all devices made it: the same weights everywhere. Parameters become
-    this device's part of each; their names stay.
+    The model changes in place, and must have the same weights on all devices. Parameters become this device's part of
+    each; their names stay.
 
     Parameters
     ----------
     device
-        That on which the model will compute.
+        Device on which the model will compute.
     seed
-        This device's own, for the divided part; None if the model draws no random numbers.
-
-    Attributes
-    ----------
-    cuts
-        How tensor-parallel devices share a parameter, by name.
-    share
-        What a device's loss counts.
-    draws
-        Whether the model draws random numbers.
-    random_state
-        That from which this device draws in the divided part, on the host.
-    tp_group
-        Process group of the tensor-parallel devices; None if there is but one.
+        Seed of this device for the divided part; None if the model draws no random numbers.
     """
 
     def __init__(
@@ -109,15 +90,16 @@ class ModelParallel:
         self._tp, self._cp, both = mesh.along("tp"), mesh.along("cp"), mesh.along("cp", "tp")
         assert both is not None
         self._both = both
-        self.tp_group: Any = self._tp.get_group() if self._tp else None
+        self.tp_group: Any = self._tp.get_group() if self._tp else None  #: process group of tensor-parallel devices
         self.parts = mesh.size("cp") * mesh.size("tp")
         self._each = -(-sharding.tokens // self.parts)  # tokens of each device
-        self.cuts: dict[str, tuple[Cut, ...]] = {}
-        self.share = 1.0 / mesh.size("tp")
+        self.cuts: dict[str, tuple[Cut, ...]] = {}  #: how tensor-parallel devices share a parameter, by name
+        self.share = 1.0 / mesh.size("tp")  #: weight of this device's loss
         if self._tp:
             self._cut(model)
         self._exchange(model)
         self.draws = seed is not None
+        #: This device's random state in the divided part, on the host.
         self.random_state = self._outside = torch.empty(0, dtype=torch.uint8)
         if seed is not None:
             self._draw_apart(model, device, seed)
@@ -125,7 +107,6 @@ class ModelParallel:
     # ---- weights ---------------------------------------------------------------------------------
 
     def _cut(self, model: nn.Module) -> None:
-        """Leave this device's part of each weight in the model."""
         assert self._tp is not None
         layers = [(module, name, 0) for name, module in named(model, self._sharding.columns).items()]
         layers += [(module, name, 1) for name, module in named(model, self._sharding.rows).items()]
@@ -146,7 +127,7 @@ class ModelParallel:
             model.set_submodule(name, _Rows(layer, self._tp))
 
     def sum_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Sum over tensor-parallel devices the gradients of the parameters, by name, that all of them have whole."""
+        """Sum over tensor-parallel devices the gradients of the parameters that are not cut."""
         if not self._tp:
             return
         gradients = [p.grad for name, p in parameters.items() if name not in self.cuts and p.grad is not None]
@@ -161,7 +142,6 @@ class ModelParallel:
     # ---- tokens ----------------------------------------------------------------------------------
 
     def _exchange(self, model: nn.Module) -> None:
-        """Have each module meet the tokens that it needs."""
         first, last = (model.get_submodule(name) for name in (self._sharding.first, self._sharding.last))
         first.register_forward_hook(lambda module, inputs, output: self._divide(output))
         last.register_forward_hook(lambda module, inputs, output: self._unite(output))
@@ -173,13 +153,12 @@ class ModelParallel:
                 module.register_forward_pre_hook(lambda module, inputs: self._keys_and_values(*inputs))
 
     def _divide(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        """Return this device's tokens."""
         place = self._mesh.rank("cp") * self._mesh.size("tp") + self._mesh.rank("tp")
         begin, end = (min(n * self._each, self._sharding.tokens) for n in (place, place + 1))
         return F.pad(x_BNE[:, begin:end], (0, 0, 0, self._each - (end - begin))).contiguous()
 
     def _unite(self, y_BNE: torch.Tensor) -> torch.Tensor:
-        """Return all tokens. All devices go on with them alike: on the way back each has the gradient of its own."""
+        """Return all tokens. All devices go on with them alike; each gets the gradient of its own."""
         y_BNE = _Adjoint.apply(y_BNE, self.parts)
         return _gathered(y_BNE, self._both, TOKENS, Replicate())[:, : self._sharding.tokens]
 
@@ -192,7 +171,7 @@ class ModelParallel:
         return _gathered(x_BNE, self._tp, TOKENS, Partial())
 
     def _keys_and_values(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the queries, and keys and values of all tokens, without those that fill up."""
+        """Return the queries, and keys and values of all tokens without padding."""
         if self._cp:
             k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))
         return q, *(x.narrow(TOKENS_OF_HEADS, 0, self._sharding.tokens) for x in (k, v))
@@ -200,7 +179,7 @@ class ModelParallel:
     # ---- random numbers --------------------------------------------------------------------------
 
     def _draw_apart(self, model: nn.Module, device: torch.device, seed: int) -> None:
-        """Have this device draw its own random numbers in the divided part, in training."""
+        """Register the hooks by which this device draws its own random numbers in the divided part."""
         get, set_ = (
             (partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device))
             if device.type == "cuda"
@@ -239,9 +218,9 @@ class _Adjoint(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> torch.Tensor:
-    """Return the parts of a mesh's devices, equal in size, put together along a dimension.
+    """Gather the parts of a mesh's devices, equal in size, along a dimension.
 
-    `gradient` is what the gradient of the result is on each device: `Partial`, a summand, or `Replicate`, the same.
+    `gradient` tells whether the gradients of the result are summands (`Partial`) or equal (`Replicate`).
     """
     if isinstance(mesh, PretendedAxes):
         whole: torch.Tensor = _PretendToGather.apply(x, mesh.size(), dim, gradient.is_partial())
@@ -261,7 +240,7 @@ def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:
 
 
 class _PretendToGather(torch.autograd.Function):
-    """Has the shapes of `_gathered`, and takes the memory that PyTorch's exchanges take."""
+    """Has the shapes and the memory of `_gathered`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
@@ -277,8 +256,6 @@ class _PretendToGather(torch.autograd.Function):
 
 
 class _PretendToScatter(torch.autograd.Function):
-    """As `_PretendToGather`, of `_scattered`."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
         ctx.parts, ctx.dim = parts, dim
@@ -293,7 +270,7 @@ class _PretendToScatter(torch.autograd.Function):
 
 
 class _Rows(nn.Module):
-    """A linear layer of some inputs: its outputs, for all tokens, are summed over devices and divided among them."""
+    """A linear layer of some inputs, whose outputs are summed over devices and scattered among them."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Pieces of tensors that several devices share: where each lies in the whole, so that others may cut it otherwise."""
+"""Shards of tensors, with their places in the whole tensor, so that other devices may cut it otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlscale.parallel.world import World
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of this shape, cut along a dimension for the devices of a mesh, as `torch.chunk` cuts."""
+    """A tensor of this shape, cut along a dimension for a mesh, as `torch.chunk` cuts."""
 
     mesh: DeviceMesh
     dim: int
@@ -26,7 +26,7 @@ class Cut:
 
     @property
     def offset(self) -> int:
-        """Where this device's part begins."""
+        """Offset of this device's part."""
         each = -(-self.shape[self.dim] // self.mesh.size())
         return min(each * self.mesh.get_local_rank(), self.shape[self.dim])
 
@@ -38,9 +38,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Piece:
-    """A device's piece of a tensor; it may be all of it.
+    """A device's shard of a tensor, or all of it.
 
-    `torch.distributed.checkpoint` knows what to do with it by three methods of its own names.
+    `torch.distributed.checkpoint` calls its methods `__create_write_items__`, `__create_chunk_list__` and
+    `__get_tensor_shard__`.
     """
 
     tensor: torch.Tensor
@@ -48,19 +49,19 @@ class Piece:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole."""
+        """Shape of the whole tensor."""
         return self.cuts[0].shape if self.cuts else self.tensor.shape
 
     @property
     def offsets(self) -> torch.Size:
-        """Where the piece begins in the whole."""
+        """Offsets in the whole tensor."""
         offsets = [0] * len(self.shape)
         for cut in self.cuts:
             offsets[cut.dim] += cut.offset
         return torch.Size(offsets)
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor, on the device where the piece is computed with. All devices call it."""
+        """Gather the whole tensor, on the device that computes with the piece. All devices call it."""
         tensor = self.tensor
         for cut in reversed(self.cuts):
             kind = cut.mesh.device_type
@@ -71,22 +72,21 @@ class Piece:
         return tensor
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the same piece of another tensor of the shape of the whole."""
+        """Return the same piece of another whole tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, offset, size)
         return whole
 
     def copy(self, device: str) -> Piece:
-        """Return a copy elsewhere, or of its own memory, in the order that safetensors take."""
+        """Return a copy in memory of its own, in the order that safetensors take."""
         copied = self.tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         return replace(self, tensor=copied)
 
     def empty(self) -> Piece:
-        """Return a piece of another tensor, in memory of its own on the host."""
+        """Return a like piece in new memory on the host."""
         return replace(self, tensor=torch.empty_like(self.tensor, device="cpu"))
 
     def __create_write_items__(self, name: str, piece: Any) -> list[WriteItem]:
-        """Return how to write the piece."""
         if not self.tensor.numel():
             return []
         chunk = ChunkStorageMetadata(self.offsets, self.tensor.shape)
@@ -100,18 +100,16 @@ class Piece:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return which parts of the whole the piece needs."""
         return [ChunkStorageMetadata(self.offsets, self.tensor.shape)] if self.tensor.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the memory of the piece."""
         return self.tensor
 
 
 def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ()) -> dict[str, Piece]:
-    """Return which of its pieces this device writes, so that all devices together write each part of a tensor once.
+    """Return the pieces that this device writes, so that all devices together write each part of a tensor once.
 
-    Those who hold the same part have equal shares of such parts; of what is in `first` the first of them has the truth.
+    Devices that hold the same part have equal shares of such parts; those named in `first` are the first device's.
     """
     ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
     across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, replica
@@ -134,12 +132,12 @@ def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this device's part of a tensor: the same memory."""
+    """Return this device's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut(parameter: torch.Tensor) -> tuple[Cut, ...]:
-    """Return how FSDP shares a parameter: along its first dimension, or not at all."""
+    """Return how FSDP cuts a parameter: along its first dimension, or not at all."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""Records of the devices of a run, and of the links between them."""
+"""Records of a run's devices, of the links between them, and of the memory of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlscale.core.text import number, size
 
 
 class Device(Record):
-    """Device of a stage: `cpu` or `cuda`, its name, CPU threads of a process."""
+    """Device of a stage, `cpu` or `cuda`, and CPU threads of a process."""
 
     kind: str = ""
     name: str = ""
@@ -19,33 +19,30 @@ class Device(Record):
 class LinkLevel(Record):
     """Links of one kind between devices: a message of n bytes takes alpha + n beta seconds (Hockney 1994)."""
 
-    name: Literal["node", "switch", "network"]  #: In common of both ends.
-    size: int  #: Units that it joins: devices of a node, nodes below a switch, nodes or switches in all.
-    links: int  #: That were measured: couples of processes.
-    alpha: Measured  #: Median latency, s: half of a small message's way there and back.
-    beta: Measured  #: Median of the seconds a byte takes, one way, while others of the level talk, too.
-    worst: tuple[int, int]  #: The ranks of the link that is slowest for a large message,
-    worst_alpha: float  #: with its latency, s,
-    worst_beta: float  #: and its seconds a byte.
+    name: Literal["node", "switch", "network"]  #: Level that both ends have in common.
+    size: int  #: Units joined: devices of a node, nodes below a switch, nodes or switches in all.
+    links: int  #: Couples of processes that measured.
+    alpha: Measured  #: Median latency, s: half of a small message's round trip.
+    beta: Measured  #: Median seconds a byte, one way, while others of the level talk, too.
 
 
 class AllReduce(Record):
-    """A sum of as many bytes over all processes."""
+    """A sum of so many bytes over all processes."""
 
     bytes: int
-    seconds: float  #: Median, of the slowest process.
+    seconds: float  #: Median of the slowest process.
 
 
 class Links(Record):
     """Measurements of the self-test of a run's processes."""
 
-    backend: str  #: Of the exchanges: nccl, gloo.
+    backend: str  #: nccl or gloo.
     processes: int
     nodes: int
-    seconds: float  #: That the test took.
+    seconds: float  #: Duration of the test.
     levels: list[LinkLevel]  #: The nearest first.
-    all_reduce: list[AllReduce]  #: A small one and one like gradients.
-    slow: list[str] = []  #: Nodes, processes and links that are much slower than others of their level, in words.
+    all_reduce: list[AllReduce]  #: A small sum, and one of gradients' size.
+    slow: list[str] = []  #: Processes much slower than others of their level, in words.
 
     def line(self) -> str:
         """Return the levels in a line."""
@@ -58,3 +55,27 @@ class Links(Record):
             f"all_reduce of {size(sum_.bytes, ' ')}: {number(1e3 * sum_.seconds)} ms" for sum_ in self.all_reduce[-1:]
         ]
         return "; ".join([*found, *self.slow])
+
+
+class MemoryUse(Record):
+    """Bytes on one device, by what they hold."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int  #: Saved by autograd between forward and backward pass, the batch included.
+    peak: int | None = None  #: Greatest at one time, with the operators' own memory.
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+class Memory(Record):
+    """Memory of one device, bytes: predicted before a step, and measured at each of its stages."""
+
+    predicted: MemoryUse
+    #: In use at the ends of `set-up`, `forward`, `backward`, `step`: of the device, or of the process on a CPU.
+    measured: dict[str, int] = {}
+    peak: int | None = None  #: Greatest in use.
+    device: int | None = None  #: Capacity of the device.

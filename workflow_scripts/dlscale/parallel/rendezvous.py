@@ -1,4 +1,4 @@
-"""Meeting and parting of the ranks of a run."""
+"""Rendezvous of a run's ranks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,17 @@ from dlscale.config.site import Limits
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
 from dlscale.core.machine import driver, too_old
 from dlscale.core.process import LOST, MEET, end, ranks
-from dlscale.parallel.mesh import Mesh
 from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
-from dlscale.parallel.world import World
+from dlscale.parallel.world import Mesh, World
 
-#: How long a rank waits for another before it gives up: longer than loading data or compiling takes.
+#: Time for which a rank waits for another: longer than loading data or compiling takes.
 TIMEOUT = dt.timedelta(minutes=30)
 
 
 @contextlib.contextmanager
 def join(geometry: Geometry, device: str) -> Iterator[World]:
-    """Join the other ranks of the run, as many as `geometry` asks for, and leave them at the end.
-
-    `device` is `cpu`, `cuda`, or `auto`: CUDA where there is one. What cannot be had is a `UserError`.
-    """
+    """Join the other ranks of the run in this context; `device` is `cpu`, `cuda`, or `auto` (CUDA if it is there)."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device cuda: PyTorch sees no CUDA device here: {_why_no_cuda()}")
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,30 +42,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         yield World(device=torch.device(kind))
         return
     rank, size, local_rank = ranks()
-    if size != geometry.world_size:
-        raise UserError(
-            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x "
-            f"{geometry.gpus_per_node}), and {size} were started; start it with torchrun --nproc-per-node="
-            f"{geometry.gpus_per_node}, srun --ntasks={geometry.world_size} or mpirun -n {geometry.world_size}, as the "
-            "workflow does"
-        )
-    if local_rank != rank % geometry.gpus_per_node:
-        raise UserError(
-            f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected "
-            f"{rank % geometry.gpus_per_node}: each node's {geometry.gpus_per_node} processes have consecutive ranks; "
-            f"have them started so (mpirun --map-by ppr:{geometry.gpus_per_node}:node, srun --distribution=block)"
-        )
-    own = torch.device(kind)
-    if kind == "cuda":
-        # Slurm, like some launchers of MPI, may show a task its own GPU alone, or all of the node's.
-        visible = torch.cuda.device_count()
-        if visible < geometry.gpus_per_node and not (visible == 1 and "RANK" not in os.environ):
-            raise UserError(
-                f"geometry.gpus_per_node: this run asks for {geometry.gpus_per_node} GPUs a node, and PyTorch sees "
-                f"{visible} here; ask for as many, or lower it"
-            )
-        own = torch.device("cuda", local_rank % visible)
-        torch.cuda.set_device(own)
+    own = _device(geometry, kind, rank, size, local_rank)
     limits = Limits.told()
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
@@ -108,8 +81,36 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
             dist.destroy_process_group()
 
 
+def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int) -> torch.device:
+    """Return this process's device; another geometry than the launcher's is a `UserError`."""
+    per_node = geometry.gpus_per_node
+    if size != geometry.world_size:
+        raise UserError(
+            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), and "
+            f"{size} were started; start it with torchrun --nproc-per-node={per_node}, srun --ntasks="
+            f"{geometry.world_size} or mpirun -n {geometry.world_size}, as the workflow does"
+        )
+    if local_rank != rank % per_node:
+        raise UserError(
+            f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected {rank % per_node}: "
+            f"each node's {per_node} processes have consecutive ranks; have them started so "
+            f"(mpirun --map-by ppr:{per_node}:node, srun --distribution=block)"
+        )
+    if kind != "cuda":
+        return torch.device(kind)
+    # Slurm, like some launchers of MPI, may show a task its own GPU alone, or all of the node's.
+    visible = torch.cuda.device_count()
+    if visible < per_node and not (visible == 1 and "RANK" not in os.environ):
+        raise UserError(
+            f"geometry.gpus_per_node: this run asks for {per_node} GPUs a node, and PyTorch sees {visible} here; ask "
+            "for as many, or lower it"
+        )
+    own = torch.device("cuda", local_rank % visible)
+    torch.cuda.set_device(own)
+    return own
+
+
 def _why_no_cuda() -> str:
-    """Return why PyTorch sees no CUDA device, and what to do."""
     cuda, version = torch.version.cuda, driver()
     if cuda is None:
         return f"PyTorch {torch.__version__} computes on processors only; install one for CUDA, or use --device cpu"
@@ -121,10 +122,10 @@ def _why_no_cuda() -> str:
 
 
 def _meet(geometry: Geometry, rank: int) -> Any:
-    """Return the store through which the ranks meet, which nobody reaches by another network than theirs.
+    """Return the store through which the ranks meet, reachable by their network alone.
 
-    On one node that is a file, or a port of the machine itself; on several the first rank listens at the one address
-    that MASTER_ADDR stands for. PyTorch's own listens at all.
+    On one node it is a file or a port of the loopback; on several the first rank listens at MASTER_ADDR alone, where
+    PyTorch would listen at all addresses.
     """
     stores: Any = dist  # which names them at run time only
     if geometry.nodes == 1:
@@ -142,7 +143,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
 
 
 def _listen(address: str, port: int) -> int:
-    """Return a socket that listens at this address alone."""
+    """Return the descriptor of a socket that listens at this address alone."""
     where = f"site.rendezvous (MASTER_ADDR, MASTER_PORT): {address}:{port}"
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -161,7 +162,7 @@ def _listen(address: str, port: int) -> int:
 
 
 def _rendezvous(geometry: Geometry) -> None:
-    """Set where the ranks meet, if whoever started them did not: on the first node of Slurm's list."""
+    """Set MASTER_ADDR and MASTER_PORT where the launcher did not: the first node of Slurm's list."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:
         os.environ.setdefault("MASTER_ADDR", first_host(nodes))

@@ -1,76 +1,94 @@
-"""The self-test of several processes, before a run begins: are the values right that they exchange, and how fast is it?
+"""Self-test of several processes before a run: are the values that they exchange right, and how fast are their links?
 
-Values: couples exchange a known pattern, then each collective operation is done over all processes and over each group
-of the mesh, with few numbers and with many, for which libraries use other algorithms. All are small whole numbers that
-differ by rank and element, so that results are exact. A wrong one ends the run on all processes, with the names of
-those at fault.
+Values: each collective operation, over all processes and over each group of the mesh, on small whole numbers whose
+results are exact. A wrong one ends the run on all processes and names those at fault.
 
-Speed: latency and bandwidth of links (`dlscale.parallel.links`), and two sums over all processes. Slow ones are told in
-the log. No random number is drawn, and nothing of the run depends on what is found.
+Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Couples of
+processes send a small and a large message to and fro, in O(log n) rounds in which all measure at once, as in a
+collective operation. Slow processes are a warning in the log.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
-from dlscale.parallel import links
-from dlscale.parallel.links import Place, named
-from dlscale.parallel.mesh import AXES
-from dlscale.parallel.records import AllReduce, Links
-from dlscale.parallel.world import World, synchronize
+from dlscale.parallel.records import AllReduce, LinkLevel, Links
+from dlscale.parallel.world import AXES, World, synchronize
 
-#: Numbers of a collective operation, over all processes where each has a part: few, and many (4 MiB).
+#: Numbers of a collective operation: few, and many (4 MiB), for which libraries use other algorithms.
 FEW, MANY = 5, 2**20
-
-#: Larger groups do not send from each to each: that would open connections that no run uses.
-EACH_TO_EACH = 64
 
 #: Bytes of the sums that are timed: a number, and gradients (a bucket of PyTorch's; less on a CPU).
 SUMS = {"cpu": (8, 2**22), "cuda": (8, 25 * 2**20)}
 
-SHOWN = 8  #: Ranks that a message names.
+#: Number of processes of a node, or nodes, up to which each measures with each other; of more, at distances 1, 2, 4, …
+ALL = 8
+
+SMALL = 8  #: Bytes of the message whose time is all latency.
+LARGE = {"cpu": 2**22, "cuda": 2**24}  #: Bytes of a large one.
+TRIPS = {"cpu": 1, "cuda": 5}  #: Round trips between two looks at the clock.
+SAMPLES = 9  #: Size of the samples whose median counts.
+
+#: Multiple of its level's median beyond which a link is slow,
+SLOW = {"latency": 3.0, "time a byte": 1.6}
+DEVIATIONS = 6.0  #: if it is so many standard deviations (by the median absolute deviation) beyond it,
+ENOUGH = 3  #: and its level has so many links.
+SHOWN = 8  #: Processes that a message names.
+
+Name = Literal["node", "switch", "network"]
+NAMES: tuple[Name, ...] = ("node", "switch", "network")
 
 #: As PyTorch calls them since 2.13, or before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Wrong(NamedTuple):
-    """A result that is wrong, as one rank saw it."""
+class Place(NamedTuple):
+    """Place of a process: its host, and the switches above it, if Slurm knows them."""
 
-    what: str  #: The operation.
-    ranks: tuple[int, ...]  #: That took part.
-    senders: tuple[int, ...]  #: Ranks whose part is wrong; none where all parts were added up.
-    example: str  #: The first wrong number.
-    pair: bool = False  #: Whether it is a message between two.
+    host: str
+    switch: str = ""
+
+
+class Link(NamedTuple):
+    """A pair of ranks, the lower first, and the time of its messages."""
+
+    ranks: tuple[int, int]
+    alpha: float  #: s
+    beta: float  #: s a byte
+
+
+class Wrong(NamedTuple):
+    """A wrong result, as one rank saw it."""
+
+    what: str  #: Operation.
+    ranks: tuple[int, ...]  #: Ranks that took part.
+    senders: tuple[int, ...]  #: Ranks whose part is wrong; empty of sums.
+    example: str  #: First wrong number.
 
 
 class Group(NamedTuple):
-    """Ranks that do something together, as one of them sees them."""
+    """Ranks that exchange together."""
 
     name: str
     handle: Any  #: Process group; None: the default one.
     ranks: tuple[int, ...]
-    place: int  #: Of this rank among them.
-    device: torch.device
-
-    def part(self, count: int) -> int:
-        """Return how many numbers each has where `count` are shared."""
-        return max(1, count // len(self.ranks)) if count > FEW else count
 
 
 def self_test(world: World, wanted: bool = True) -> Links | None:
-    """Test what the processes exchange; return what the first one records, None if there is nothing to test.
+    """Test the exchanges of all processes; return what is recorded, None if there is nothing to test.
 
     Raises
     ------
@@ -79,12 +97,12 @@ def self_test(world: World, wanted: bool = True) -> Links | None:
     """
     if world.size == 1:
         return None
-    found = world.gather((links.place(), wanted))
+    found = world.gather((place(), wanted))
     if not all(each for _, each in found):
         return None
     with ranges.part(ranges.REHEARSAL, ranges.REHEARSAL):
         links_found = _tested(world, [place for place, _ in found])
-    if world.device.type == "cuda":  # what the run takes is measured without this
+    if world.device.type == "cuda":  # the run's own memory is measured without this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return links_found
@@ -92,23 +110,22 @@ def self_test(world: World, wanted: bool = True) -> Links | None:
 
 def _tested(world: World, places: list[Place]) -> Links:
     start = time.perf_counter()
-    rounds = links.schedule(world.size, per_node(places))
-    wrong = exchanged(world, rounds)
-    for group in groups(world):
-        wrong += collected(group)
-    if any(reports := world.gather(wrong)):
+    reports = world.gather([wrong for group in groups(world) for wrong in collected(world, group)])
+    if any(reports):
         world.barrier()  # the first rank may hold the store
         raise PeerLost(verdict(places, reports))
-    measured, wired = links.measure(world, rounds), world.device.type == "cuda"
-    if links.slow(measured, places, wired):  # a moment in which others were at work passes
-        measured = links.faster(measured, links.measure(world, rounds))
+    rounds = schedule(world.size, per_node(places))
+    links = measure(world, rounds)
+    if slow(links, places):  # once more: a moment in which others were at work passes
+        again = measure(world, rounds)
+        links = [Link(a.ranks, min(a.alpha, b.alpha), min(a.beta, b.beta)) for a, b in zip(links, again, strict=True)]
     record = Links(
         backend=dist.get_backend(),
         processes=world.size,
         nodes=len({place.host for place in places}),
-        levels=links.levels(measured, places),
+        levels=levels(links, places),
         all_reduce=[summed_in(world, count) for count in SUMS[world.device.type]],
-        slow=links.slow(measured, places, wired),
+        slow=slow(links, places),
         seconds=time.perf_counter() - start,
     )
     if world.main:
@@ -119,19 +136,203 @@ def _tested(world: World, places: list[Place]) -> Links:
     return record
 
 
+def place() -> Place:
+    """Return the place of this process. Slurm's topology plugin names a node as `SWITCH.SWITCH.NODE`."""
+    switch = os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+    return Place(socket.gethostname().split(".")[0], switch)
+
+
 def per_node(places: Sequence[Place]) -> int:
-    """Return how many consecutive ranks each node has; where that differs, all count as one node."""
+    """Return the number of consecutive ranks of each node; where it differs, all count as one node."""
     counts = Counter(place.host for place in places)
     first = counts[places[0].host]
     regular = all(place.host == places[rank - rank % first].host for rank, place in enumerate(places))
     return first if regular and set(counts.values()) == {first} else len(places)
 
 
+# ---- values ----------------------------------------------------------------------------------------
+
+
+def groups(world: World) -> list[Group]:
+    """Return the groups of this rank: all, those along the axes of the mesh, and that which averages gradients."""
+    handles: dict[str, Any] = {"all processes": None}
+    if world.mesh:
+        handles |= {f"each group of {axis}": world.mesh.group(axis) for axis in AXES if world.mesh.size(axis) > 1}
+        if world.mesh.size("dp") > 1 and world.mesh.size("cp") > 1:
+            handles["each group that has the same weights"] = world.replicas
+    return [
+        Group(name, handle, tuple(dist.get_process_group_ranks(handle) if handle else range(world.size)))
+        for name, handle in handles.items()
+    ]
+
+
+def moved(rank: Any, count: int, device: torch.device) -> torch.Tensor:
+    """Return numbers that tell their sender and place, float32, exact for 65,536 ranks; a column of ranks has rows."""
+    return (256 * rank + torch.arange(count, device=device) % 251).float()
+
+
+def summands(ranks: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
+    """Return the sum of the numbers that these ranks add, float32; exact for up to 90,000 of them."""
+    constant, slope = sum(rank % 61 for rank in ranks), sum(rank % 5 for rank in ranks)
+    return (constant + torch.arange(count, device=device) % 31 * slope).float()
+
+
+def operations(
+    world: World, group: Group, count: int
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, tuple[int, ...]]]:
+    """Yield each operation's name, its result, the right one, and the senders of the result's rows; of sums none."""
+    device, ranks, at = world.device, group.ranks, group.ranks.index(world.rank)
+    part = max(1, count // len(ranks)) if count > FEW else count
+    own, total = (summands(some, part * len(ranks), device) for some in ([world.rank], ranks))
+    got = own.clone()
+    dist.all_reduce(got, group=group.handle)
+    yield "all_reduce", got, total, ()
+    got = torch.empty(part, device=device)
+    reduce_scatter(got, own, group=group.handle)
+    yield "reduce_scatter", got, total[at * part : (at + 1) * part], ()
+    right = moved(torch.tensor(ranks, device=device)[:, None], part, device)
+    got = torch.full_like(right, -1.0)
+    all_gather(got.view(-1), moved(world.rank, part, device), group=group.handle)
+    yield "all_gather", got, right, ranks
+    got = right[:1].clone() if at == 0 else torch.full_like(right[:1], -1.0)
+    dist.broadcast(got, group=group.handle, group_src=0)
+    yield "broadcast", got, right[:1], ranks[:1]
+
+
+def collected(world: World, group: Group) -> list[Wrong]:
+    """Do each collective operation over a group, with few numbers and many; return the wrong results."""
+    wrong = []
+    for count in (FEW, MANY):
+        ranges.advance(ranges.REHEARSAL)
+        for name, got, right, senders in operations(world, group, count):
+            if torch.equal(got, right):
+                continue
+            rows = (got != right).any(dim=1).nonzero().flatten().tolist() if senders else []
+            at = int((got != right).flatten().nonzero()[0])
+            example = f"number {at} is {float(got.flatten()[at]):g}, expected {float(right.flatten()[at]):g}"
+            what = f"{name} of {count:,} numbers over {group.name}"
+            wrong.append(Wrong(what, group.ranks, tuple(senders[row] for row in rows), example))
+    return wrong
+
+
+def verdict(places: Sequence[Place], reports: Sequence[Sequence[Wrong]]) -> str:
+    """Return who sends or gets wrong values, from what each rank saw."""
+    seen, first = next((rank, report[0]) for rank, report in enumerate(reports) if report)
+    culprits, words = at_fault(reports)
+    hosts = sorted({places[rank].host for rank in culprits})
+    return (
+        f"the self-test of collective operations got wrong values: {words.format(named(culprits, places))}. First "
+        f"seen: {first.what}, where {first.example}, by {named([seen], places)}. Memory, device or network is at "
+        f"fault: leave {', '.join(hosts)} out (under Slurm: --exclude={','.join(hosts)}) and start again. `parallel: "
+        "{selftest: false}` would leave the test out, and compute with wrong values"
+    )
+
+
+def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
+    """Return the ranks most often at the ends of wrong messages, or in groups whose sums are wrong, and why."""
+    every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
+    if messages := {(sender, rank) for rank, wrong in every for sender in wrong.senders}:
+        most, count = _most(rank for message in messages for rank in {*message})
+        return most, f"{{}} at an end of {count} of {len(messages)} wrong messages"
+    saw: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, wrong in every:
+        saw.setdefault((wrong.what, wrong.ranks), []).append(rank)
+    if few := [own for (_, ranks), own in saw.items() if 2 * len(own) <= len(ranks)]:
+        return few[0], "the sums that {} got are wrong, those of the others right"
+    most, _ = _most(rank for ranks in {ranks for _, ranks in saw} for rank in ranks)
+    return most, "sums are wrong with {}" + " together, one of which adds wrong numbers" * (len(most) > 1)
+
+
+def _most(ranks: Iterable[int]) -> tuple[list[int], int]:
+    counts = Counter(ranks)
+    greatest = max(counts.values())
+    return sorted(rank for rank, count in counts.items() if count == greatest), greatest
+
+
+def named(ranks: Sequence[int], places: Sequence[Place]) -> str:
+    """Return the names of ranks in messages."""
+    return ", ".join(f"process {rank} on {places[rank].host}" for rank in ranks[:SHOWN]) + ", …" * (len(ranks) > SHOWN)
+
+
+# ---- links -----------------------------------------------------------------------------------------
+
+
+def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
+    """Return the rounds of couples of ranks, the lower first: within the nodes, then between them.
+
+    Each node has `per_node` consecutive ranks; between nodes, each has its counterpart. 4,096 ranks on nodes of four
+    have 13 rounds, in 0.1 s each.
+    """
+    nodes, step = size // per_node, per_node
+    within = [[(n * step + a, n * step + b) for n in range(nodes) for a, b in each] for each in _couples(per_node)]
+    between = [[(a * step + i, b * step + i) for a, b in each for i in range(step)] for each in _couples(nodes)]
+    return [*within, *between]
+
+
+def _couples(count: int) -> list[list[tuple[int, int]]]:
+    """Return the rounds of couples of so many units, whose numbers differ in the same bits in each round."""
+    bits = max(count - 1, 0).bit_length()
+    distances = range(1, 2**bits) if count <= ALL else [2**bit for bit in range(bits)]
+    return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
+
+
+def send(tensor: torch.Tensor, peer: int) -> None:
+    """Send a tensor; of a device, its stream waits for that, and not the host."""
+    _exchange(dist.isend, tensor, peer)
+
+
+def receive(tensor: torch.Tensor, peer: int) -> None:
+    """Receive a tensor in place, as `send` sends."""
+    _exchange(dist.irecv, tensor, peer)
+
+
+def _exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
+    # As a batch: NCCL then uses the connections of all ranks, and warns of nothing.
+    for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
+        work.wait()
+
+
+def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[Link]:
+    """Return all links, measured in these rounds, on every rank."""
+    own = []
+    for couples in rounds:
+        ranges.advance(ranges.REHEARSAL)
+        world.barrier()  # the couples of a round measure at the same time
+        peer = next((a + b - world.rank for a, b in couples if world.rank in (a, b)), None)
+        if peer is not None:
+            link = _measure(world, peer)
+            if world.rank < peer:
+                own.append(link)
+    return [link for each in world.gather(own) for link in each]
+
+
+def _measure(world: World, peer: int) -> Link:
+    """Measure the link to another rank; of the two, the lower one's times count."""
+    device, trips = world.device, TRIPS[world.device.type]
+    ways = (send, receive) if world.rank < peer else (receive, send)
+
+    def one_way(bytes_: int) -> list[float]:
+        message, times = torch.zeros(bytes_, dtype=torch.uint8, device=device), list[float]()
+        for _ in range(1 + SAMPLES):  # the first opens connections, and makes buffers
+            synchronize(device)
+            start = time.perf_counter()
+            for way in ways * trips:
+                way(message, peer)
+            synchronize(device)
+            times.append((time.perf_counter() - start) / trips / 2)
+        return times[1:]
+
+    small, large = one_way(SMALL), statistics.median(one_way(LARGE[device.type]))
+    # On a busy host small messages wait for who is to wake up: the least of them is what a large one has, too.
+    beta = max(large - min(small), 1e-3 * large) / LARGE[device.type]
+    return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(small), beta)
+
+
 def summed_in(world: World, bytes_: int) -> AllReduce:
     """Time the sum of so many bytes over all processes."""
     ranges.advance(ranges.REHEARSAL)
     values, times = torch.zeros(bytes_ // 4, device=world.device), list[float]()
-    for _ in range(1 + links.SAMPLES):  # the first makes buffers
+    for _ in range(1 + SAMPLES):  # the first makes buffers
         synchronize(world.device)
         start = time.perf_counter()
         dist.all_reduce(values)
@@ -140,171 +341,54 @@ def summed_in(world: World, bytes_: int) -> AllReduce:
     return AllReduce(bytes=bytes_, seconds=world.max(statistics.median(times[1:]))[0])
 
 
-# ---- values --------------------------------------------------------------------------------------------
+def _by_level(links: Iterable[Link], places: Sequence[Place]) -> dict[Name, list[Link]]:
+    """Return the links of each level that both ends have in common, the nearest first."""
+    found: dict[Name, list[Link]] = {name: [] for name in NAMES}
+    for link in links:
+        a, b = (places[rank] for rank in link.ranks)
+        switch: Name = "switch" if a.switch and a.switch == b.switch else "network"
+        found["node" if a.host == b.host else switch].append(link)
+    return {name: own for name, own in found.items() if own}
 
 
-def moved(rank: Any, count: int, device: torch.device, shift: Any = 0) -> torch.Tensor:
-    """Return numbers that only this rank sends, float32; whole and exact for up to 65,536 ranks.
-
-    Of several ranks or shifts, given as a column, there are as many rows.
-    """
-    return (256 * rank + (torch.arange(count, device=device) + shift) % 251).float()
-
-
-def exchanged(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[Wrong]:
-    """Have the couples of each round exchange their numbers, few and many; return what arrives wrong."""
-    wrong = []
-    for peer in links.partners(world, rounds):
-        for count in (FEW, MANY):
-            ranges.advance(ranges.REHEARSAL)
-            if peer is None:
-                continue
-            own, other = moved(world.rank, count, world.device), torch.full((count,), -1.0, device=world.device)
-            ways = [(links.send, own), (links.receive, other)]
-            for way, tensor in ways if world.rank < peer else reversed(ways):
-                way(tensor, peer)
-            if example := differ(other, moved(peer, count, world.device)):
-                wrong.append(Wrong(f"a message of {count:,} numbers", (world.rank, peer), (peer,), example, True))
-    return wrong
-
-
-def differ(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return the first wrong number in words, or an empty string."""
-    if torch.equal(got, expected):
-        return ""
-    at = int((got != expected).flatten().nonzero()[0])
-    return f"number {at} is {float(got.flatten()[at]):g}, expected {float(expected.flatten()[at]):g}"
-
-
-def summands(group: Group, ranks: Sequence[int], count: int) -> torch.Tensor:
-    """Return the sum of what these ranks add, float32; exact for up to 90,000 of them."""
-    constant, slope = sum(rank % 61 for rank in ranks), sum(rank % 5 for rank in ranks)
-    return (constant + torch.arange(count, device=group.device) % 31 * slope).float()
-
-
-#: Numbers that were got, and the right ones; by rows, one for each sender, if parts of all were put together.
-Result = tuple[torch.Tensor, torch.Tensor]
-
-
-def _sum(group: Group, count: int) -> Result:
-    got = summands(group, [group.ranks[group.place]], count)
-    dist.all_reduce(got, group=group.handle)
-    return got, summands(group, group.ranks, count)
-
-
-def _max(group: Group, count: int) -> Result:
-    others = len(group.ranks)
-    got = ((torch.arange(count, device=group.device) + group.place) % others).float()  # each has the greatest of some
-    dist.all_reduce(got, dist.ReduceOp.MAX, group=group.handle)
-    return got, torch.full_like(got, others - 1)
-
-
-def _reduce_scatter(group: Group, count: int) -> Result:
-    part = group.part(count)
-    got, total = torch.empty(part, device=group.device), part * len(group.ranks)
-    reduce_scatter(got, summands(group, [group.ranks[group.place]], total), group=group.handle)
-    return got, summands(group, group.ranks, total)[group.place * part : (group.place + 1) * part]
-
-
-def _all_gather(group: Group, count: int) -> Result:
-    part, ranks = group.part(count), torch.tensor(group.ranks, device=group.device)
-    got = torch.full((len(ranks) * part,), -1.0, device=group.device)
-    all_gather(got, moved(group.ranks[group.place], part, group.device), group=group.handle)
-    return got.view(-1, part), moved(ranks[:, None], part, group.device)
-
-
-def _all_to_all(group: Group, count: int) -> Result:
-    part, ranks = group.part(count), torch.tensor(group.ranks, device=group.device)
-    places = torch.arange(len(ranks), device=group.device)[:, None]
-    given = moved(group.ranks[group.place], part, group.device, places)
-    got = torch.full_like(given, -1.0)
-    dist.all_to_all_single(got, given, group=group.handle)
-    return got, moved(ranks[:, None], part, group.device, group.place)
-
-
-def _broadcast(group: Group, count: int, root: int) -> Result:
-    right = moved(group.ranks[root], count, group.device)
-    got = right.clone() if root == group.place else torch.full((count,), -1.0, device=group.device)
-    dist.broadcast(got, group=group.handle, group_src=root)
-    return got[None], right[None]
-
-
-def operations(group: Group) -> dict[str, tuple[Callable[[Group, int], Result], Sequence[int]]]:
-    """Return the operations by name, each with the senders of its rows; sums have none that could be told."""
-    last = len(group.ranks) - 1
-    found: dict[str, tuple[Callable[[Group, int], Result], Sequence[int]]] = {
-        "all_reduce (sum)": (_sum, ()),
-        "all_reduce (max)": (_max, ()),
-        "reduce_scatter": (_reduce_scatter, ()),
-        "all_gather": (_all_gather, group.ranks),
-        "broadcast of the first": (lambda group, count: _broadcast(group, count, 0), group.ranks[:1]),
-        "broadcast of the last": (lambda group, count: _broadcast(group, count, last), group.ranks[-1:]),
+def levels(links: Iterable[Link], places: Sequence[Place]) -> list[LinkLevel]:
+    """Return latency and bandwidth of each level, the nearest first."""
+    hosts = {each.host: each.switch for each in places}
+    joined = {
+        "node": max(Counter(each.host for each in places).values()),
+        "switch": max(Counter(switch for switch in hosts.values() if switch).values(), default=0),
+        "network": len({switch or host for host, switch in hosts.items()}),  # nodes without a switch count themselves
     }
-    return found | ({"all_to_all": (_all_to_all, group.ranks)} if last < EACH_TO_EACH else {})
+    return [
+        LinkLevel(
+            name=name,
+            size=joined[name],
+            links=len(own),
+            alpha=statistics.median(link.alpha for link in own),
+            beta=statistics.median(link.beta for link in own),
+        )
+        for name, own in _by_level(links, places).items()
+    ]
 
 
-def groups(world: World) -> list[Group]:
-    """Return the groups that this rank is in: all, those along the axes of the mesh, those that average gradients."""
-    handles: dict[str, Any] = {"all processes": None}
-    if world.mesh:
-        handles |= {f"each group of {axis}": world.mesh.group(axis) for axis in AXES if world.mesh.size(axis) > 1}
-        if world.mesh.size("dp") > 1 and world.mesh.size("cp") > 1:
-            handles["each group that has the same weights"] = world.replicas
+def slow(links: Iterable[Link], places: Sequence[Place]) -> list[str]:
+    """Return in words which processes have slow links only, of those of a level."""
     found = []
-    for name, handle in handles.items():
-        ranks = tuple(dist.get_process_group_ranks(handle)) if handle else tuple(range(world.size))
-        found.append(Group(name, handle, ranks, ranks.index(world.rank), world.device))
+    for level in _by_level(links, places).values():
+        ends = Counter(rank for link in level for rank in link.ranks)
+        for what, values in (
+            ("latency", {link: link.alpha for link in level}),
+            ("time a byte", {link: link.beta for link in level}),
+        ):
+            median = statistics.median_low(values.values())
+            spread = 1.4826 * statistics.median_low(abs(value - median) for value in values.values())
+            limit = max(SLOW[what] * median, median + DEVIATIONS * spread)
+            late = [link for link in level if values[link] > limit]
+            count = Counter(rank for link in late for rank in link.ranks)
+            blamed = [rank for rank in count if 1 < count[rank] == ends[rank]]
+            if blamed and len(level) >= ENOUGH:
+                ratio = statistics.median(values[link] for link in late if {*link.ranks} & {*blamed}) / median
+                found.append(
+                    f"{named(blamed, places)}: links with {ratio:.1f} times the {what} of the median of their level"
+                )
     return found
-
-
-def collected(group: Group) -> list[Wrong]:
-    """Do each collective operation over a group, with few numbers and many; return what is wrong."""
-    wrong = []
-    for name, (operation, senders) in operations(group).items():
-        for count in (FEW, MANY):
-            ranges.advance(ranges.REHEARSAL)
-            got, expected = operation(group, count)
-            if example := differ(got, expected):
-                rows = (got != expected).any(dim=1).nonzero().flatten().tolist() if senders else []
-                what = f"{name} of {count:,} numbers over {group.name}"
-                wrong.append(Wrong(what, group.ranks, tuple(senders[row] for row in rows), example))
-    return wrong
-
-
-# ---- whose fault -------------------------------------------------------------------------------------
-
-
-def verdict(places: Sequence[Place], reports: Sequence[Sequence[Wrong]]) -> str:
-    """Return who sends or gets wrong values, from what each rank saw."""
-    seen, first = next((rank, report[0]) for rank, report in enumerate(reports) if report)
-    culprits, words = at_fault(reports)
-    hosts = sorted({places[rank].host for rank in culprits})
-    names = ", ".join(named(rank, places) for rank in culprits[:SHOWN]) + ", …" * (len(culprits) > SHOWN)
-    return (
-        f"the self-test of collective operations got wrong values: {words.format(names)}. First seen: {first.what}, "
-        f"where {first.example}, by {named(seen, places)}. Memory, device or network is at fault: leave "
-        f"{', '.join(hosts)} out (under Slurm: --exclude={','.join(hosts)}) and start again. `parallel: {{selftest: "
-        "false}` would leave the test out, and compute with wrong values"
-    )
-
-
-def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
-    """Return the ranks most often at the ends of wrong messages, or in groups whose sums are wrong, and that in words.
-
-    What two ranks sent each other comes first: in collective operations a third one may have passed it on.
-    """
-    every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
-    direct = [(rank, wrong) for rank, wrong in every if wrong.pair]
-    messages = {(sender, rank) for rank, wrong in direct or every for sender in wrong.senders}
-    if messages:
-        ends = Counter(rank for message in messages for rank in {*message})
-        most = [rank for rank, count in ends.items() if count == max(ends.values())]
-        return sorted(most), f"{{}} at an end of {max(ends.values())} of {len(messages)} wrong messages"
-    saw: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, wrong in every:
-        saw.setdefault((wrong.what, wrong.ranks), []).append(rank)
-    if few := [own for (_, ranks), own in saw.items() if 2 * len(own) <= len(ranks)]:
-        return few[0], "the sums that {} got are wrong, those of the others right"
-    within = Counter(rank for ranks in {ranks for _, ranks in saw} for rank in ranks)
-    most = [rank for rank, count in within.items() if count == max(within.values())]
-    return sorted(most), "sums are wrong with {}" + " together, one of which adds wrong numbers" * (len(most) > 1)

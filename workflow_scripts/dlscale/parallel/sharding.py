@@ -1,4 +1,4 @@
-"""Names in a study's model by which devices may share it (no PyTorch here)."""
+"""Module names by which devices share a study's model (no PyTorch here)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sharding:
-    """Names of modules in a study's model, by which devices share it; `*` stands for one part of a name.
+    """Module names in a study's model, by which devices share it; `*` stands for one part of a name.
 
-    `units` are for FSDP; the rest is for models of tokens [B, N, E], which tensor- and context-parallel devices share
-    between `first` and `last`. There they divide the tokens; `gather` sees those of all tensor-parallel devices, each
-    of which computes some of the outputs of `columns` and takes some of the inputs of `rows`.
+    `units` are for FSDP; the rest is for models of tokens [B, N, E], which tensor- and context-parallel devices divide
+    between `first` and `last`.
     """
 
-    units: Sequence[str] = ()  #: The modules whose weights are put together at once.
+    units: Sequence[str] = ()  #: Modules whose weights are gathered at once.
     tokens: int = 0  #: N.
-    first: str = ""  #: Module that leaves all tokens.
-    last: str = ""  #: Module that computes an output of each token; all that follows sees the outputs of all.
-    gather: Sequence[str] = ()  #: Modules with `columns` and `rows` in them: their input is that of all tokens.
-    columns: Sequence[str] = ()  #: Linear layers of which each device computes a part of the outputs.
-    rows: Sequence[str] = ()  #: Linear layers that each take this part as input; their outputs are summed.
+    first: str = ""  #: Module that returns all tokens.
+    last: str = ""  #: Module that computes an output of each token; what follows sees all outputs.
+    gather: Sequence[str] = ()  #: Modules with `columns` and `rows` in them, which take all tokens.
+    columns: Sequence[str] = ()  #: Linear layers of which each device computes some outputs.
+    rows: Sequence[str] = ()  #: Linear layers that each take these as input; their outputs are summed.
     attend: Sequence[str] = ()  #: Modules that take queries, keys, values [B, heads, N, head dimension].

@@ -1,63 +1,56 @@
-"""Strategies by which devices that see different samples train one model: one for each kind of `parallel`."""
+"""Strategies by which devices with different samples train one model, and the gradients that devices share."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dlscale.config.parallel import DDP, DP, FSDP
 from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
-from dlscale.parallel.model import named, tied
+from dlscale.parallel.model import ModelParallel, named, tied
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
 
-#: PyTorch's own (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
+#: PyTorch's default (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
 BUCKET_MB = 25
 
-#: Option of `DistributedDataParallel` to broadcast buffers, by the older name where PyTorch has no other.
+#: Option of `DistributedDataParallel` to broadcast buffers, by its newer or older name.
 BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 
-#: Averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
+#: Function that averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
 CommHook = Callable[[Any, Any], Any]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Strategy:
-    """One device alone. Others are derived from it; `wrap` comes first.
+    """The strategy of one device, and the base of the others; `wrap` comes first."""
 
-    Attributes
-    ----------
-    exchanges
-        Whether gradients are exchanged while they are computed.
-    gathers
-        Whether ranks of different samples wait for each other in a forward pass.
-    wrapped
-        The network, or what wraps it: what training calls.
-    """
-
-    exchanges = gathers = False
+    exchanges = False  #: whether gradients are exchanged while they are computed
+    gathers = False  #: whether ranks of different samples wait for each other in a forward pass
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.wrapped: nn.Module = nn.Identity()
+        self.wrapped: nn.Module = nn.Identity()  #: the network, or its wrapper, which training calls
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
-        """Take a network, whose model it may change in place; hooks of its backward pass are made in `stream`."""
+        """Wrap a network, whose model may change in place; hooks of its backward pass are made in `stream`."""
         self.wrapped = network
 
     def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -66,15 +59,15 @@ class Strategy:
         return predict
 
     def accumulating(self) -> AbstractContextManager[object]:
-        """Return the context of a backward pass whose gradients are only added up: another one will exchange them."""
+        """Return the context of a backward pass whose gradients are added up and not yet exchanged."""
         return nullcontext()
 
     def unsynchronised(self) -> AbstractContextManager[object]:
-        """Return a context in which no rank waits for the gradients of others; each then makes an update of its own."""
+        """Return a context in which no rank waits for the gradients of others, and each makes its own update."""
         return nullcontext()
 
     def around_averaging(self, hook: Callable[[CommHook], CommHook]) -> None:
-        """Put something around the averaging of each bucket, where there are any; to be called before any step."""
+        """Wrap the averaging of each bucket, if there are any; to be called before the first step."""
 
 
 class Replicated(Strategy):
@@ -139,7 +132,7 @@ class Sharded(Strategy):
         self._root: Any = None
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of this rank's replicas: neighbours that share the weights, and copies of such groups."""
+        """Return the mesh of this rank's replicas: neighbours that share the weights, and copies of these groups."""
         world = self.world
         ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
         shard = self._settings.shard or ranks.shape[1]
@@ -182,14 +175,14 @@ class Sharded(Strategy):
 
 
 class Copied(nn.Module):
-    """A network of which one process has copies on several GPUs, each for its share of a batch (DataParallel)."""
+    """A network that one process copies to several GPUs, each for its share of a batch (DataParallel)."""
 
     def __init__(self, network: Any, devices: list[int]) -> None:
         super().__init__()
         self.copies = DataParallel(_Each(network), device_ids=devices)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch; shares are unequal where it does not divide."""
+        """Return the mean loss of a batch, whose shares may be unequal."""
         return self.copies(x, y).mean()
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +191,7 @@ class Copied(nn.Module):
 
 
 class _Each(nn.Module):
-    """The module that is copied: returns the loss of each sample, or without targets the prediction."""
+    """The module that is copied: it returns the loss of each sample, or the prediction without targets."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -209,7 +202,7 @@ class _Each(nn.Module):
 
 
 class Copies(Strategy):
-    """`DataParallel`: one process for all GPUs of a node. A CPU is one device, and has no copies."""
+    """`DataParallel`: one process for all GPUs of a node; on a CPU a single device."""
 
     def __init__(self, world: World, gpus: int) -> None:
         super().__init__(world)
@@ -232,7 +225,7 @@ class Copies(Strategy):
 
 
 def strategy_of(run: RunCore, world: World) -> Strategy:
-    """Return the strategy that a run asks for, in this world."""
+    """Return the strategy of a run."""
     parallel = run.parallel
     if isinstance(parallel, DP):
         return Copies(world, run.geometry.gpus_per_node)
@@ -240,3 +233,76 @@ def strategy_of(run: RunCore, world: World) -> Strategy:
     if isinstance(parallel, FSDP):
         return Sharded(world, parallel) if copies > 1 else Strategy(world)
     return Replicated(world, parallel) if copies > 1 and parallel.sync else Strategy(world)
+
+
+# ---- gradients -------------------------------------------------------------------------------------
+
+
+class Gradients:
+    """The gradients of named parameters; `clip_norm` is the norm to which greater ones are scaled down."""
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        world: World,
+        model: ModelParallel | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
+        self.clips = clip_norm is not None
+        self.share = model.share if model else 1.0  #: weight of this device's loss
+        #: Groups whose devices have different shards: of the weights of columns and rows, or of all.
+        self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
+        for p in parameters.values():
+            if isinstance(p, DTensor):
+                self._groups["fsdp"] = p.device_mesh.get_group("shard")
+
+    def complete(self) -> None:
+        """Sum over tensor-parallel devices."""
+        if self._model:
+            self._model.sum_gradients(self._parameters)
+
+    def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Scale the gradients of the updated parameters, in the order of names, down to the norm; return the old norm.
+
+        It is that of all gradients together, float32, as `torch.nn.utils.clip_grad_norm_` has it.
+        """
+        assert self._clip_norm is not None
+        cuts = self._model.cuts if self._model else {}
+        whole: list[torch.Tensor] = []
+        cut: list[torch.Tensor] = []  # other tensor-parallel devices have other parts
+        for name, p in zip(self._parameters, updated, strict=True):
+            if p.grad is not None:
+                (cut if name in cuts else whole).append(p.grad)
+        squares = torch.stack([_square_sum(each, self._world.device) for each in (whole, cut)])
+        for kind, group in self._groups.items():
+            dist.all_reduce(squares if kind == "fsdp" else squares[1:], group=group)
+        norm = squares.sum().sqrt()
+        gradients = [*whole, *cut]
+        if gradients:
+            torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
+        return norm
+
+    def scaler(self, enabled: bool) -> torch.amp.GradScaler:
+        """Return the scaler of the loss, for which a gradient that overflows on one device of a model does on all."""
+        return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
+
+
+def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)).square().sum().to(device)
+
+
+class _Scaler(torch.amp.GradScaler):
+    def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
+        super().__init__(device, enabled=enabled)
+        self._groups = groups
+
+    def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
+        # PyTorch's own ShardedGradScaler takes this place, too.
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*arguments, **options)
+        for group in self._groups:
+            for overflow in found.values():
+                dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
+        return found

@@ -1,16 +1,7 @@
 """Find the rank that all others wait for, and end the run with its name.
 
-A rank that dies, hangs or is stopped leaves the others in an exchange that may never end. A thread of each rank shows a
-sign of life in a store every second. The first rank judges all signs, the second one the first's, and their own signs
-have the verdict, with which all end:
-
-- a rank without a sign was killed, stopped, or has lost its network, unless a rank of its node sees its process: code
-  that holds Python's lock (GIL) lets no thread of its process show anything;
-- where no rank gets any further for longer than it ever took, the culprit is the one that is behind.
-
-The store is files beside that by which the ranks of a node met, else that through which they met, in the first rank's
-process; another thread ends a rank to which it does not answer. Seconds are counted in beats, so that they stand still
-while a process does.
+A thread of each rank writes a heartbeat to a store every second. Rank 0 judges all ranks, rank 1 judges rank 0, and
+their own heartbeats carry the verdict, with which all end. Time is counted in beats, which stand still with a process.
 """
 
 from __future__ import annotations
@@ -38,16 +29,15 @@ from dlscale.core.errors import PeerLost, brief
 from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BESIDE
 
-BEAT = 1.0  #: Seconds between two signs of life.
-LONGER = 10.0  #: A range of a step may take so many times the longest
-WINDOW = 200  #: of the last ones that a sign told of, if that is more than `Limits.stuck`.
-GRACE = 1800.0  #: Seconds without progress where anything may take long, or where nobody is behind.
-REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may have to open thousands of connections.
-CONNECT = 300.0  #: Seconds until the store has taken up a connection: thousands of processes ask for one at once.
-ANSWER = 25.0  #: Seconds until it answers.
-TOLD = 60.0  #: Seconds of waiting after which the log says for whom, where more are allowed.
+BEAT = 1.0  #: Seconds between two heartbeats.
+LONGER = 10.0  #: Multiple of the longest range of steps that one may take, if that is more than `Limits.stuck`.
+WINDOW = 200  #: Ranges of steps over which the longest is taken.
+GRACE = 1800.0  #: Seconds without progress while opening, or where nobody is behind.
+REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may open thousands of connections.
+CONNECT = 300.0  #: Seconds until the store accepts a connection; thousands of processes ask at once.
+ANSWER = 25.0  #: Seconds until the store answers.
 
-#: How libraries say that another rank has gone.
+#: Texts by which libraries say that another rank has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
 
 #: States of a process, as the ranks of its node see it.
@@ -58,35 +48,34 @@ UNSEEN = "killed or stopped, or its node is gone, or it runs code that holds Pyt
 
 
 class Sign(NamedTuple):
-    """Sign of life of a rank."""
+    """Heartbeat of a rank."""
 
     number: int = 0
     host: str = ""
-    place: str = ""  #: Where `process` is a number: host and name space.
+    place: str = ""  #: Host and PID namespace, within which `process` is meaningful.
     process: int = 0
-    entered: int = 0  #: Ranges and parts that it has entered or left.
-    range: str = ""  #: The one that it is in,
+    entered: int = 0  #: Ranges and parts entered or left.
+    range: str = ""  #: Current range,
     kind: str = ranges.OPENING  #: and its kind.
-    exchanges: int = 0  #: Exchanges that it has begun,
-    beside: int = 0  #: and those of its thread.
+    exchanges: int = 0  #: Exchanges begun by the steps,
+    beside: int = 0  #: and by the thread that writes checkpoints.
     age: float = 0.0  #: Seconds since any of these numbers changed.
-    longest: float = 0.0  #: Longest of its last ranges of steps, s.
-    sees: dict[str, str] = {}  #: States of the processes of its node, by rank.
-    failed: str = ""  #: Why it ends.
-    verdict: str = ""  #: Why all end.
+    longest: float = 0.0  #: Longest recent range of steps, s.
+    sees: dict[str, str] = {}  #: States of the other processes of its node, by rank.
+    failed: str = ""  #: Reason why this rank ends.
+    verdict: str = ""  #: Reason why all end.
 
 
 class Files:
-    """A store in a folder, one file a key, without locks, which a stopped process might hold."""
+    """A store of one file a key, without locks, which a stopped process might hold."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(exist_ok=True)
 
     def set(self, key: str, value: str) -> None:
-        # Over the value before it: where a disk has become full there is still that place.
         file = os.open(self._folder / key, os.O_CREAT | os.O_WRONLY, 0o600)
-        os.pwrite(file, value.encode().ljust(8192), 0)
+        os.pwrite(file, value.encode().ljust(8192), 0)  # in place, which works on a full disk, too
         os.close(file)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -97,7 +86,7 @@ class Files:
 
 
 def connect() -> Any:
-    """Return a connection of its own to the store through which the ranks met."""
+    """Open a second connection to the store through which the ranks met."""
     stores: Any = dist  # which names them at run time only
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -112,20 +101,19 @@ def connect() -> Any:
 
 
 class Watchdog:
-    """Watches over the ranks of a run from its construction until `close`; all of them make one together."""
+    """Watches the ranks of a run from its construction until `close`; all ranks make one together."""
 
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
-        """`per_node` consecutive ranks share a node. Without limits nothing ends but what an exchange ends."""
+        """`per_node` consecutive ranks share a node. Without limits only a failed exchange ends the run."""
         self.rank, self.size, self.limits, self._judges = rank, size, limits or Limits(), limits is not None
         meet, first = os.environ.get(MEET), rank - rank % per_node
         self._store = Files(Path(f"{meet}.watchdog")) if meet else connect()
         self._holder = f"the folder {meet}.watchdog, by which processes here know of each other," if meet else ""
-        self._beside = [other for other in range(first, min(first + per_node, size)) if other != rank]
-        self._known = range(size) if rank == 0 else sorted({0, 1, *self._beside})  #: ranks at whose signs it looks
-        self._seen, self._quiet = [Sign()] * size, [0.0] * size  #: by rank: its last sign, and seconds since
+        self._mates = [other for other in range(first, min(first + per_node, size)) if other != rank]
+        self._known = range(size) if rank == 0 else sorted({0, 1, *self._mates})  #: ranks whose heartbeats it reads
+        self._seen, self._quiet = [Sign()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since
         self._sign = Sign(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds
-        self._awaited: list[int] = []  #: whom the log has named
         self._closed = threading.Event()
         self._show()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._await_answer)]
@@ -133,18 +121,18 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Watch no longer: a thread that is inside the store when Python ends would abort the process."""
+        """Stop watching: a thread inside the store when Python ends would abort the process."""
         self._closed.set()
         for thread in self._threads:
             thread.join(ANSWER)
 
     def tell(self, error: BaseException) -> None:
-        """Tell the others why this rank ends."""
+        """Tell the other ranks why this one ends."""
         with contextlib.suppress(Exception):
             self._show(failed=f"{type(error).__name__}: {brief(error)}")
 
     def culprit(self, error: BaseException, seconds: float = 8.0) -> str:
-        """Return who has gone, after an exchange that failed; it may take a moment to be seen."""
+        """Return which rank has gone, after an exchange that failed; it may take a moment to be seen."""
         self._known = range(self.size)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -156,15 +144,14 @@ class Watchdog:
                 return gone
         return f"another process ended: {brief(error)}"
 
-    # ---- signs of life ---------------------------------------------------------------------------
+    # ---- heartbeats ------------------------------------------------------------------------------
 
     def _show(self, **changes: Any) -> None:
-        """Show a further sign of life."""
         self._sign = self._sign._replace(number=self._sign.number + 1, **changes)
         self._store.set(f"sign-{self.rank}", json.dumps(self._sign))
 
     def _look(self) -> None:
-        """Take in the signs of others, once all are there: thousands of processes do not begin at once."""
+        """Read the heartbeats of others, once all are there: thousands of processes do not begin at once."""
         known = list(self._known)
         keys = [f"sign-{rank}" for rank in known]
         for rank, text in zip(known, self._store.multi_get(keys), strict=True) if self._store.check(keys) else ():
@@ -181,22 +168,22 @@ class Watchdog:
                     longest.append(age)
                 place, age, steps = come, 0.0, True
             age, steps = age + BEAT, steps and kind == ranges.STEPS  # all the time
-            seen = {rank: self._seen[rank] for rank in self._beside}
-            sees = {str(rank): state(sign.process) for rank, sign in seen.items() if sign.place == self._sign.place}
+            mates = {rank: self._seen[rank] for rank in self._mates}
+            sees = {str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._sign.place}
             at = dict(zip(("entered", "exchanges", "beside"), come, strict=True))
             try:
                 self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees)
                 self._look()
                 self._unanswered = 0.0
                 if self._judges:
-                    self._obey()
+                    self._judge()
             except Exception as error:  # _await_answer counts the time
                 logging.info("watchdog: no answer: %s", brief(error))
 
-    def _obey(self) -> None:
-        """End with a verdict that is there, or find one for the next sign."""
+    def _judge(self) -> None:
+        """End with a verdict that is there, or find one for the next heartbeat."""
         if verdict := "".join(sign.verdict for sign in self._seen[:2]):
-            time.sleep(2 * BEAT if self.rank == 0 else 0)  # in its process the store may live, which the others ask
+            time.sleep(2 * BEAT if self.rank == 0 else 0)  # its process may hold the store, which the others ask
             self._end(verdict)
         if self.rank < 2:
             self._sign = self._sign._replace(verdict=self._verdict())
@@ -211,45 +198,40 @@ class Watchdog:
     # ---- judgement -------------------------------------------------------------------------------
 
     def _verdict(self) -> str:
-        """Return who is to blame for what; nothing if nobody is, as far as one sees."""
         judged = range(self.size) if self.rank == 0 else [0]
         silence = self._silence(judged, self.limits.silent, max(self.limits.silent, self.limits.stuck))
         return silence if silence or self.rank else self._behind()
 
     def _silence(self, ranks: Iterable[int], gone: float, unseen: float) -> str:
-        """Return which of these ranks show no sign of life for longer than their states allow, s."""
-        silent = {rank: self._state(rank) for rank in ranks if self._quiet[rank] > gone}
-        for rank, said in [*silent.items()]:
-            if self._seen[rank].failed:  # it has said why, and could not end before the others
-                return f"{self._name(rank)} ended: {self._seen[rank].failed}"
-            if self._quiet[rank] <= {STOPPED: gone, ENDED: gone, UNSEEN: unseen}.get(said, self._limit([rank])):
-                del silent[rank]
-        names = ", ".join([f"{self._place(rank)}: {said}" for rank, said in silent.items()][:8])
+        """Return which of these ranks have been silent for longer than their states allow, s."""
+        silent = dict[int, str]()
+        for rank in ranks:
+            if self._quiet[rank] > gone:
+                if self._seen[rank].failed:  # it could not end before the others
+                    return f"{self._name(rank)} ended: {self._seen[rank].failed}"
+                said = self._state(rank)
+                allowed = self._limit([rank]) if said == THERE else unseen if said == UNSEEN else gone
+                if self._quiet[rank] > allowed:
+                    silent[rank] = f"{self._place(rank)}: {said}"
+        names = ", ".join([*silent.values()][:8])
         return f"no sign of life for {min(self._quiet[rank] for rank in silent):.0f} s of {names}" if silent else ""
 
     def _behind(self) -> str:
-        """Return for whom all have waited for too long."""
-        # Of those in one range, who takes part in a further exchange is ahead; of those who wait for what their threads
-        # write, whose thread does.
+        """Return which ranks all others have awaited for too long."""
+        # Within one range, who takes part in a further exchange is ahead; while checkpoints are awaited, whose thread.
         places = [(s.entered, s.exchanges, s.beside if s.range == ranges.SAVING else 0) for s in self._seen]
-        least = min(places)
-        behind = [rank for rank, place in enumerate(places) if place == least]
+        behind = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = self._limit(behind)
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
         if len(behind) == self.size:  # all compute, or wait for their network or file system
             limit = max(limit, GRACE)
             said = f"no process has got any further for {limit:.0f} s, and none is behind the others"
-            return said if waited > limit else ""
-        names = ", ".join(map(self._place, behind[:8]))
-        if waited > limit:
-            return f"all have waited for {limit:.0f} s for {names}"
-        if waited > TOLD and behind != self._awaited:
-            self._awaited = behind
-            logging.warning("all have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit)
-        return ""
+        else:
+            said = f"all have waited for {limit:.0f} s for {', '.join(map(self._place, behind[:8]))}"
+        return said if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
-        """Return the seconds that all of these ranks may take for what they are at."""
+        """Return the seconds that all of these ranks may spend in their current ranges."""
         seconds = {
             ranges.STEPS: max(self.limits.stuck, LONGER * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
@@ -259,7 +241,7 @@ class Watchdog:
         return max(seconds[self._seen[rank].kind] for rank in ranks)
 
     def _state(self, rank: int) -> str:
-        """Return the state of a rank's process, by those who see it and showed a sign just now."""
+        """Return the state of a rank's process, by those that see it and showed a heartbeat just now."""
         fresh = (sign for sign, quiet in zip(self._seen, self._quiet, strict=True) if quiet <= 5 * BEAT)
         return next((said for sign in fresh if (said := sign.sees.get(str(rank)))), UNSEEN)
 
@@ -280,7 +262,7 @@ class Watchdog:
 
 
 def _exchanges() -> tuple[int, int]:
-    """Return how many exchanges this rank has begun: in the groups of its steps, as many on all ranks; and beside."""
+    """Return how many exchanges this rank has begun: in the groups of its steps, and in those of its threads."""
     groups = list[Any](distributed_c10d._world.pg_map)
     begun = [(group.group_desc == BESIDE, group._get_sequence_number_for_group()) for group in groups]
     return sum(count for beside, count in begun if not beside), sum(count for beside, count in begun if beside)
@@ -296,7 +278,7 @@ def state(process: int) -> str:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether an exception says that another rank has gone."""
-    if isinstance(error, OSError):  # a loader's, a tracker's
-        return False
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in _GONE)
+    """Return whether an exception says that another rank has gone; a loader's or tracker's `OSError` does not."""
+    return not isinstance(error, OSError) and (
+        isinstance(error, dist.DistError) or any(words in str(error) for words in _GONE)
+    )

@@ -1,36 +1,40 @@
-"""The ranks (processes) of a run: which of them this one is, and what they exchange.
+"""The ranks (processes) of a run: which of them this one is, what they exchange, and how they share the run's work.
 
-A run on one device is a world of one rank, in which everything below costs nothing.
+A run on one device is a world of one rank, whose methods cost nothing. The axes of the mesh are dp (samples), cp
+(tokens) and tp (weights of layers, and tokens).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from dlscale.parallel.mesh import Mesh
+from dlscale.config.run import Geometry
 
 CPU = torch.device("cpu")
+AXES = ("dp", "cp", "tp")
 Value = TypeVar("Value")
 
-#: Description of a group in which a thread of a rank exchanges beside its steps: how far it is says nothing of them.
+#: Description of a group in which a thread of a rank exchanges, which says nothing of its steps' progress.
 BESIDE = "beside"
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, one for each device, as one of them, this process, sees them."""
+    """The ranks of a run, one a device, as this process sees them."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0  #: rank on the node
-    device: torch.device = CPU  #: what this process computes on
-    control: Any = None  #: process group that exchanges values on the host; None: the default group does
-    mesh: Mesh | None = None  #: who shares a model with whom; None: every rank has its own copy
+    device: torch.device = CPU  #: device of this process
+    control: Any = None  #: process group that exchanges values on the host; None: the default group
+    mesh: Mesh | None = None  #: ranks that share a model; None: every rank has its own copy
 
     @property
     def main(self) -> bool:
@@ -49,7 +53,7 @@ class World:
 
     @property
     def replicas(self) -> Any:
-        """Process group of the ranks that hold the same weights; None: the default group is."""
+        """Process group of the ranks that hold the same weights; None: the default group."""
         return self.mesh.replicas if self.mesh else None
 
     @property
@@ -60,8 +64,7 @@ class World:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up a tensor over all ranks of different samples, in place; every rank gets the same result.
 
-        The sums of those who share a model differ in no more than rounding; the first one's is that of all, or they
-        would decide differently.
+        The sums of ranks that share a model may differ by rounding: all take the first one's.
         """
         if self.data_size > 1:
             dist.all_reduce(values, group=self.mesh.group("dp") if self.mesh else None)
@@ -71,13 +74,13 @@ class World:
         return values
 
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give ranks of the same weights the values that the first of them has, in place; no device waits."""
+        """Broadcast tensors from the first of the ranks with the same weights, in place; no device waits."""
         if self.size > 1 and (self.mesh is None or self.mesh.size("dp") * self.mesh.size("cp") > 1):
             for tensor in tensors:
                 dist.broadcast(tensor, group=self.replicas, group_src=0)
 
     def max(self, *values: float) -> list[float]:
-        """Return for each number the greatest of all ranks' numbers; no device waits."""
+        """Return the greatest of all ranks' numbers, one by one; no device waits."""
         greatest = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.control)
@@ -91,12 +94,94 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait for every rank."""
         if self.size > 1:
             dist.barrier(group=self.control)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# ---- the mesh --------------------------------------------------------------------------------------
+
+
+def arrangement(geometry: Geometry) -> torch.Tensor:
+    """Return the rank at each place of the mesh, int64 [dp, cp, tp]."""
+    slowest_first = geometry.order.split("-")[::-1]
+    ranks = torch.arange(geometry.world_size).reshape([getattr(geometry, axis) for axis in slowest_first])
+    return ranks.permute([slowest_first.index(axis) for axis in AXES])
+
+
+class Mesh:
+    """The mesh as this rank sees it; all ranks make it together, after `torch.distributed` has begun.
+
+    Attributes
+    ----------
+    devices
+        PyTorch's mesh, with dimensions dp, cp, tp.
+    ranks
+        Ranks that hold the same weights, for each place along tp: int64 [tp, dp x cp]. They rise along a row, as in
+        PyTorch's process groups.
+    replicas
+        Process group of this rank's row of `ranks`.
+    """
+
+    def __init__(self, geometry: Geometry, kind: str) -> None:
+        places = arrangement(geometry)
+        self.kind, self.devices = kind, DeviceMesh(kind, places, mesh_dim_names=AXES)
+        self.ranks = places.permute(2, 0, 1).flatten(1).sort().values
+        self.replicas: dist.ProcessGroup = DeviceMesh(kind, self.ranks, mesh_dim_names=("tp", "same")).get_group("same")
+
+    def rank(self, axis: str) -> int:
+        """Return this rank's place along an axis."""
+        return self.devices.get_local_rank(axis)
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
+        return self.devices.size(AXES.index(axis))
+
+    def group(self, axis: str) -> Any:
+        """Return the process group of this rank along an axis."""
+        return self.devices.get_group(axis)
+
+    def along(self, *axes: str) -> DeviceMesh | None:
+        """Return the mesh of those of these axes along which there are several ranks, if there are any."""
+        several = tuple(axis for axis in AXES if axis in axes and self.size(axis) > 1)
+        return self.devices[several] if several else None
+
+
+class Pretended:
+    """A mesh as its first rank would see it, without the others, to predict memory: exchanges have shapes alone."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+
+    def rank(self, axis: str) -> int:
+        return 0
+
+    def size(self, axis: str) -> int:
+        size: int = getattr(self._geometry, axis)
+        return size
+
+    def along(self, *axes: str) -> PretendedAxes | None:
+        size = math.prod(self.size(axis) for axis in axes)
+        return PretendedAxes(size) if size > 1 else None
+
+
+@dataclass(frozen=True)
+class PretendedAxes:
+    """Axes of a pretended mesh, as `DeviceMesh` has them."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return 0
+
+    def get_group(self) -> None:
+        return None

@@ -164,7 +164,7 @@ def workload(run: Any, results: Path) -> Workload:
     from dlscale.data.manifest import Manifest
     from dlscale.parallel.exchanges import averaged
     from dlscale.parallel.model import named as modules
-    from dlscale.train.footprint import predict
+    from dlscale.train.memory import predict
     from dlscale.train.precision import compute_dtype, convert
 
     manifest = Manifest.read(results / "data" / run.dataset / "manifest.json")

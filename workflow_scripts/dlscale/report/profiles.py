@@ -198,14 +198,9 @@ def _changes_table(before: RunResult, run: RunResult) -> Table | None:
 
 
 def _exchanged(profile: Profile) -> list[str]:
-    """Say what a rank exchanges in a step, kind by kind, beside what the formula says."""
-    if not (found := profile.exchanged):
-        return []
-    counted, expected = ({kind: text.size(n) for kind, n in each.items()} for each in (found.counted, found.formula))
-    return [
-        f"{kind.replace('_', '-')} {counted.get(kind, 'none')} (by formula {expected.get(kind, 'none')})"
-        for kind in sorted({**counted, **expected})
-    ]
+    """Return the bytes that a rank exchanges in a step, kind by kind."""
+    counted = profile.exchanged.counted if profile.exchanged else {}
+    return [f"{kind.replace('_', '-')} {text.size(bytes_)}" for kind, bytes_ in sorted(counted.items())]
 
 
 # ---- side by side ------------------------------------------------------------------------------------

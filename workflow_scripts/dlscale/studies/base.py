@@ -76,7 +76,7 @@ class Study(ABC):
     Model, Loss
         Settings of the model (key `model`) and of the loss (key `loss`).
     operations
-        What the model computes with: of `conv2d`, `conv3d`, `attention`. Known defects of libraries concern these.
+        Operations of the model: of `conv2d`, `conv3d`, `attention`. `dlscale doctor` looks for their known defects.
     supports
         What only some models can do and this one can: of `attention`, `activation_checkpointing`, `tp`, `cp`.
     published_log

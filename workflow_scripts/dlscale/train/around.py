@@ -1,4 +1,4 @@
-"""The context of every stage of a run: processes meet and test their exchanges, data are verified."""
+"""The context of every stage of a run: ranks meet and test their exchanges, and data are verified."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dlscale.train.exhaustion import explained
 def entered(
     run: RunCore, manifest: str | Path, device: str, splits: Sequence[str] = ("train", "valid")
 ) -> Iterator[tuple[World, Links | None]]:
-    """Meet the other ranks of a run, and verify the files of its `splits`; yield both the ranks and their links.
+    """Meet the other ranks of a run and verify the files of its `splits`; yield the ranks and their links.
 
-    An allocation that fails within this context becomes a message with settings that would fit.
+    An allocation that fails within this context becomes a message.
     """
     with join(run.processes, device) as world, explained(run, manifest, world):
         links = self_test(world, run.selftest)
@@ -33,7 +33,7 @@ def entered(
 
 
 def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
-    """Raise a `UserError` if data files are damaged; each rank reads its share of those that nobody has read yet."""
+    """Raise a `UserError` if data files are damaged; each rank reads its share of the unverified ones."""
     manifest.check_files()
     files = world.gather(verification.unverified(manifest, splits))[0]
     messages = world.gather(verification.damaged(manifest, files[world.rank :: world.size]))

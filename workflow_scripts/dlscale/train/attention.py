@@ -25,10 +25,10 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
-#: Elements of the score matrices beyond which `math`, which keeps them all in memory, is not tried: it is slower.
+#: Elements of the score matrices beyond which `math`, which keeps them all in memory, is not tried.
 MOST_SCORES = 2**28
 
-#: A context for the forward and the backward pass: activations that are recomputed choose their kernel again.
+#: Context of the forward and the backward pass: recomputed activations choose their kernel again.
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -61,7 +61,7 @@ def attention_context(
                 f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
                 f"use default, auto or one of: {', '.join(usable)}"
             ) from None
-    if kind == "fa3":  # to register it takes longer than a step: once, for the whole process
+    if kind == "fa3":  # once for the process: to register it takes longer than a step
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl("FA3")
@@ -98,7 +98,7 @@ def trial(
 
 @contextmanager
 def registered(name: str, device: torch.device) -> Iterator[None]:
-    """Let FlashAttention-3 compute within what PyTorch calls flash, where `name` asks for it."""
+    """Let FlashAttention-3 compute within PyTorch's flash kernel, where `name` asks for it."""
     if name != "fa3":
         yield
         return
@@ -114,15 +114,11 @@ def registered(name: str, device: torch.device) -> Iterator[None]:
 
 
 def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
-    """Time one forward and backward pass of random values: constants compute faster, as fewer bits change.
-
-    In memory lie, for each token, the heads' queries, keys, values side by side, [B, T, 3, H, D], as one linear layer
-    leaves them; the gradient's heads, too, [B, T, H, D].
-    """
+    """Time one forward and backward pass of random values, in memory as a linear layer leaves them."""
     samples, heads, tokens, width = shape
 
     def random(count: int) -> list[torch.Tensor]:
-        """Return this many of [B, H, T, D], side by side."""
+        """Return so many tensors [B, H, T, D], side by side."""
         values = torch.randn(samples, tokens, count, heads, width, dtype=dtype, device=device)
         return [each.transpose(1, 2) for each in values.unbind(2)]
 

@@ -22,18 +22,15 @@ from dlscale.data.loaders.base import Loader, Share, open_loader
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
 from dlscale.parallel.batchnorm import synchronised
-from dlscale.parallel.gradients import Gradients
-from dlscale.parallel.mesh import AXES
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.strategy import strategy_of
-from dlscale.parallel.world import World
+from dlscale.parallel.strategy import Gradients, strategy_of
+from dlscale.parallel.world import AXES, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
 from dlscale.train.graph import CudaBackend
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, convert, set_matmul_precision
-from dlscale.train.selfcheck import check_operations
 from dlscale.train.step import Network, Step
 
 
@@ -45,10 +42,10 @@ def build_step(
     sharding: Callable[[nn.Module], Sharding] = lambda model: Sharding(),
     draws: bool = False,
 ) -> Step:
-    """Build the step of a run: every part of building has its place here, in a fixed order.
+    """Build the step of a run.
 
-    `make` makes the model and draws its weights from torch's random state; `loss` is that of each sample [B].
-    `sharding` and `draws` are what a study says of the model.
+    `make` makes the model and draws its weights from torch's random state; `loss` is that of each sample [B];
+    `sharding` and `draws` are the study's.
     """
     world = world or World()
     device = world.device
@@ -98,7 +95,7 @@ def assemble(
     divided: ModelParallel | None = None,
     graphs: CudaBackend | None = None,
 ) -> Step:
-    """Return the step of a model that is where it shall be, in the layout that it shall have; it is not compiled."""
+    """Return the step of a model that is on its device, in its layout; it is not compiled."""
     exact = convert(model, run.precision)
     # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format))
@@ -112,12 +109,12 @@ def assemble(
 
 
 def random_seed(*numbers: int) -> int:
-    """Return a seed of its own for each of these numbers together."""
+    """Return a seed for these numbers together."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
-    """Return PyTorch's name of a run's `memory_format`, by the dimensions of the model's convolutions."""
+    """Return PyTorch's `memory_format`, by the dimensions of the model's convolutions."""
     if kind == "contiguous":
         return torch.preserve_format
     volumes = any(p.dim() == 5 for p in model.parameters())
@@ -135,7 +132,7 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
 
 
 def _each(loss: SampleLoss, study: str) -> SampleLoss:
-    """Return a study's loss, which refuses to be anything but one number for each sample."""
+    """Return a study's loss, with a check of its shape."""
 
     def call(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         losses = loss(prediction, target)
@@ -150,7 +147,7 @@ def _each(loss: SampleLoss, study: str) -> SampleLoss:
 
 
 def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
-    """Return the samples of a split, as the kind of dataset of the run's study has them."""
+    """Return the samples of a split, of the study's kind of dataset."""
     module = registry.module_of(registry.study(run.study).dataset, "samples")
     assert module is not None  # rows serve a kind that has none of its own
     samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
@@ -159,7 +156,7 @@ def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
 
 @dataclass(frozen=True)
 class Session:
-    """The parts of a run that a stage works with."""
+    """The parts of a run, for a stage."""
 
     run: RunCore
     manifest: Manifest
@@ -199,7 +196,7 @@ class Session:
 
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:
-    """Return the CPU threads of each process: those of the run, or its share of a node's; None if nobody says."""
+    """Return the CPU threads of each process: the run's, or its share of a node's `threads`."""
     return run.threads or (max(1, threads // run.processes.gpus_per_node) if threads else None)
 
 
@@ -209,10 +206,7 @@ def open_session(
     world: World,
     threads: int | None = None,
 ) -> Session:
-    """Set up everything but the loaders.
-
-    `threads` are a node's, which its ranks share; results on a CPU are bitwise repeatable for the same number.
-    """
+    """Set up everything but the loaders; `threads` are a node's. The same number gives the same bits on a CPU."""
     if len(set(world.gather(run.model_dump_json()))) > 1:
         raise UserError(
             f"the {world.size} processes that met have different configurations: either two runs met at one place, or "
@@ -230,11 +224,6 @@ def open_session(
             raise UserError(str(error)) from None
     make, loss = partial(study.model, run, data), _each(study.loss(run), run.study)
     step = build_step(run, make, loss, world, study.sharding, study.draws(run))
-    dtype = compute_dtype(run.precision)
-    if dtype != torch.float32:
-        width = getattr(step.model, "attention_shape", (0, 0, 32))[2]
-        last = run.memory_format == "channels_last"
-        check_operations(dtype, world.device, last, step.attention, width, study.operations)
     if world.data_rank:  # the same weights everywhere, but each its own drop-out
         torch.manual_seed(random_seed(run.seed, world.data_rank))
     return Session(run, data, world, study, step)

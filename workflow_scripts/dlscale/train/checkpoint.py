@@ -1,11 +1,8 @@
 """Checkpoints: one folder a step, there as a whole or not at all, written while the training goes on.
 
-They lie in a folder named by the run's fingerprint, not in a declared output of the workflow, which would be deleted
-when a job fails: a retry resumes, a changed run starts afresh.
-
-`torch.distributed.checkpoint` (DCP) writes and reads them: each device its own pieces of each tensor, under names that
-know nothing of devices, so that any other number of devices, sharing the model in any other way, can go on. Its files
-are safetensors: to read one executes nothing.
+They lie in a folder named by the run's fingerprint: a retry resumes, a changed run starts afresh. Each device writes
+its pieces of each tensor by `torch.distributed.checkpoint` (DCP), under names that know nothing of devices, so that any
+other number of them can go on. The files are safetensors: to read one executes nothing.
 """
 
 from __future__ import annotations
@@ -45,18 +42,18 @@ from dlscale.core.record import Number, Record
 from dlscale.parallel.pieces import Piece
 from dlscale.parallel.world import BESIDE, World
 
-#: Content of a checkpoint: this device's piece of each tensor, by name.
+#: This device's piece of each tensor, by name.
 State = dict[str, Piece]
 
-# It is said at every checkpoint of a run of one process, which is no mistake.
+# A warning at every checkpoint of one process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-# DCP logs the beginning and the end of what it does, and each error with its traceback: we say what is to be said.
+# DCP logs its progress, and each error with a traceback.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
 
 
 class Places(Record):
-    """Which devices there were; random numbers go on where they are the same."""
+    """Devices of a training; random numbers go on where they are the same."""
 
     ranks: int = 1
     tp: int = 1
@@ -66,22 +63,22 @@ class Places(Record):
 
 
 class CheckpointRecord(Record):
-    """`checkpoint.json`: how far a training was."""
+    """`checkpoint.json`: the progress of a training."""
 
-    step: int = 0  #: optimiser steps that are done
-    history: list[Epoch] = []  #: the epochs that are done
-    loss_sums: list[Number] = [0.0]  #: of the epoch under way: sum of the losses on each rank of different samples
+    step: int = 0  #: optimiser steps done
+    history: list[Epoch] = []  #: epochs done
+    loss_sums: list[Number] = [0.0]  #: sums of the epoch under way, of each rank of different samples
     seconds: float = 0.0  #: time spent on its steps in all tries
-    wall_time: float = 0.0  #: when its steps were done, seconds since 1970-01-01 UTC; 0 while they are not
+    wall_time: float = 0.0  #: end of its steps, seconds since 1970-01-01 UTC; 0 before
     #: Settings that decide times and no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
-    untrained: Untrained | None = None  #: what was before the first step, while the first epoch is under way
+    untrained: Untrained | None = None  #: scores before the first step, in the first epoch
     places: Places = Places()
     scaler: dict[str, float] = {}  #: state of the loss scaler
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file
-    run: str = ""  #: the folder that it was written to, which is called after the training's fingerprint
-    own: str = ""  #: SHA-256 of all this
+    run: str = ""  #: its folder, named by the training's fingerprint
+    own: str = ""  #: SHA-256 of this record
 
     def sealed(self) -> CheckpointRecord:
         """Return the record with its digest."""
@@ -89,21 +86,21 @@ class CheckpointRecord(Record):
         return self.model_copy(update={"own": hashlib.sha256(text.encode()).hexdigest()})
 
     def loss_sum(self, rank: int, ranks: int) -> float:
-        """Return the sum with which a rank goes on; with another number of ranks the first has the sum of all."""
+        """Return a rank's sum; with another number of ranks the first has the sum of all."""
         if len(self.loss_sums) == ranks:
             return self.loss_sums[rank]
         return 0.0 if rank else sum(self.loss_sums)
 
 
 class Checkpoints:
-    """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` in `folder`, `checkpoint.json` with safetensors files.
+    """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` with `checkpoint.json` and safetensors files.
 
-    All ranks do all of it together, but `tidy` and `clear`, which are the first one's.
+    All ranks call its methods together, but `tidy` and `clear`, which are the first one's.
     """
 
     def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
         self.folder, self.keep, self._world = folder, keep, world or World()
-        # What is exchanged while a training goes on must not get between what it exchanges.
+        # A group of its own: these exchanges must not get between those of the training.
         group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
         self._beside = replace(self._world, control=group)
         self._saving = Future[None]()
@@ -113,7 +110,7 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
 
     def tidy(self) -> None:
-        """Repair what a process left that was killed while it saved."""
+        """Repair the folder after a process was killed while it saved."""
         for torn in self.folder.glob(".step-*.part"):
             _remove(torn)
         for former in self.folder.glob(".step-*.old"):  # was about to be replaced by one of the same step
@@ -137,10 +134,9 @@ class Checkpoints:
     # ---- save ------------------------------------------------------------------------------------
 
     def save(self, record: CheckpointRecord, state: Mapping[str, Piece]) -> None:
-        """Copy what is to be saved, and begin to write it; then the oldest beyond `keep` are dropped.
+        """Copy this rank's pieces, and begin to write them; then the oldest beyond `keep` are dropped.
 
-        Every rank gives the pieces that it is to write, in which each part of each tensor is once or more. They may be
-        changed when this returns. A former save is waited for first.
+        The pieces may change when this returns. A former save is waited for first.
         """
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()
@@ -149,7 +145,7 @@ class Checkpoints:
             threading.Thread(target=self._save, args=(self._saving, record, copies), daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until the last save is done; what went wrong with it is raised."""
+        """Wait until the last save is done, and raise its error."""
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self._saving.result()
 
@@ -167,7 +163,7 @@ class Checkpoints:
                 temporary.mkdir()
             folder = Path(self._beside.gather(str(temporary))[0])
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            # All is on the host: without this the thread would look for the stream of the first GPU, on each rank.
+            # All is on the host: else the thread would look for the first GPU's stream, on each rank.
             writer.per_thread_copy_ahead = 0
             try:
                 save(
@@ -201,12 +197,10 @@ class Checkpoints:
     def load(
         self, wanted: Callable[[CheckpointRecord], State], until: int | None = None
     ) -> tuple[CheckpointRecord, State] | None:
-        """Return the newest checkpoint that is as it was written; None if there is none. Nothing in it is executed.
+        """Return the newest undamaged checkpoint up to step `until`, if there is one.
 
-        `wanted` returns pieces of what is to be read, in the memory into which it is read. Checkpoints of steps after
-        `until` are left alone, and so are those whose content is not what was written.
-        Where one is of no use for another reason, such as tensors of other shapes or a file system that fails, and no
-        earlier one can be used, it is a `UserError`.
+        `wanted` returns the pieces to fill. A checkpoint that is unusable without being damaged is a `UserError`, if no
+        earlier one is usable.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
@@ -231,7 +225,7 @@ class Checkpoints:
     def _read(
         self, step: int, wanted: Callable[[CheckpointRecord], State]
     ) -> tuple[tuple[CheckpointRecord, State] | None, str, bool]:
-        """Return a checkpoint, or what is wrong with it, and whether its content is at fault."""
+        """Return a checkpoint, or its problem, and whether its content is at fault."""
         path, checked = self._path(step), False
         try:
             record = CheckpointRecord.read(path / "checkpoint.json")
@@ -243,7 +237,7 @@ class Checkpoints:
                 raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
             state = wanted(record)
             fill(path, state)
-        except (Exception, CheckpointException) as error:  # whatever its content leads to: there is an earlier one
+        except (Exception, CheckpointException) as error:  # there is an earlier one
             cause = _cause(error)
             # That a file cannot be opened or read now, or memory is short, says nothing of its content.
             damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
@@ -259,7 +253,7 @@ def _digest(file: Path) -> str:
 
 
 def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: int = 1) -> None:
-    """Compare files of a checkpoint with their digests, from the first one by steps; others do the rest."""
+    """Compare every `step`-th file of a checkpoint with its digest."""
     if not files:
         raise UserError(f"{path}: no files are named in it")
     for name, digest in files[first::step]:
@@ -268,7 +262,6 @@ def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: i
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a link to one and not what it leads to."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -279,7 +272,6 @@ SHARED = "all nodes need the same file system"
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the failure of a rank in an error of DCP, or the error itself."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
@@ -299,7 +291,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a checkpoint whose names begin so, on the host; a damaged one is a `UserError`."""
+    """Return the whole tensors whose names begin so, on the host; a damaged checkpoint is a `UserError`."""
     _check(path, list(CheckpointRecord.read(path / "checkpoint.json").files.items()))
     there = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     state = {
@@ -312,11 +304,11 @@ def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 class Misfit(ValueError):
-    """A checkpoint has no such tensor, or one of another shape."""
+    """A tensor of a checkpoint is missing, or has another shape."""
 
 
 def fill(path: Path, state: State) -> None:
-    """Fill the pieces from a checkpoint; what is not there, not all of it, or of another shape, is a `Misfit`."""
+    """Fill the pieces from a checkpoint, or raise a `Misfit`."""
     reader = HuggingFaceStorageReader(str(path))
     there = reader.read_metadata().state_dict_metadata
     for name, piece in state.items():
@@ -334,6 +326,5 @@ def fill(path: Path, state: State) -> None:
 
 
 def _common(piece: Piece, chunk: ChunkStorageMetadata) -> int:
-    """Return how many elements of the piece are in a chunk of the whole."""
     here = zip(piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
     return math.prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in here)

@@ -10,7 +10,6 @@ import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -23,47 +22,37 @@ from dlscale.core.text import size
 from dlscale.data import loaders
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.world import World
-from dlscale.train.build import build_step, open_session
-from dlscale.train.footprint import predict
-from dlscale.train.memory import available, total
-from dlscale.train.step import Step
+from dlscale.train.memory import available, predict, total
 
-#: By device: the share that a predicted step may take of what is free, and the bytes that are left to others first.
-#: Workspaces of libraries, threads and unused blocks are not predicted; those of a processor (oneDNN, malloc) were seen
-#: to be up to 0.6 of what is predicted.
+#: Share of free memory that a predicted step may take, by device, and bytes that are left to others first. Workspaces,
+#: threads and unused blocks are not predicted; on a CPU they were seen to be up to 0.6 of what is.
 SHARE = {"cpu": 0.6, "cuda": 0.9}
 RESERVE = {"cpu": 300_000_000, "cuda": 0}
 
-#: Parts of a stage, by the function that is at work; the first that is found counts.
+#: Parts of a stage, by the function at work; the first that is found counts.
 PLACES = {
-    torch.Tensor.backward: "the backward pass",
-    Step._backward: "the forward pass",
-    Step._train_eagerly: "the update",
-    Step.predict: "a prediction",
-    build_step: "the set-up",
-    open_session: "the set-up",
+    "Tensor.backward": "the backward pass",
+    "Step._backward": "the forward pass",
+    "Step._train_eagerly": "the update",
+    "Step.predict": "a prediction",
+    "build_step": "the set-up",
+    "open_session": "the set-up",
 }
 
-#: Where the code lies that loads data: ours and PyTorch's.
+#: Folders of the code that loads data: ours and PyTorch's.
 LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
 
-#: Words of libraries that have no exception of their own for too little memory.
-_TEXTS = (
-    r"out of memory"  # CUDA's errors, and NCCL's, which quote them
-    r"|_ALLOC_FAILED|_ALLOCATION_FAILED"  # statuses of cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE
-    r"|can't allocate memory|std::bad_alloc"  # of a CPU
-)
+#: Words of libraries that have no exception of their own for too little memory: CUDA and NCCL, statuses of cuBLAS,
+#: cuDNN and others, and a CPU's.
+_TEXTS = r"out of memory|_ALLOC_FAILED|_ALLOCATION_FAILED|can't allocate memory|std::bad_alloc"
 
-#: Words of PyTorch's DataLoader where a process of it was killed; other signals it names.
+#: Words of PyTorch's DataLoader where a process of it was killed.
 _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly(?! with))"
 
 
 @contextlib.contextmanager
 def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
-    """Turn an allocation that fails within this context, which the set-up belongs to, into a `UserError`.
-
-    Where a system promises more memory than it has, as Linux does, it may instead end the process without a word.
-    """
+    """Turn an allocation that fails within this context, which includes the set-up, into a `UserError`."""
     free = available(world.device)
     try:
         yield
@@ -80,7 +69,7 @@ def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Whether an exception says that there is not enough memory."""
+    """Return whether an exception, or one that it was raised from, says that there is not enough memory."""
     return any(map(_says, chain(error)))
 
 
@@ -93,10 +82,7 @@ def _says(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it was raised from, or while they were handled.
-
-    Compilers wrap what went wrong, and what cleans up after it, such as the end of a graph's recording, may fail, too.
-    """
+    """Return an exception and those that it was raised from, or while they were handled."""
     found: list[BaseException] = []
     more: BaseException | None = error
     while more and more not in found:
@@ -106,24 +92,24 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
-    """Return where memory was asked for, how much is there, and which settings would fit.
+    """Return where memory was asked for, how much the device has, and which settings would fit.
 
     `free` are the bytes that this process could take on its device when it began.
     """
-    where, cause = place(error), next(filter(_says, chain(error)))
+    kind, where, cause = world.device.type, place(error), next(filter(_says, chain(error)))
     said = brief(cause) or type(cause).__name__
-    # What the failed step still holds is not wanted any more.
-    for each in chain(error):
+    for each in chain(error):  # the failed step still holds memory
         traceback.clear_frames(each.__traceback__)
     gc.collect()
-    device = f"the {'GPU' if world.device.type == 'cuda' else 'machine'} has {size(total(world.device))}"
     rank = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""
-    text = f"out of memory in {where}{rank}: {said}; {device}, and {size(free)} were free for this process"
+    text = (
+        f"out of memory in {where}{rank}: {said}; the {'GPU' if kind == 'cuda' else 'machine'} has "
+        f"{size(total(world.device))}, and {size(free)} were free for this process"
+    )
     try:
         data = Manifest.read(manifest)
         needed = predict(run, data, world.device).peak or 0
-        # It failed, so that no more than what it needs was there, however much seemed to be.
-        kind = world.device.type
+        # It failed: no more than it needs was there, however much seemed to be.
         fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
     except Exception as failure:  # a model may do what fake tensors cannot follow
         logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
@@ -136,10 +122,9 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
 
 
 def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -> list[tuple[dict[str, Any], int]]:
-    """Return settings under which a step is predicted to take at most `limit` bytes, and what it takes.
+    """Return settings under which a step is predicted to take at most `limit` bytes, and its bytes.
 
-    The cheapest come first: the parts of a batch cost little; to compute activations again costs up to a third of a
-    step; a smaller batch is another training.
+    The cheapest come first: micro-batches, recomputation, and a smaller batch, which is another training.
     """
     halvings = range(1, run.local_batch_size.bit_length())
     parts = [{"accumulation_steps": 2**n * run.accumulation_steps} for n in halvings]
@@ -150,7 +135,7 @@ def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -
     found = []
     for candidates in (parts, again, batches):
         for over in candidates:
-            with contextlib.suppress(ValidationError):  # they do not go together with the run's other settings
+            with contextlib.suppress(ValidationError):  # they may contradict the run's other settings
                 other = type(run).model_validate({**run.model_dump(mode="json"), **over})
                 bytes_ = predict(other, manifest, world.device).peak or 0
                 if bytes_ <= limit:
@@ -160,20 +145,15 @@ def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -
 
 
 def shown(over: dict[str, Any]) -> str:
-    """Return settings as one writes them."""
+    """Return settings as a user writes them."""
     return ", ".join(f"{key}: {str(value).lower()}" for key, value in over.items())
 
 
 def place(error: BaseException) -> str:
     """Return the part of a stage in which an exception was raised, by its traceback."""
     codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
-    names = {_name(code) for code in codes}
-    if found := [place for function, place in PLACES.items() if _name(function.__code__) in names]:
+    names = {code.co_qualname for code in codes}
+    if found := [place for function, place in PLACES.items() if function in names]:
         return found[0]
     loading = any(code.co_filename.startswith(LOADING) for code in codes)
     return "the loading of data" if loading else "what surrounds the steps"
-
-
-def _name(code: CodeType) -> tuple[str, str]:
-    """Return file and name of a function's code, of which a profiler may have made a copy."""
-    return code.co_filename, code.co_qualname

@@ -1,12 +1,8 @@
 """A whole step as a CUDA graph: recorded once, then replayed with one call from the host.
 
-`torch.cuda.graph` demands static memory for inputs, no wait for the device, and the learning rate, the optimiser's
-counters and the loss scale on the device. Some ordinary steps on a side stream come first: libraries choose their
-kernels, and the optimiser makes its state.
-
-Each rank records its own share of the step, NCCL's sums of gradients included. Whether a step is recorded, replayed or
-ordinary must be the same on all ranks ("Using NCCL with CUDA Graphs" in NCCL's user guide), so it must not depend on
-what a rank alone sees. PyTorch keeps NCCL's watchdog away from the capture (pytorch/pytorch pull request 110665).
+Some ordinary steps on a side stream come first: libraries choose their kernels, and the optimiser makes its state. All
+ranks must record, replay or run a step alike ("Using NCCL with CUDA Graphs" in NCCL's user guide), so that this must
+not depend on what one rank sees.
 """
 
 from __future__ import annotations
@@ -21,17 +17,15 @@ import torch
 
 Body = Callable[..., torch.Tensor]
 
-#: Ordinary steps of a shape before it is recorded, on one rank and on several: DistributedDataParallel puts its buckets
-#: in order after its first backward pass, and times its first ten with events.
+#: Ordinary steps of a shape before it is recorded, on one rank and on several: DistributedDataParallel orders its
+#: buckets after its first backward pass, and times its first ten with events.
 EAGER_STEPS, EAGER_STEPS_OF_RANKS = 3, 11
 
 
 class Graphed:
     """Calls `body(x, y)`, a whole training step, by a graph for each shape of batch.
 
-    The first `eager_steps` batches of a shape train without a graph, the next is recorded; all are ordinary steps of
-    the training. A rare shape, such as an epoch's last batch, gets no graph. Autocast's cache of converted weights
-    lives only within the body and needs no care.
+    The first `eager_steps` batches of a shape train without a graph, so that a rare shape gets none.
     """
 
     def __init__(self, body: Body, backend: CudaBackend, eager_steps: int = EAGER_STEPS) -> None:
@@ -39,16 +33,15 @@ class Graphed:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs, as is needed when memory that they use is replaced; the next have a pool of their own."""
+        """Drop all graphs, as is needed when memory that they use is replaced."""
         self._backend.reset()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """Train on one batch and return its loss.
+        """Train on one batch and return its loss; a batch that ranks share unequally gets no graph.
 
-        A batch of which ranks have unequal shares, so that losses are weighted, gets no graph. A rank's weight is 1 if
-        and only if all ranks' are (`Share`), and then their shapes are the same, too: all decide alike.
+        A rank's weight is 1 if and only if all ranks' are (`Share`): all decide alike.
         """
         if weight != 1.0:
             return self._backend.run(partial(self._body, weight=weight), x, y)
@@ -67,19 +60,19 @@ class Graphed:
 
 
 class CudaBackend:
-    """CUDA graphs on one side stream that share one pool of memory: they are never replayed at the same time."""
+    """CUDA graphs on one side stream, which share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self.reset()
 
     def reset(self) -> None:
-        """Take a new pool of memory for the next graphs; the stream stays, as what was made on it may live on."""
+        """Take a new pool of memory for the next graphs."""
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work on the side stream, after what was begun before and before what comes after."""
+        """Work on the side stream, in the order of the current one."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -87,12 +80,12 @@ class CudaBackend:
         current.wait_stream(self._stream)
 
     def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Run a body now, on the side stream, where autograd's nodes will also be recorded."""
+        """Run a body now, on the side stream."""
         with self.aside():
             return body(x, y)
 
     def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-        """Record a body without running it; return what replays it, and where its result then lies."""
+        """Record a body without running it; return its replay, and the memory of its result."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: a loader's thread may pin memory meanwhile, which is none of the graph's business.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -11,7 +11,7 @@ from typing import Any
 from dlscale.parallel.world import World
 from dlscale.train.loop import Request
 
-#: Request of each signal. A warning may come long before the limit: the time that is left is used.
+#: Request of each signal. A warning may come long before the limit: training goes on.
 REQUESTS = {
     signal.SIGUSR1: Request.SAVE,
     signal.SIGUSR2: Request.SAVE,
@@ -19,15 +19,15 @@ REQUESTS = {
     signal.SIGINT: Request.END,
 }
 
-#: Steps between two agreements at most: steps may become slow all at once.
+#: Greatest number of steps between two agreements: steps may become slow all at once.
 MAX_STEPS = 16
 
 
 class Interruption:
-    """A context in which signals are received as requests, on which all ranks agree.
+    """A context in which signals are requests, on which all ranks agree.
 
-    A signal reaches the ranks one by one, at different steps, or only one of them. All must save at the same step, so
-    they exchange their requests about every `seconds`, on the host: no device waits.
+    A signal may reach them at different steps, and all must save at the same one: they exchange their requests about
+    every `seconds`, on the host.
     """
 
     def __init__(self, world: World, seconds: float = 1.0) -> None:
@@ -53,7 +53,7 @@ class Interruption:
         self._received = max(self._received, request)
 
     def poll(self) -> Request:
-        """Return the most urgent request of any rank, once. Every rank calls it equally often, before each batch."""
+        """Return the most urgent request of any rank, once. Every rank calls it before each batch."""
         if self._world.size == 1:
             request, self._received = self._received, Request.NONE
             return request

@@ -1,25 +1,21 @@
-"""The logs of a training: `metrics.jsonl` and TensorBoard's event file, which grow epoch by epoch.
+"""The logs of a training, which grow epoch by epoch: `metrics.jsonl`, TensorBoard's event file, and trackers.
 
-TensorBoard's tags of our numbers (`quantities`):
-
-- loss/train, loss/valid, valid/METRIC: also at step 0, before training, of the first batch and of all validation
-  samples.
-- learning_rate, samples_per_second, steps_per_second.
-- steps/loss and steps/samples_per_second: every ten seconds, of the first process's last step, and of all since.
-
-Beside them stand the tags of the study's published program (`Study.published_log`), and pictures: `Visualization, NAME`
-of truth and prediction, and `valid/prediction` at the end.
+docs/tensorboard.md lists TensorBoard's tags. Trackers are optional dependencies, imported where a run asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
+from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Best, Epoch, Untrained, epoch_lines
 from dlscale.core.settings import flat
@@ -28,14 +24,14 @@ from dlscale.studies.base import PublishedLog
 if TYPE_CHECKING:
     import numpy as np
 
-#: The tag of what a study draws after each epoch; a name follows.
+#: Prefix of the tag of a study's picture after each epoch.
 PICTURE = "Visualization, "
-#: Begin of the tags of single steps.
+#: Prefix of the tags of single steps.
 STEPS = "steps/"
 
 
 class RunLogs:
-    """The logs in a run's folder `out`. They begin with what there was until `step`; all else is removed.
+    """The logs in a run's folder `out`, which begin with what there was until `step`.
 
     Where TensorBoard's files are gone, the epochs are written again, without pictures and single steps.
     """
@@ -55,13 +51,13 @@ class RunLogs:
         self._board.flush()
 
     def begin(self, untrained: Untrained, wall_time: float) -> None:
-        """Show how good the model is before its first step."""
+        """Add the scores before the first step."""
         self._scalars(_validation(untrained), 0, 0, wall_time)
         self._begun = True
         self._board.flush()
 
     def add(self, record: Epoch, picture: tuple[str, np.ndarray] | None = None) -> None:
-        """Add an epoch, and truth beside prediction after it: a name and pixels [H, W, 3]."""
+        """Add an epoch, and a picture after it: its name and pixels [H, W, 3]."""
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(record.text() + "\n")
         self._epoch(record)
@@ -71,7 +67,7 @@ class RunLogs:
         self._board.flush()
 
     def add_steps(self, step: int, values: Mapping[str, float]) -> None:
-        """Add what a step and those before it were like: its loss, and their samples/s."""
+        """Add the loss of a step, and the samples/s of those before it."""
         for name, value in values.items():
             self._board.add_scalar(STEPS + name.replace("/s", "_per_second"), value, step)
         self._board.flush()
@@ -94,10 +90,9 @@ class RunLogs:
                 self._board.add_scalar(tag, value, epoch if log.over == "epoch" else step, walltime=wall_time)
 
     def finish(self, record: Epoch, picture: Path, settings: dict[str, Any], best: Best | None = None) -> None:
-        """Add the picture of a prediction, the best epoch, and the settings beside the final losses; close the files.
+        """Add the picture of a prediction, the best epoch, the settings and the final losses; close the files.
 
-        After a failure nobody closes them: that waits for the writer's thread, for ever if an interrupt caught it
-        with its queue locked.
+        After a failure nobody closes them: an interrupt may have caught the writer's thread with its queue locked.
         """
         from matplotlib.image import imread
 
@@ -116,7 +111,7 @@ class RunLogs:
 
 
 def quantities(record: Epoch, steps: int) -> dict[str, float]:
-    """Return the numbers of an epoch of so many steps, by what TensorBoard calls them."""
+    """Return the numbers of an epoch of so many steps, by TensorBoard's tags."""
     return {
         "loss/train": record.train_loss,
         "learning_rate": record.learning_rate,
@@ -128,3 +123,58 @@ def quantities(record: Epoch, steps: int) -> dict[str, float]:
 
 def _validation(record: Epoch | Untrained) -> dict[str, float]:
     return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}
+
+
+#: Settings that switch off what Weights & Biases would collect by itself.
+UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
+
+
+class Wandb:
+    """Weights & Biases, in `wandb/` of the run's folder: offline unless WANDB_MODE says otherwise.
+
+    Only settings and numbers are logged: no output, code, host, or environment. An earlier try's epochs come again.
+    """
+
+    def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes online whatever the mode
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                "training.trackers: wandb is not installed; pip install 'dlscale[trackers]', or leave it out"
+            ) from None
+        wandb.finish()  # what a training of this process left that failed
+        shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try
+        out.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb says which there are
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "dlscale"),
+            group=os.environ.get("WANDB_RUN_GROUP", out.parent.name),
+            name=f"{out.parent.name}.{out.name}",
+            dir=str(out),
+            mode=mode,
+            config=run,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
+        )
+        for record in history:
+            self.add(record)
+
+    def add(self, record: Epoch) -> None:
+        if record.untrained:
+            self._log(0, record.untrained)
+        self._log(record.step, record)
+
+    def _log(self, step: int, record: Epoch | Untrained) -> None:
+        numbers = record.model_dump(exclude={"metrics", "made_with", "untrained"})
+        metrics = {f"valid/{name}": value for name, value in record.metrics.items()}
+        finite = {name: value for name, value in (numbers | metrics).items() if math.isfinite(value)}
+        self._run.log(finite, step=step)
+
+    def finish(self, picture: Path, best: Best | None) -> None:
+        """Add the picture of a prediction and what was best, and close."""
+        self._run.log({"valid/prediction": self._wandb.Image(str(picture))})
+        if best:
+            self._run.summary.update({"best": best.model_dump()})
+        self._run.finish()
+        self._wandb.teardown()  # waits for its service, which writes the file on after a run's end

@@ -1,4 +1,4 @@
-"""The one loop over batches: training, validation and measurements run it. Whatever else they do is a hook."""
+"""The one loop over batches, of training, validation and measurements; all else is a hook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Any, ...]
 
 
 class Request(IntEnum):
-    """A request to a training under way; the greater one is the more urgent."""
+    """A request to a training under way; a greater one is more urgent."""
 
     NONE = 0
     SAVE = 1
@@ -25,10 +25,7 @@ class Request(IntEnum):
 
 @dataclass(frozen=True)
 class Hook:
-    """Something that happens at every step of a loop.
-
-    A batch's memory is reused after the step; to read a number from the device makes the host wait.
-    """
+    """Functions that are called at every step of a loop; a batch's memory is reused after the step."""
 
     #: Called with the step's number, before its batch is loaded.
     before_step: Callable[[int], None] = lambda number: None
@@ -39,7 +36,7 @@ class Hook:
 def run_steps(
     step: Callable[..., Any], batches: Iterator[Batch], numbers: Iterable[int], hooks: Sequence[Hook] = ()
 ) -> None:
-    """Call `step(*batch)` with the next batch for each of `numbers`, which hooks are told."""
+    """Call `step(*batch)` with the next batch for each of `numbers`, and the hooks."""
     around = ranges.kind()
     with ranges.part("steps", ranges.STEPS):
         for count, number in enumerate(numbers):

@@ -1,4 +1,8 @@
-"""Memory of a device: in use, at most, and what there is."""
+"""Memory of a device, and of a run on it: predicted by a step on fake tensors, and measured.
+
+Fake tensors have shapes, types and a device, but no memory: every operator of a step is called as in training and
+computes nothing, so that its memory and its work can be counted before anything is done.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,73 @@ import contextlib
 import re
 import resource
 import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dlscale.config.parallel import DDP, FSDP
+from dlscale.config.run import RunCore
+from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
+from dlscale.core.ranges import Marker, mark, marking
+from dlscale.data.loaders.base import Batch
+from dlscale.data.manifest import Manifest
+from dlscale.parallel.model import ModelParallel, named
+from dlscale.parallel.records import Memory, MemoryUse
+from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.world import Pretended, World, synchronize
+from dlscale.studies.base import SampleLoss, Study
+from dlscale.train.attention import Context, only
+from dlscale.train.build import Session, assemble, memory_format, open_samples
+
+#: Unit of PyTorch's allocator of CUDA memory (c10/cuda/CUDACachingAllocator: kMinBlockSize).
+CUDA_BLOCK = 512
+
+#: Names in `Memory.measured` of the ends of ranges.
+STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
+
+
+# ---- the device --------------------------------------------------------------------------------------
 
 
 def in_use(device: torch.device) -> int:
-    """Return the bytes that tensors hold on the device; of a CPU, the memory of this process."""
+    """Return the bytes that tensors hold on a GPU, or this process on a CPU."""
     if device.type == "cuda":  # by PyTorch's own number of the device, which NVML counts in another way
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to look for the greatest memory in use anew."""
+    """Reset the greatest memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # not everywhere allowed; the peak is then that of the process so far
+        with contextlib.suppress(OSError):  # not allowed everywhere
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
 
 
 def peak(device: torch.device) -> int:
-    """Return the greatest memory in use since `reset_peak`, or so far, bytes: the GPU's, or this process's on a CPU."""
+    """Return the greatest bytes in use since `reset_peak`, of a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not `ru_maxrss`: a process that another one starts begins with that one's.
+    # Not `ru_maxrss`, which a process inherits.
     if own := re.search(r"^VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")), re.MULTILINE):
         return 1024 * int(own[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def of_children() -> int:
-    """Return the bytes that the processes started by this one hold now; those that several share count once (PSS)."""
+    """Return the bytes that child processes hold now; shared ones count once (PSS)."""
     found = 0
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it may end meanwhile
@@ -51,7 +86,7 @@ def of_children() -> int:
 
 
 def total(device: torch.device, processes: int = 1) -> int:
-    """Return the bytes that the device has; of a CPU, what this process may have, one of so many on the node."""
+    """Return the bytes of the device; of a CPU those that one of so many processes of the node may have."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     own = [limit for limit, _ in _own_limits()]
@@ -68,6 +103,258 @@ def available(device: torch.device) -> int:
 
 
 def _own_limits() -> list[tuple[int, int]]:
-    """Return the limit of this process's memory (`ulimit -v`), if there is one, and what is used of it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return [] if limit == resource.RLIM_INFINITY else [(limit, int(psutil.Process().memory_info().vms))]
+
+
+# ---- a step on fake tensors --------------------------------------------------------------------------
+
+
+class FakeStep:
+    """The step of a run on fake tensors, not compiled, for one call of `train`; its optimiser has its state.
+
+    Of a model that devices share it is the first one's part; weights that FSDP shares are whole.
+
+    Parameters
+    ----------
+    make, loss, sharding
+        As `build_step` takes them.
+    device
+        Device on which the tensors pretend to lie.
+    attention
+        Context of attention's kernel. Default: the run's; PyTorch's choice where a trial would decide.
+    """
+
+    def __init__(
+        self,
+        run: RunCore,
+        make: Callable[[], nn.Module],
+        loss: SampleLoss,
+        device: torch.device,
+        attention: Context | None = None,
+        sharding: Callable[[nn.Module], Sharding] = lambda model: Sharding(),
+    ) -> None:
+        self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
+        if attention is None:
+            attention = nullcontext if run.attention in ("default", "auto") else partial(only, run.attention)
+        with torch.device("meta"):
+            model = make()
+        model.to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
+        made: dict[int, torch.Tensor] = {}  # a tensor that two modules share is shared again
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = made.setdefault(id(tensor), self.like(tensor))  # type: ignore[assignment]
+        divided, plan = None, sharding(model)
+        with self._mode:
+            if run.geometry.model_size > 1:
+                divided = ModelParallel(model, plan, Pretended(run.geometry), device)
+            alone = run.model_copy(update={"parallel": DDP()})  # on one rank, which exchanges nothing
+            self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided)
+        self._begin()
+
+    def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
+        """Make one step on a batch of `like`; `marker` opens its ranges, and `mode` sees its operators."""
+        step = self.step
+        with marking(marker):
+            with self._mode, mode:
+                step.gradients(x, y)
+            with mode, mark("optimizer"):
+                step.weights.collect_gradients()
+                if step.scaler.is_enabled() and not step.optimizer.defaults.get("fused"):
+                    step.scaler.unscale_(step.optimizer)
+                    step.optimizer.step()  # the scaler would ask whether a gradient overflowed, and there are none
+                else:
+                    step.scaler.step(step.optimizer)
+                step.weights.distribute()
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor of the shape and order in memory of any tensor, of `meta` too."""
+        with self._mode:
+            fake = torch.empty_like(tensor, device=self._device, requires_grad=False)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    def _begin(self) -> None:
+        """Have the optimiser make its state, as in a training's first step; its counters are real."""
+        step = self.step
+        if self._device.type == "cuda" and not step.optimizer.defaults.get("fused"):
+            for group in step.optimizer.param_groups:  # PyTorch's choice there, which does not know fake tensors
+                group["foreach"] = True
+        for p in step.weights.updated:
+            if p.grad is None and p.requires_grad:
+                p.grad = torch.empty_like(p)
+        step.optimizer.step()
+        step.weights.clear_gradients()
+
+
+def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention: Context | None = None) -> FakeStep:
+    """Return the fake step of a run on a dataset."""
+    study: Study = registry.study(run.study)
+    return FakeStep(run, partial(study.model, run, manifest), study.loss(run), device, attention, study.sharding)
+
+
+def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
+    """Return a batch of the local size on `meta`, as the dataset's samples declare it."""
+    samples: Any = open_samples(run, manifest, "train")
+    x, y = (
+        torch.empty((run.local_batch_size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
+        for spec in (samples.input_spec, samples.target_spec)
+    )
+    return x, y
+
+
+# ---- prediction --------------------------------------------------------------------------------------
+
+
+def predict(
+    run: RunCore,
+    manifest: Manifest,
+    device: torch.device,
+    batch: Batch | None = None,
+    attention: Context | None = None,
+) -> MemoryUse:
+    """Return the memory that a step of the run needs on each of its devices; `batch` gives shapes alone.
+
+    Not predicted: libraries' own memory (contexts, workspaces, NCCL's buffers), graphs' pools, loaders, fragmentation;
+    fusion by a compiler.
+    """
+    return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest))
+
+
+def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
+    """Return the memory of a fake step of the run, as `predict` does; the step is used up."""
+    copies, shard = run.geometry.dp * run.geometry.cp, 1  # devices that average their gradients
+    if isinstance(run.parallel, FSDP):
+        shard = run.parallel.shard or copies
+    use = of_step(fake, *batch, ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1, shard=shard)
+    if shard == 1:
+        return use
+    # Of FSDP a device keeps its shards, and for a while gathered weights.
+    assert isinstance(run.parallel, FSDP)
+    units = named(fake.step.model, registry.study(run.study).sharding(fake.step.model).units).values()
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    numbers = sum(p.numel() for p in fake.step.model.parameters())
+    width = 2 if run.parallel.param_dtype == "bf16" else use.parameters / numbers
+    reduced = 2 if run.parallel.reduce_dtype == "bf16" else 4
+    largest, rest = max(sizes, default=0), numbers - sum(sizes)
+    # Gathered at a time: weights in no unit; the unit that computes, and the next one.
+    together = width * (min(rest + 2 * largest, numbers) if run.parallel.reshard else numbers)
+    leaving = reduced * (largest or rest)  # gradients of a unit, until they are sent
+    kept = {name: getattr(use, name) // shard for name in ("parameters", "optimizer")}
+    freed = use.parameters + use.optimizer - sum(kept.values())
+    most = None if use.peak is None else int(use.peak - freed + together + leaving)
+    return use.model_copy(update={**kept, "peak": most})
+
+
+def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1) -> MemoryUse:
+    """Return the memory of one step on a batch of these shapes; the fake step is used up.
+
+    Of gradients that `shard` devices share each keeps its part; weights and optimiser are taken whole.
+    """
+    step, weights = fake.step, fake.step.weights
+    allocations = Allocations(CUDA_BLOCK if step.device.type == "cuda" else 1)
+    held: list[torch.Tensor] = []
+    trained = [p for p in weights.parameters if p.requires_grad]
+    if shard == 1 and ranks > 1:  # DistributedDataParallel holds all gradients in its buckets
+        held = [fake.like(p) for p in trained]
+
+    def reduce(p: torch.Tensor) -> None:
+        if shard > 1:  # FSDP keeps this device's part
+            held.append(torch.empty_like(p.detach().flatten()[: -(-p.numel() // shard)]))
+        p.grad = None
+
+    for p in trained if shard > 1 or ranks > 1 else ():
+        p.register_post_accumulate_grad_hook(reduce)
+    state = tree_leaves([list(step.optimizer.state.values())])
+    masters = [p for p in weights.updated if all(p is not own for own in weights.parameters)]
+    parameters = allocations.add([*weights.parameters, *step.model.buffers()])
+    optimizer = allocations.add([*state, *masters])
+    gradients = allocations.add([p.grad for p in masters] + held)
+    x, y = fake.like(x), fake.like(y)
+    inputs = allocations.add([x, y])
+    before, kept, grown = allocations.live, 0, 0
+
+    @contextlib.contextmanager
+    def marker(name: str) -> Iterator[None]:
+        nonlocal kept, grown
+        yield
+        own = allocations.bytes_of(p.grad for p in weights.parameters)
+        if name == "forward":
+            kept = max(kept, allocations.live - before - own)
+        grown = max(grown, own)
+
+    fake.train(x, y, marker, allocations)
+    if shard > 1:
+        grown = allocations.bytes_of(held)
+    return MemoryUse(
+        parameters=parameters,
+        gradients=gradients + grown,
+        optimizer=optimizer,
+        activations=inputs + kept,
+        peak=allocations.peak,
+    )
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make, as long as they live, in multiples of `block`."""
+
+    def __init__(self, block: int = 1) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._block, self._known = block, dict[int, Any]()
+
+    def add(self, values: Iterable[Any]) -> int:
+        """Count the tensors among these values, too; return the bytes of new ones."""
+        before = self.live
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._add(value.untyped_storage())  # of all views of it
+        return self.live - before
+
+    def bytes_of(self, values: Iterable[Any]) -> int:
+        """Return the bytes of the tensors among these values, shared memory once."""
+        storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+        return sum({storage._cdata: self._size(storage) for storage in storages}.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.add(tree_leaves(result))
+        return result
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._block) * self._block
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, self._size(storage)
+        if key not in self._known:
+            self._known[key] = weakref.finalize(storage, self._drop, key, size)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _drop(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.live -= size
+
+
+# ---- measurement -------------------------------------------------------------------------------------
+
+
+def measure(session: Session, batch: Batch) -> Memory:
+    """Make a step on `batch`, which lies on the device; return its memory, measured and predicted."""
+    device = session.world.device
+    measured = {"set-up": in_use(device)}
+
+    @contextlib.contextmanager
+    def marker(name: str) -> Iterator[None]:
+        yield
+        if stage := STAGES.get(name):
+            synchronize(device)
+            measured[stage] = max(in_use(device), measured.get(stage, 0))  # of all micro-batches
+
+    predicted = predict(session.run, session.manifest, device, batch, session.step.attention)
+    reset_peak(device)
+    with marking(marker):
+        session.step(*batch)
+    most = max(peak(device), *measured.values())  # Linux keeps the two by different counters
+    return Memory(predicted=predicted, measured=measured, peak=most, device=total(device))

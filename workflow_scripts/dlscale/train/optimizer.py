@@ -19,10 +19,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 def build_optimizer(
     parameters: Iterable[torch.nn.Parameter], settings: Optimizer, capture: torch.device | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimiser; its learning rate is set at every step by `set_learning_rate`.
-
-    `capture` is the device on which a CUDA graph will record the update: learning rate and step counters live there.
-    """
+    """Return the optimiser; `capture` is the device on which a CUDA graph will record its update."""
     options = settings.model_dump(exclude={"kind", "lr", "fused", "clip_norm"})  # their names are PyTorch's
     options["lr"] = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)
     if settings.fused:  # False would also switch off `foreach`, PyTorch's default on a GPU
@@ -33,7 +30,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of the next update; on the device, without a wait, where it is a tensor."""
+    """Set the rate of the next update."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -42,10 +39,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def begin(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimiser make its state, as its first update does, of which nothing else remains.
-
-    Weights are not to be relied on afterwards: a negative zero may have become a zero.
-    """
+    """Have the optimiser make its state, as its first update does; of weights a negative zero may become a zero."""
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]

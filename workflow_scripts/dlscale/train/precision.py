@@ -10,8 +10,7 @@ The names in Apex's terms (https://nvidia.github.io/apex/amp.html):
 ==============================  ====  =============================================================================
 
 `fp16` and `fp16_master` scale the loss, since small gradients are zero in float16. Except in O3, normalisation stays in
-float32: batch normalisation as in Apex, and layer normalisation as in autocast. The loss is a long sum and always in
-float32.
+float32. The loss is a long sum and always in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dlscale.parallel.pieces import Cut, Piece, cut, local
 
 _NONE: Mapping[str, tuple[Cut, ...]] = MappingProxyType({})
 
-#: Formats whose gradients are so small that the loss is scaled.
+#: Precisions that scale the loss.
 SCALED = ("fp16", "fp16_master")
 
 FLOAT16 = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,7 +41,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def weight_dtype(precision: str) -> torch.dtype:
-    """Return the format of the model's weights, and so of its input."""
+    """Return the format of the model's weights and input."""
     return compute_dtype(precision) if "_" in precision else torch.float32
 
 
@@ -54,16 +53,16 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which to run the model."""
+    """Return the context of the model's forward pass."""
     if precision not in FLOAT16:
         return nullcontext()
     return torch.autocast(device.type, FLOAT16[precision])
 
 
 def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
-    """Convert a model in place to the format of `precision`; return, by name, what master weights have to be kept of.
+    """Convert a model in place to the format of `precision`; return its master weights by name.
 
-    That are the exact values of all parameters that are rounded; of a precision without master weights none.
+    These are the exact values of all rounded parameters; a precision without master weights has none.
     """
     dtype, master = weight_dtype(precision), precision.endswith("_master")
     exact = {name: p.detach().clone() for name, p in model.named_parameters()} if master else {}
@@ -74,17 +73,10 @@ def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
 
 
 class Weights:
-    """A model's weights as they are placed, and what an optimiser updates for them (`updated`).
+    """A model's weights as they are placed, and the tensors that an optimiser updates for them (`updated`).
 
-    That is the parameters themselves; with master weights float32 copies of those in 16 bits (`exact`); of what FSDP
-    shares, this device's part, in the same memory: an update works on each number alone.
-
-    Parameters
-    ----------
-    exact
-        What `convert` returned.
-    cuts
-        How several devices share a parameter, by name; what FSDP shares, it says itself.
+    These are the parameters; float32 master weights of those in 16 bits (`exact`, from `convert`); or this device's
+    shard by FSDP, in the same memory. `cuts` tells how several devices share a parameter, by name.
     """
 
     def __init__(
@@ -108,12 +100,12 @@ class Weights:
             p.grad = gradient
 
     def clear_gradients(self) -> None:
-        """Clear the model's gradients, as `zero_grad` does, without its hooks and its search for parameters."""
+        """Clear the model's gradients, as `zero_grad` does, without its search for parameters."""
         for p in (*self.parameters, *self._parts.values()):
             p.grad = None
 
     def collect_gradients(self) -> None:
-        """Bring the model's gradients to what is updated: copies of them to master weights."""
+        """Bring the model's gradients to the updated tensors; master weights get copies."""
         for name, part in self._parts.items():
             part.grad = None if (gradient := self.named[name].grad) is None else local(gradient)
         if self._masters:
@@ -121,16 +113,16 @@ class Weights:
 
     @torch.no_grad()
     def distribute(self) -> None:
-        """Round the updated master weights, if there are any, into the model."""
+        """Round the updated master weights into the model."""
         if self._masters:
             torch._foreach_copy_(self._rounded, self._exact)
 
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
-        """Return a tensor that is shared as this parameter is, or a buffer, as what this device has of it."""
+        """Return this device's piece of a tensor that is shared as this parameter is, or of a buffer."""
         return Piece(local(tensor).detach(), self._cuts.get(name, ()))
 
     def names(self) -> dict[str, list[str]]:
-        """Return all names of each tensor of the model's state, by the first: modules may share one (tied weights)."""
+        """Return all names of each tensor of the model's state by the first one: weights may be tied."""
         firsts: dict[int, str] = {}
         names: dict[str, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -138,37 +130,33 @@ class Weights:
         return names
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this device's pieces of the model's state: the memory that it lives in, not always in float32.
-
-        A tensor with several names is there once, by the first of them.
-        """
+        """Return this device's pieces of the model's state, in its own memory; tied weights once."""
         state: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True) | self._masters
         return {name: self.piece(name, state[name]) for name in self.names()}
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return the model's state in float32: master weights in the place of rounded ones.
+        """Return the model's state in float32, with master weights; devices that do not `keep` it get nothing.
 
-        Devices that share a model put it together, one tensor after the other: all call it, and those that do not
-        `keep` it get nothing.
+        Devices that share a model gather it, one tensor after the other: all call it.
         """
         return self.whole(self.pieces(), keep)
 
     def whole(self, pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's state of such pieces, or of copies of them, as `state_dict` does; by all names."""
+        """Return the model's state of such pieces, as `state_dict` does; by all names."""
         state = whole(pieces, keep)
         first = {name: first for first, names in self.names().items() for name in names}
         return {name: state[first[name]] for name in self.model.state_dict()} if keep else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; devices that share a model take each its part of it."""
+        """Load a `state_dict`, of which each device takes its part."""
         for name, each in self.pieces().items():
             each.tensor.copy_(each.of(state[name]))
         self.distribute()
 
 
 def whole(pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the whole tensors, numbers in float32, if they are to be kept; all who have pieces of them call it."""
+    """Gather the whole tensors, numbers in float32, if they are to be kept; all devices call it."""
     state: dict[str, torch.Tensor] = {}
     for name, each in pieces.items():
         value = each.whole()
@@ -179,7 +167,7 @@ def whole(pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Ten
 
 
 def _convert(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
-    """Convert a model in place; `keep_norms` leaves normalisation layers in float32, input and output converted."""
+    """Convert a model in place; `keep_norms` leaves normalisation layers in float32."""
     for module in model.modules():
         if keep_norms and isinstance(module, nn.LayerNorm | nn.GroupNorm | _BatchNorm):
             module.register_forward_pre_hook(lambda module, inputs: tuple(x.float() for x in inputs))

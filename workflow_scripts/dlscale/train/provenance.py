@@ -1,4 +1,4 @@
-"""Provenance of a result: command, sources, versions, machine, data."""
+"""Provenance of a training: command, sources, versions, machine, data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "numpy", "h5py", "pydantic", "tensorboard", "snakemake")
 
 
 class Provenance(Record):
-    """`provenance.json`: what a training was made with. The train stage writes it last."""
+    """`provenance.json`, which the train stage writes last."""
 
     model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
@@ -41,18 +41,18 @@ class Provenance(Record):
     slurm: dict[str, str] = {}
     device: Device = Device()
     processes: int = 1
-    devices: int = 0  #: That compute: as many as processes, unless one of them drives several GPUs; 0: not known.
-    cores: int | None = None  #: Of a node that they may run on.
-    memory_bytes: int | None = None  #: Of a node that they may have.
+    devices: int = 0  #: Processes, or the GPUs that one of them drives; 0: not known.
+    cores: int | None = None  #: Usable cores of a node.
+    memory_bytes: int | None = None  #: Usable memory of a node.
     seed: int | None = None
     parameters: int | None = None
     training_samples: int | None = None
     validation_samples: int | None = None
     dataset: str | None = None
     manifest: dict[str, Any] = {}  #: Origin of the dataset.
-    fingerprint: str | None = None  #: The first digits of the run's fingerprint, the name of its folder of checkpoints.
+    fingerprint: str | None = None  #: First digits of the run's fingerprint, which name its folder of checkpoints.
     resumed_from_step: int | None = None
-    links: Links | None = None  #: Between several processes, if they were tested.
+    links: Links | None = None  #: Links between several processes, if they were tested.
     best: Best | None = None
     loss: LossInfo = LossInfo()
     metrics: list[Metric] = []  #: Descriptions of the metrics of the run's epochs.
@@ -64,7 +64,7 @@ def now() -> str:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return the commit of the package's checkout and whether it is dirty; None outside of one."""
+    """Return the commit of the package's checkout, and whether it is dirty."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     commit = answer([*git, "rev-parse", "HEAD"], 10)
     status = answer([*git, "status", "--porcelain", "--untracked-files=no"], 10)
@@ -72,7 +72,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def provenance(**more: Any) -> Provenance:
-    """Return the provenance of this process, and `more`. Of the environment only Slurm's job numbers are kept."""
+    """Return the provenance of this process, and `more`; of the environment it has Slurm's job numbers alone."""
     image = Image.read()
     return Provenance(
         command=shlex.join([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]]),

@@ -9,7 +9,7 @@ from dlscale.config.run import Schedule
 
 
 def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
-    """Return the learning rate after warm-up: `lr` scaled by the ratio of batch sizes, its root, or not at all."""
+    """Return the learning rate after warm-up: `lr` times the ratio of batch sizes, its root, or 1."""
     if schedule.scaling == "none":
         return lr
     assert schedule.base_batch_size is not None
@@ -20,11 +20,9 @@ def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
 def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
     """Return the rate of optimiser step `step` (0-based) of `total`.
 
-    It rises linearly to `peak` over `warmup_steps` or `warmup_epochs`. Then it stays (`constant`), is multiplied by
-    `gamma` at the end of every `step_epochs` epochs since the beginning, or after each of `milestones` epochs (`step`),
-    falls by `gamma` over every epoch since the warm-up (`exponential`), or follows half a cosine (`cosine`), a line
-    (`linear`) or a power of the share of steps that is left (`polynomial`), which reach `end_lr` when all steps are
-    done, step == total, warm-up or not.
+    After a linear warm-up to `peak` it is constant, is multiplied by `gamma` after every `step_epochs` epochs or at
+    `milestones` (`step`), falls by `gamma` in each epoch since the warm-up (`exponential`), or follows half a cosine, a
+    line, or a power of the share of steps left (`polynomial`) to `end_lr` at step == total.
     """
     warmup = min(schedule.warmup_steps or schedule.warmup_epochs * steps_per_epoch, total)
     if step < warmup:

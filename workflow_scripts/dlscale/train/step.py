@@ -1,22 +1,24 @@
-"""One optimiser step: what training repeats and what throughput is measured of."""
+"""One optimiser step, which training repeats and throughput measures."""
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from dlscale.config.run import RunCore
+from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark, patience
-from dlscale.parallel.gradients import Gradients
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.strategy import Strategy
+from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
-from dlscale.train.compile import compiled
 from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
 from dlscale.train.optimizer import begin, set_learning_rate
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
@@ -24,12 +26,11 @@ from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 #: Axes that a tensor needs to be stored in a layout.
 AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 class Network(nn.Module):
-    """Model and loss as one module: what wraps it for several ranks, and what compiles it, gets both in one piece.
-
-    `layout` is the order in memory of inputs and targets.
-    """
+    """Model and loss as one module, to be wrapped and compiled; `layout` is the order in memory of its inputs."""
 
     def __init__(self, model: nn.Module, loss: SampleLoss, precision: str, layout: torch.memory_format) -> None:
         super().__init__()
@@ -38,12 +39,11 @@ class Network(nn.Module):
         self._layout, self._layout_axes = layout, AXES.get(layout)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch, a float32 scalar; of no sample it is 0, and so are its gradients."""
+        """Return the mean loss of a batch, a float32 scalar; without samples 0, with gradients of 0."""
         return self.losses(x, y).mean() if len(x) else 0.0 * self.predict(x).sum()
 
     def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, float32 [B]."""
-        # The loss is a long sum: in float32 whatever the model computes in.
         return self.loss(self.predict(x), self._arranged(y, y.dtype))
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,6 @@ class Network(nn.Module):
         return prediction.float()
 
     def _arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values in this format and, where they have its axes, in the model's layout."""
         layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format
         return values.to(dtype, memory_format=layout)
 
@@ -63,14 +62,9 @@ class Network(nn.Module):
 class Step:
     """Forward, backward, update; `build_step` makes it.
 
-    Nothing in it waits for the device but what PyTorch does: where the loss is scaled (`fp16`, `fp16_master`) an
-    optimiser that is not `fused` asks whether gradients overflowed, and layers of synchronised batch normalisation,
-    outside of a CUDA graph, which ranks have samples. Nothing of a batch is kept after the step.
-
-    Each rank computes its share of the batch, or of a sample; gradients are averaged while they are computed, and all
-    ranks make the same update.
-
-    Of `run` only precision and accumulation steps are read here; the other settings are in the other parts.
+    It does not wait for the device, but for a scaled loss without a `fused` optimiser, and for synchronised batch
+    normalisation outside of a CUDA graph. Each rank computes its share; gradients are averaged meanwhile, and all ranks
+    make the same update. Of `run` only precision and accumulation steps are read here.
     """
 
     def __init__(
@@ -84,30 +78,30 @@ class Step:
         attention: Context,
         divided: ModelParallel | None = None,
     ) -> None:
-        self.divided = divided  #: how devices share the model; None: each has its own
+        self.divided = divided  #: how devices share the model
         self.weights, self.model, self.network, self.strategy = weights, weights.model, network, strategy
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
-        self._overwritten = False  #: whether the next step writes where the loss of this one is
-        self._known = set[object]()  #: what was done once, with batches of this shape
+        self._overwritten = False  #: whether the next step overwrites the loss
+        self._known = set[object]()  #: calls made once, by the shape of batch
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
         self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
 
     @property
     def joint(self) -> bool:
-        """Whether a prediction is made by several ranks together."""
+        """Whether several ranks make a prediction together."""
         return self.divided is not None or self.strategy.gathers
 
     def compile(self, mode: str) -> None:
-        """Compile the forward pass, with the loss and alone, in this mode (the run's `compile.mode`)."""
+        """Compile the forward pass, with the loss and alone, in the run's `compile.mode`."""
         self._overwritten = mode in ("reduce-overhead", "max-autotune")  # whose code has graphs of its own on CUDA
         self._loss_of = compiled(self.strategy.wrapped, mode, self.device)
         self._predict = compiled(self.network.predict, mode, self.device)
 
     def capture(self, graphs: CudaBackend) -> None:
-        """Record whole steps as CUDA graphs, and replay them."""
+        """Record and replay whole steps as CUDA graphs."""
         steps = EAGER_STEPS_OF_RANKS if self.strategy.exchanges else EAGER_STEPS
         self._train = Graphed(self._train_eagerly, graphs, steps)
 
@@ -123,7 +117,7 @@ class Step:
             return self._train(x, y, weight)
 
     def _first(self, *key: object) -> AbstractContextManager[object]:
-        """Return the context of something that takes long the first time, with batches of each shape: it compiles."""
+        """Return the context of a call that takes long the first time with each shape: it compiles."""
         if key in self._known:
             return nullcontext()
         self._known.add(key)
@@ -177,17 +171,16 @@ class Step:
 
     @torch.no_grad()
     def predict(self, x: torch.Tensor, once: bool = False) -> torch.Tensor:
-        """Return the prediction in evaluation mode, float32; one that is made only `once` is not compiled for."""
+        """Return the prediction in evaluation mode, float32, not compiled if it is made only `once`."""
         if self.model.training:
             self.model.eval()
         with self._first(x.shape, "predict"), self.attention():
             return self.network.predict(x) if once else self._predict(x)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this device's pieces of the model and the optimiser: the memory that they live in.
+        """Return this device's pieces of the model and the optimiser, in their own memory.
 
-        An optimiser's state appears with its first update. Its counters of updates are put together, in the order of
-        parameters, as `optimizer.step`, which is a copy.
+        The optimiser's counters are a copy, `optimizer.step`, in the order of parameters.
         """
         pieces = {f"model.{name}": piece for name, piece in self.weights.pieces().items()}
         counters: list[torch.Tensor] = []
@@ -202,10 +195,7 @@ class Step:
         return pieces
 
     def load(self, pieces: Mapping[str, Piece], scaler: Mapping[str, float]) -> None:
-        """Take over the content of such pieces, and the state of the loss scaler.
-
-        Without pieces of the optimiser it is as it was before its first update.
-        """
+        """Load such pieces, and the state of the loss scaler; without an optimiser's pieces, it has no state."""
         if any(name.startswith("optimizer.") for name in pieces):
             begin(self.optimizer)
         else:
@@ -222,3 +212,28 @@ class Step:
         self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
         if isinstance(self._train, Graphed):
             self._train.reset()
+
+
+def compiled(function: Function, mode: str, device: torch.device) -> Function:
+    """Return the function compiled in this mode (the run's `compile.mode`), once for each shape of batch."""
+    if mode == "none":
+        return function
+    if device.type == "cpu":
+        check_compiler(mode)
+    return cast(Function, torch.compile(function, mode=mode, dynamic=False))
+
+
+def check_compiler(mode: str) -> None:
+    """Raise a `UserError` where code for a CPU cannot be built."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    what = f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no"
+    todo = "or set compile: {mode: none}"
+    try:
+        get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise UserError(f"{what} C++ compiler; install g++, or name another in CXX, {todo}") from None
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise UserError(f"{what} Python headers ({headers}/Python.h); install them (python3-dev), {todo}")

@@ -1,7 +1,6 @@
 """Stage `train`: train one run and write its metrics, logs, weights and a figure.
 
-What decides a weight is in `dlscale.train.trainer` and what that imports. What stands around it is entered here: the
-other ranks, a lock, logs, progress, signals, trackers. An edit to this module trains nothing again.
+All that decides a weight is in `dlscale.train.trainer` and its imports: an edit to this module trains nothing again.
 """
 
 from __future__ import annotations
@@ -39,18 +38,16 @@ from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.interruption import Interruption
-from dlscale.train.logs import RunLogs
+from dlscale.train.logs import RunLogs, Wandb
 from dlscale.train.loop import Batch, Hook
 from dlscale.train.memory import total
-from dlscale.train.trackers import trackers
 from dlscale.train.trainer import Trainer, training
 from dlscale.train.weights import weights_digest
 
-#: How many epochs of a run TensorBoard has pictures of at most: a long one is not to fill the disk.
+#: Greatest number of epochs with pictures in TensorBoard.
 PICTURES = 50
 
-#: Settings that change no weight after a step: which checkpoints are kept, what is looked at before the first step,
-#: when to stop, who is told, on what a run computes, who loads its samples. Of given weights the content counts.
+#: Settings that change no weight after a step; of given weights the content counts.
 NOT_FINGERPRINTED: Any = {
     "training": {
         *("checkpoint_epochs", "keep_checkpoints", "initial_validation", "target", "stop_after", "on_divergence"),
@@ -63,7 +60,7 @@ NOT_FINGERPRINTED: Any = {
 }
 
 
-#: Settings of `parallel` that change what is learnt.
+#: Settings of `parallel` that change weights.
 LEARNT = ("sync_batchnorm", "compression", "param_dtype", "reduce_dtype")
 
 
@@ -94,10 +91,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, links: Links | None) -> None:
-    """Train as the rank that writes, and write what there is to show for it; `provenance.json` says that all is there.
-
-    What a former run left is removed first.
-    """
+    """Train as the rank that writes, and write the outputs; `provenance.json` comes last."""
     started = provenance.now()
     until = f" (of which {trainer.last_epoch} now)" if trainer.last_epoch < trainer.epochs else ""
     training, validation, processes = trainer.train_loader.samples, trainer.valid_loader.samples, session.world.size
@@ -110,7 +104,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         (out / name).unlink(missing_ok=True)
     logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
     settings = run.model_dump(mode="json")
-    tracked = trackers(run.training.trackers, out, settings, trainer.history)
+    tracked = [Wandb(out, settings, trainer.history) for name in run.training.trackers if name == "wandb"]
     shown = _Shown(session, trainer.epochs)
 
     def on_begin(untrained: Untrained) -> None:
@@ -165,7 +159,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
 
 
 def _follow(session: Session, trainer: Trainer) -> None:
-    """Train as any other rank; who shares a model does with the first one what `_lead` does with it, in its order."""
+    """Train as any other rank, with the joint predictions and gathers of `_lead` in its order."""
     shown = _Shown(session, trainer.epochs)
     fit(trainer, lambda record: shown.predict() if shown.drawn(record) else None)
     with ranges.part("writing", ranges.BETWEEN):
@@ -181,10 +175,9 @@ def fit(
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
     on_steps: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
 ) -> list[Epoch]:
-    """Train to the last epoch, and return the records of all epochs. Tell of it, and obey signals.
+    """Train to the last epoch with progress and signals; return the records of all epochs.
 
-    `on_steps` is told every ten seconds the step, its loss on this rank, the samples/s of all since it was told before,
-    and the seconds that are left at that pace.
+    `on_steps` gets every ten seconds the step, its loss, the samples/s of all since, and the seconds left.
     """
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # the first with a naive answer, or else the first
@@ -215,7 +208,7 @@ def fit(
 
 
 class _Latest:
-    """The last step's loss on this rank, and the samples/s of all since it was asked for before."""
+    """The last step's loss on this rank, and the samples/s of all since the last call of `values`."""
 
     def __init__(self, samples: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
         self._samples, self._total, self._tell = samples, steps, tell  # of a step, of all
@@ -228,7 +221,7 @@ class _Latest:
         self._steps += 1
 
     def values(self) -> dict[str, float]:
-        """Return both by name; this waits for the device. They are told with the seconds that are left at that pace."""
+        """Return both by name, and tell them with the seconds left; this waits for the device."""
         loss, now = float(self._loss), time.perf_counter()
         before, steps = self._before
         self._before = now, self._steps
@@ -248,11 +241,11 @@ class _Shown:
         self._session, self._epochs, self._every = session, epochs, -(-epochs // PICTURES)
 
     def drawn(self, record: Epoch) -> bool:
-        """Whether there is a picture of an epoch."""
+        """Return whether an epoch has a picture."""
         return record.epoch % self._every == 0 or record.epoch == self._epochs
 
     def predict(self) -> np.ndarray | None:
-        """Return the prediction, on the first rank; those who share a model make it together."""
+        """Return the prediction on the first rank; ranks that share a model make it together."""
         world, step = self._session.world, self._session.step
         if not (world.main or step.joint):
             return None
@@ -267,11 +260,7 @@ def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
-    """Return the SHA-256 of what makes a training itself: settings, data, sources, image.
-
-    A run with the same fingerprint goes on from its checkpoints; one that was trained to the end has its outputs
-    written again, no more.
-    """
+    """Return the SHA-256 of a training's settings, data, sources and image; the same one resumes its checkpoints."""
     image = Image.read()
     decisive = {
         "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),

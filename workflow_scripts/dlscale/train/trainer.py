@@ -1,4 +1,4 @@
-"""Training epoch by epoch, the same for every study: validation, records, checkpoints."""
+"""Training epoch by epoch: validation, records, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dlscale.train.weights import load_weights
 
 @contextlib.contextmanager
 def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[Trainer]:
-    """Yield the training of a run, as far as its newest checkpoint, or with the weights that it begins with."""
+    """Yield the training of a run, resumed from its newest checkpoint, or with its initial weights."""
     with (
         contextlib.closing(session.loader("train")) as train,
         contextlib.closing(session.loader("valid")) as valid,
@@ -46,10 +46,9 @@ def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[T
 
 
 class Trainer:
-    """Trains, validates after every epoch, and saves checkpoints: at the ends of epochs, and when a signal asks for it.
+    """Trains, validates after every epoch, and saves checkpoints at the ends of epochs and at signals.
 
-    Every rank does the same, and has its part of what is saved, and of the weights of the best epoch, which are in each
-    checkpoint. `loaders` are those of training and of validation samples.
+    Every rank does the same, with its part of the checkpoints, which have the best epoch's weights, too.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class Trainer:
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
-        self.epochs = -(-self.total_steps // len(self.train_loader))  #: the last one may be cut short
-        self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)  #: with which this process ends
+        self.epochs = -(-self.total_steps // len(self.train_loader))  #: the last may be cut short
+        self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)  #: last epoch of this process
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
         self.history: list[Epoch] = []  #: the epochs that are done
-        self.resumed_from: int | None = None  #: step of the checkpoint from which this process went on
+        self.resumed_from: int | None = None  #: step of the loaded checkpoint
         self.best_weights: dict[str, Piece] | None = None  #: on the host
-        self._untrained: Untrained | None = None  #: what was before the first step
+        self._untrained: Untrained | None = None  #: scores before the first step
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
         at = run.geometry
@@ -85,24 +84,22 @@ class Trainer:
 
     @property
     def best(self) -> Best | None:
-        """The epoch whose weights are kept."""
+        """The best epoch, whose weights are kept."""
         epoch = self._best
         if self._judge is None or epoch is None:
             return None
         return Best(metric=self._judge.name, value=self._judge.of(epoch), epoch=epoch.epoch, step=epoch.step)
 
     def _improves(self, record: Epoch) -> bool:
-        """Take an epoch for the best if it is better than those before; of equal ones the first stays."""
+        """Return whether an epoch is the best so far; of equal ones the first stays."""
         known = [epoch for epoch in (self._best, record) if epoch]
         before, self._best = self._best, self._judge.best(known) if self._judge else None
         return self._best is not before
 
     def _reached(self, history: Sequence[Epoch]) -> Epoch | None:
-        """Return the epoch that reached the target; None if none did, or there is no target."""
         return self._goal.first(history, self._target.value) if self._goal and self._target else None
 
     def _end(self, history: Sequence[Epoch]) -> Epoch | None:
-        """Return the epoch with which the training ends before its time."""
         return self._reached(history) if self._target and self._target.stop else None
 
     @property
@@ -116,11 +113,10 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         poll: Callable[[], Request] = lambda: Request.NONE,
     ) -> list[Epoch]:
-        """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes.
+        """Train to the last epoch; return the records of all epochs, which `on_epoch` gets as they come.
 
-        `on_begin` is told before the first of them how good the model is so far, if that is looked at. `hooks` are
-        those of the training steps. `poll` is asked before each batch, of training and of validation, whether to save
-        or to end; all ranks get the same answer.
+        `on_begin` gets the scores before the first step; `poll` is asked before each batch whether to save or to end,
+        and answers alike on all ranks.
         """
         try:
             with contextlib.ExitStack() as later:
@@ -154,7 +150,7 @@ class Trainer:
         return self.history
 
     def outcome(self) -> Iterator[str]:
-        """Yield which epoch was the best, and whether the target was reached."""
+        """Yield the best epoch, and whether the target was reached, in words."""
         if self._judge and (best := self.best):
             yield f"best: epoch {best.epoch} of {len(self.history)}, {self._judge.title} {best.value:.6g}"
         if self._goal and self._target:
@@ -166,10 +162,7 @@ class Trainer:
                 yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
 
     def _begin(self) -> None:
-        """Validate before the first step, unless an earlier try did or is beyond it. No epoch's time counts it.
-
-        A signal waits for its end: before the first step it is obeyed, and what was seen is saved.
-        """
+        """Validate before the first step, unless an earlier try did; no epoch's time counts it."""
         if self._untrained or self._resumed.step or not self.run.training.initial_validation:
             return
         start = time.perf_counter()
@@ -178,7 +171,7 @@ class Trainer:
         logging.info(f"before training: valid loss {valid_loss:.6f} ({time.perf_counter() - start:.1f} s)")
 
     def _with_first_loss(self, sums: _EpochSums) -> Untrained | None:
-        """Return the scores before the first step, with the loss of its batch if that is known. All ranks call it."""
+        """Return the scores before the first step, with the loss of its batch if known. All ranks call it."""
         if self._untrained and sums.first_loss is not None:
             samples = min(self.run.batch_size, self.train_loader.samples)
             loss = float(self.world.sum(sums.first_loss.clone())) / samples
@@ -226,7 +219,7 @@ class Trainer:
         )
 
     def _finite(self, epoch: int, what: str, loss: float) -> bool:
-        """Whether a loss is a number; if a run is to fail where it is none, a `UserError` says so."""
+        """Return whether a loss is finite; if a run is to fail then, raise a `UserError`."""
         if not math.isfinite(loss) and self.run.training.on_divergence == "fail":
             raise UserError(
                 f"epoch {epoch + 1}: the {what} loss is {loss}; lower optimizer.lr, add schedule.warmup_steps, "
@@ -246,13 +239,12 @@ class Trainer:
             return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, naive)
 
     def _naive_answers(self, hooks: Sequence[Hook] = ()) -> dict[str, torch.Tensor]:
-        """Return the means of what no training changes; they are made once."""
         if self._naive is None:
             self._naive = naive_means(self.metrics, self.valid_loader, self.share, self.world, hooks)
         return self._naive
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one: the first rank chooses it, and all read the same."""
+        """Load the newest checkpoint, if there is one; all ranks read the same."""
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
         again = self._again(loaded[0]) if loaded else None
         if loaded is None or again:
@@ -280,7 +272,7 @@ class Trainer:
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
 
     def _again(self, record: CheckpointRecord) -> str | None:
-        """Return why to begin anew although there is a checkpoint; None if there is no reason."""
+        """Return why to begin anew although there is a checkpoint, if so."""
         end = self._end(record.history)
         if end and record.step > end.step:
             return f"this was trained beyond epoch {end.epoch}, which reaches the target: again, to end there"
@@ -289,13 +281,13 @@ class Trainer:
         return None
 
     def _obey(self, request: Request, sums: _EpochSums, made_with: dict[str, Any] | None) -> None:
-        """Save, or save and end, within an epoch, if a signal asks for it."""
+        """Save, or save and end, as a signal asks."""
         if not request:
             return
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
         self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
-        self.checkpoints.wait()  # who asked may end us as soon as we say that it is saved
+        self.checkpoints.wait()  # who asked may end this process as soon as the log says so
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # a rank that ends before the others have saved ends them, too
@@ -318,7 +310,7 @@ class Trainer:
         self.checkpoints.save(record, share(pieces, self.world, buffers) | self._random_states())
 
     def _wanted(self, record: CheckpointRecord) -> dict[str, Piece]:
-        """Return the pieces to read, in memory of their own: what cannot be read shall change nothing."""
+        """Return the pieces to read, in memory of their own: a failed read changes nothing."""
         if self._again(record):
             return {}
         if record.step:
@@ -335,7 +327,6 @@ class Trainer:
         return {name: piece.empty() for name, piece in wanted.items()}
 
     def _random_states(self) -> dict[str, Piece]:
-        """Return the random states of this rank, which are its own."""
         states = {"cpu": torch.get_rng_state()}
         if self.step.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.step.device)
@@ -356,7 +347,7 @@ class Trainer:
 
 
 class _EpochSums:
-    """Losses and time of the epoch under way, on this rank, from step `first` of the training."""
+    """Losses and time of the epoch under way on this rank, from step `first` of the training."""
 
     def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device) -> None:
         self.step, self._world = first, world
@@ -364,7 +355,7 @@ class _EpochSums:
         self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
         self._seconds = before.seconds  # once the steps are done
-        self.first_loss: torch.Tensor | None = None  #: sum of the losses of the first step of all, before its update
+        self.first_loss: torch.Tensor | None = None  #: sum of the losses of the training's first step
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
         loss = loss * len(batch[0])  # stays on the device: no step waits
@@ -375,16 +366,16 @@ class _EpochSums:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the epoch's steps, without that between two tries."""
+        """Time spent on the epoch's steps, in all tries."""
         return self._seconds if self.wall_time else time.perf_counter() - self._start
 
     def finish(self) -> None:
-        """Stop the clock: the steps are done. An earlier try, which ended while it validated, may have stopped it."""
+        """Stop the clock after the last step, unless an earlier try did."""
         if not self.wall_time:
             self._seconds, self.wall_time = self.seconds, time.time()
 
     def total(self) -> float:
-        """Return the sum of all ranks' losses; it is taken of a copy, as this rank's own sum may yet be saved."""
+        """Return the sum of all ranks' losses; this rank's own stays, as it may yet be saved."""
         return float(self._world.sum(self._loss_sum.clone()))
 
     def by_rank(self) -> list[float]:

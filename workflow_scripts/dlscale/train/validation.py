@@ -1,4 +1,4 @@
-"""The loss and the metrics of a step's model over all samples of a loader."""
+"""Loss and metrics over all samples of a loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dlscale.train.step import Step
 def naive_means(
     metrics: Metrics, loader: Loader, share: Share, world: World, hooks: Sequence[Hook] = (), split: str = "valid"
 ) -> dict[str, torch.Tensor]:
-    """Return the means over all samples of a loader's split of what no training changes; each rank has its share."""
+    """Return the means of naive answers over all samples of a split; each rank computes its share."""
     sums = MetricSum()
     shares = ((share.indices(number, loader.samples),) for number in range(len(loader)))
     run_steps(lambda indices: sums.add(metrics.naive(indices, split)), shares, range(len(loader)), hooks)
@@ -36,9 +36,9 @@ def validate(
     hooks: Sequence[Hook] = (),
     naive: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[float, dict[str, float]]:
-    """Return loss and metrics, each sample counted once; all ranks get the same. `naive`: see `naive_means`."""
+    """Return loss and metrics on all ranks, each sample counted once; `naive` is from `naive_means`."""
     sums = MetricSum()
-    # Of running statistics each rank has seen its own share of the last batch: the first one's are the training's.
+    # Running statistics differ by rank: the first one's are the training's.
     world.share(step.model.buffers())
 
     def add(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def validate(
 
 
 def metric_called(name: str, metrics: Metrics, key: str) -> Metric:
-    """Return the validation loss or the study's metric of this name, which stands under `key` of the run's settings."""
+    """Return the metric of this name, or the validation loss; `key` is its place in the run's settings."""
     known = {metric.name: metric for metric in (VALID_LOSS, *metrics.described)}
     if name not in known:
         raise UserError(f"{key}: {unknown('metric', name, known)}")

@@ -16,20 +16,20 @@ from dlscale.core.text import many
 from dlscale.train import checkpoint
 from dlscale.train.precision import Weights
 
-#: Where the checkpoints of common programs have the model's state.
+#: Keys of the model's state in common programs' checkpoints.
 PLACES = ("state_dict", "model_state", "model_state_dict", "model")
-#: Prefixes of names by wrappers for several devices, and `torch.compile`.
+#: Prefixes that wrappers for several devices and `torch.compile` give to names.
 PREFIXES = ("module.", "_orig_mod.")
-#: How many names a message holds.
+#: Number of names in a message.
 NAMED = 3
 
 State = dict[str, torch.Tensor]
 
 
 def read_weights(path: str | Path) -> State:
-    """Return the state dict in a file that `torch.save` wrote, tensors on the host. Nothing in it is executed.
+    """Return the state dict in a file of `torch.save`, or in a folder of our checkpoints. Nothing in it is executed.
 
-    It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`), or the folder of one of our own.
+    It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`).
     """
     no_pipe(path, "a file of weights, or a checkpoint's folder")
     try:
@@ -41,7 +41,7 @@ def read_weights(path: str | Path) -> State:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
     except (Exception, CheckpointException):
-        # A damaged pickle leads its reader anywhere. PyTorch's own message advises to execute what is in the file.
+        # A damaged pickle leads its reader anywhere.
         raise UserError(
             f"{path}: not readable as weights: it is damaged, or holds more than tensors and plain values; expected a "
             "state dict that torch.save wrote"
@@ -60,13 +60,13 @@ def read_weights(path: str | Path) -> State:
 
 
 def weights_digest(path: str | Path) -> str:
-    """Return the SHA-256 of a file of weights, or of what a checkpoint's folder says of its files."""
+    """Return the SHA-256 of a file of weights, or of a checkpoint's record."""
     no_pipe(path, "a file of weights, or a checkpoint's folder")
     return sha256(Path(path) / "checkpoint.json" if Path(path).is_dir() else path)
 
 
 def load_weights(weights: Weights, path: str | Path) -> None:
-    """Take over the weights in a file; those of another model are a `UserError`."""
+    """Load the weights of a file; those of another model are a `UserError`."""
     state, expected = read_weights(path), weights.state_dict()
     apart = []
     for names in weights.names().values():  # of a tensor with several names the file may have any
@@ -105,23 +105,18 @@ def _first(names: Iterable[str]) -> str:
 
 
 def _load(path: str | Path) -> Any:
-    """Return the content of a file of `torch.save`, tensors on the host; a damaged one is a `BadZipFile`.
-
-    Nothing in it is executed. One of before PyTorch 1.6 is no archive, and has no checksums.
-    """
+    """Return the content of a file of `torch.save`, on the host; one of before PyTorch 1.6 has no checksums."""
     with open(path, "rb") as file:
         archive = file.read(4) == b"PK\x03\x04"  # as torch.load tells them apart
     if archive:
         _check(path)
-    # On the host: a device that is full or gone is no fault of the file.
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _check(path: str | Path) -> None:
-    """Compare the checksums in an archive, at which `torch.load` does not look."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # Of what has the mark of a folder torch.load reads nothing, and takes what was in memory.
+            # torch.load reads nothing of a marked folder, and takes what was in memory.
             folders = [each.filename for each in archive.infolist() if each.external_attr & 0x10 and each.file_size]
             damaged = archive.testzip() or next(iter(folders), None)
     except (OSError, zipfile.BadZipFile):

@@ -10,15 +10,13 @@ from pydantic import Field
 from dlscale.core.record import Record
 from dlscale.core.text import percent
 from dlscale.measure.records import SampleWork
-from dlscale.parallel.records import Device
-from dlscale.train.records import Memory
+from dlscale.parallel.records import Device, Memory
 
 
 class Exchanged(Record):
     """Bytes that a rank exchanges with others in a step, by kind (`all_reduce`, …), as nccl-tests count them."""
 
     counted: dict[str, int]
-    formula: dict[str, int]  #: Without single numbers, such as the norm of gradients.
 
 
 class RangeTime(Record):

@@ -1,0 +1,92 @@
+"""Bytes that ranks exchange in a step, by formula: held to what they send, and to what the scaling model assumes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from torch import nn
+
+from dlscale.config.parallel import DDP
+from dlscale.config.run import RunCore
+from dlscale.parallel import exchanges
+from dlscale.parallel.model import named
+from dlscale.parallel.sharding import Sharding
+
+
+def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, width: int) -> dict[str, int]:
+    """Return the bytes that the first rank exchanges in a step by kind, single numbers left out.
+
+    Parameters
+    ----------
+    model
+        The undivided model, in the number format of its weights; it may be on `meta`.
+    samples
+        Samples of this rank in a step.
+    width
+        Bytes of a number that layers compute with.
+    """
+    bytes_ = Counter[str]()
+    local = exchanges._local_shapes(run, model, sharding)
+    if run.geometry.model_size > 1:
+        bytes_.update(_of_tokens(run, model, sharding, samples * width))
+    if run.averages and run.geometry.dp * run.geometry.cp > 1:
+        bytes_.update(_of_weights(run, model, sharding))
+    if run.geometry.tp > 1:  # of weights that tensor-parallel devices have in common, in float32
+        cut, shard = exchanges._cut(model, sharding), exchanges._shard(run)
+        common = [shape for name, shape in local.items() if name not in cut]
+        bytes_["all_reduce"] += sum(4 * -(-shape[0] // shard) * math.prod(shape[1:]) for shape in common)
+    return {kind: size for kind, size in bytes_.items() if size}
+
+
+def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, int]:
+    """Return the bytes of weights and gradients."""
+    each = exchanges.averaged(run, model, sharding).values()
+    gradients = sum(one.gradient for one in each)
+    if isinstance(run.parallel, DDP):
+        buffers = sum(one.nbytes for one in model.buffers()) if run.parallel.broadcast_buffers else 0
+        return {"all_reduce": gradients, "broadcast": buffers}
+    shard = exchanges._shard(run)
+    return {
+        "all_gather": sum(one.forward + one.backward for one in each),
+        "reduce_scatter": gradients,
+        "all_reduce": gradients // shard if run.geometry.dp * run.geometry.cp > shard else 0,
+    }
+
+
+def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -> dict[str, int]:
+    """Return the bytes of tokens, `width` for each number: what the forward pass gathers the backward pass scatters."""
+    tp, cp = run.geometry.tp, run.geometry.cp
+    each = -(-sharding.tokens // (tp * cp))  # tokens of a device
+    gathered = reduced = 0
+    last = model.get_submodule(sharding.last)
+    assert isinstance(last, nn.Linear)
+    for parts in {tp, tp * cp} - {1}:  # along one axis, then along the other
+        gathered += each * parts * last.out_features
+    columns, rows = named(model, sharding.columns), named(model, sharding.rows)
+    units = named(model, sharding.units)
+    if tp > 1:
+        inputs = sum(_first(columns, module).in_features for module in named(model, sharding.gather))
+        outputs = sum(_linear(layer).out_features for layer in rows.values())
+        gathered += each * tp * (inputs + outputs)
+        reduced += each * tp * (inputs + outputs)
+        if run.activation_checkpointing:  # the way forward again, up to what a unit computes last
+            lasts = ([layer for n, layer in rows.items() if n.startswith(f"{u}.")][-1] for u in units)
+            gathered += each * tp * inputs
+            reduced += each * tp * (outputs - sum(_linear(layer).out_features for layer in lasts))
+    if cp > 1:  # keys and values, of the heads of this device
+        attending = (name.rpartition(".")[0] for name in named(model, sharding.attend))
+        both = sum(2 * _first(columns, module).out_features // tp for module in attending)
+        gathered += each * tp * cp * both * (2 if run.activation_checkpointing else 1)
+        reduced += each * tp * cp * both
+    return {"all_gather": gathered * width, "reduce_scatter": reduced * width}
+
+
+def _first(layers: dict[str, nn.Module], module: str) -> nn.Linear:
+    """Return the first of these layers in a module."""
+    return next(_linear(layer) for name, layer in layers.items() if name.startswith(f"{module}."))
+
+
+def _linear(layer: nn.Module) -> nn.Linear:
+    assert isinstance(layer, nn.Linear)
+    return layer
