@@ -547,7 +547,7 @@ MUTATIONS = [
     # ---- measure ---------------------------------------------------------------------------------
     Mutation(
         "flops_halved",
-        "measure/flops.py",
+        "measure/roofline.py",
         "backward_flops=2 * forward,",
         "backward_flops=forward,",
         "test_counting.py::test_the_stage_says_what_is_reached",

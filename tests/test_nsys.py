@@ -20,8 +20,8 @@ import torch
 
 from dlscale.config.run import Profile, load_run
 from dlscale.core.ranges import RANGES, mark, marking
-from dlscale.measure.profilers import nsys, nvtx_ranges
-from dlscale.measure.profilers.records import ProfiledTool, TopEntry
+from dlscale.measure.profilers import child, nsys
+from dlscale.measure.profiling import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
 from dlscale.preflight.environment import environment as environment_of
 from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run
@@ -55,8 +55,6 @@ number=$(wc -l <"$here/calls")
 word=$(sed -n "${number}p" "$here/behaviour")
 case "${word:-$(tail -n 1 "$here/behaviour")}" in
     report) touch "$output.nsys-rep"; echo "[[1, 3], [3, 3], [1, 3]]" >"$times";;
-    blocked) echo "Agent launcher failed."; exit 1;;
-    raw) touch "$output.qdstrm";;
     silent) echo "Something else.";;
     fails) echo "ValueError: no such thing"; exit 3;;
     sleeps) touch "$here/started"; cat >/dev/null; touch "$here/ended";;
@@ -111,9 +109,7 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "words"),
     [
-        ("raw", "nsys.rank0.qdstrm is kept, which Nsight's window opens"),
         ("silent", "nsys made no report: Something else.; see the log, and run the stage again"),
-        ("blocked", "Agent launcher failed.; if no other nsys runs on this machine, remove"),
         ("fails", "the profiled process ended with status 3: ValueError: no such thing"),
         ("unread", "nsys cannot export nsys.rank0.nsys-rep, which Nsight's window opens; see the log"),
     ],
@@ -124,7 +120,7 @@ def test_what_fails_says_why(tmp_path: Path, pretended: Any, behaviour: str, wor
         (folder / "database").unlink()
     tool, top = profiled(tmp_path)
     assert tool.problem and words in tool.problem and not top
-    assert left(tmp_path) == {"unread": ["nsys.rank0.nsys-rep"], "raw": ["nsys.rank0.qdstrm"]}.get(behaviour, [])
+    assert left(tmp_path) == (["nsys.rank0.nsys-rep"] if behaviour == "unread" else [])
     assert len((folder / "calls").read_text().splitlines()) == 1
 
 
@@ -197,9 +193,9 @@ def test_doctor_looks_for_it_where_runs_ask_for_it(tmp_path: Path) -> None:
 def test_a_hook_that_marks_sums_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its range ends when the sum is there, even where that fails."""
     happened: list[str] = []
-    monkeypatch.setattr(nvtx_ranges, "_begun", lambda name: happened.append(name) or (lambda: happened.append("end")))
+    monkeypatch.setattr(child, "_begun", lambda name: happened.append(name) or (lambda: happened.append("end")))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    hook: Any = nvtx_ranges.averaged(lambda group, bucket: future)
+    hook: Any = child.averaged(lambda group, bucket: future)
     averaged = hook(None, None)
     assert happened == ["comm"]
     future.set_result(torch.ones(3))
@@ -224,20 +220,20 @@ def test_with_cuda_ranges_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
             range_end=happened.append,
         ),
     )
-    assert nvtx_ranges.marker() is torch.cuda.nvtx.range
-    nvtx_ranges._begun("comm")()
+    assert child.marker() is torch.cuda.nvtx.range
+    child._begun("comm")()
     assert happened == ["comm", 7]
     monkeypatch.setattr(
         torch.cuda, "profiler", SimpleNamespace(start=lambda: happened.append(1), stop=lambda: happened.append(2))
     )
-    with nvtx_ranges.recorded(torch.device("cuda")):
+    with child.recorded(torch.device("cuda")):
         happened.append("steps")
     assert happened[2:] == [1, "steps", 2]
 
 
-def test_marks_are_nvtx_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_are_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)  # PyTorch's own ranges yield nothing that could be asked
-    with marking(nvtx_ranges.marker()):
+    with marking(child.marker()):
         for name in RANGES:
             with mark(name) as opened:
                 assert opened.attributes.message.string == name

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dlscale.measure.profilers.records import Overhead
-from dlscale.measure.profilers.tool import overhead
+from dlscale.measure.profilers import overhead
+from dlscale.measure.profiling import Overhead
 
 
 def test_an_even_drift_falls_out() -> None:

@@ -30,9 +30,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.launch.telemetry import beside, show
-from dlscale.measure import gpus, processes
+from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
-from dlscale.measure.gpus import Gpus, bus_ids
+from dlscale.measure.telemetry import Gpus, bus_ids
 from dlscale.report.results import RunResult
 from dlscale.train.provenance import Provenance
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, stage
@@ -464,7 +464,7 @@ class FakeNvml(SimpleNamespace):
 
 @pytest.fixture
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeCuda())
+    monkeypatch.setattr(sampler.ctypes, "CDLL", lambda name: FakeCuda())
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     yield
 
@@ -497,7 +497,7 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(gpus.ctypes, "CDLL", missing)
+    monkeypatch.setattr(sampler.ctypes, "CDLL", missing)
     assert bus_ids(1) == [] and Gpus(1).sample() == ()
 
 
@@ -511,7 +511,7 @@ def test_the_reasons_are_nvmls() -> None:
         pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature (hardware)",
         pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
     }
-    assert named == gpus.REASONS
+    assert named == sampler.REASONS
 
 
 @pytest.mark.gpu

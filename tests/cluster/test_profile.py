@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlscale.core import telemetry
-from dlscale.measure.profilers.records import Profile
+from dlscale.measure.profiling import Profile
 from dlscale.report.profiles import read_rows
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import Flow

@@ -1,12 +1,8 @@
 """Stage `throughput`: samples/s of loading alone, of computing alone, and of both together.
 
-IO takes batches from the loader and does nothing with them. SYNTHETIC trains on one batch that stays
-on the device. FULL trains on what the loader delivers. Each is measured in `warmup` uncounted and then
-`trials` counted trials of `batches` batches, as romerojosh/benchy defined them; the JSON has its keys.
-Where so many batches take less than `seconds`, a trial has more of them.
-
-A run of one process is then timed once more, FULL, in turn with the first run of its plan:
-`dlscale.measure.turns`.
+IO takes batches from the loader and does nothing with them, SYNTHETIC trains on one batch that stays on the device, and
+FULL trains on the loader's batches. Trials and the keys of the JSON are those of romerojosh/benchy. A run of one
+process is timed once more, FULL, in turn with the first run of its plan (`dlscale.measure.turns`).
 """
 
 from __future__ import annotations
@@ -33,11 +29,10 @@ from dlscale.core.files import write_text
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
-from dlscale.measure.flops import sample_work
-from dlscale.measure.peaks import at_least, common_peaks
+from dlscale.measure.processes import Meter
 from dlscale.measure.records import MODES, Beside, Throughput, Trials
+from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
 from dlscale.measure.turns import Ended, Timed, Turns
-from dlscale.measure.usage import Meter
 from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
@@ -133,12 +128,8 @@ def measure(settings: Settings, session: Session) -> Throughput:
     if work and peaks:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
         peaks = at_least(peaks, fastest * work.flops / session.devices)
-    memory_use = None
-    if world.main:
-        try:
-            memory_use = footprint.predict(run, session.manifest, world.device, cached[:2], step.attention)
-        except Exception as error:  # code that asks tensors for values
-            logging.warning("memory is not predicted: %s", error)
+    known = run, session.manifest, world.device, cached[:2], step.attention
+    memory_use = attempt("memory is not predicted", lambda: footprint.predict(*known)) if world.main else None
     results = Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,

@@ -1,6 +1,8 @@
 """A process of its own for profilers that look at whole processes: `python -m dlscale.measure.profilers.child`.
 
-It makes the steps of a run that the stage's settings name, in a world of its own with the children of other ranks.
+It makes the steps of a run that the stage's settings name, in a world of its own with the children of other ranks. The
+ranges of a step (`dlscale.core.ranges`) are NVTX ranges: from PyTorch where it is built with CUDA, else from NVIDIA's
+package `nvtx`.
 """
 
 from __future__ import annotations
@@ -11,27 +13,33 @@ import logging
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import let_threads_wait
-from dlscale.core.ranges import marking
+from dlscale.core.ranges import Marker, marking
 from dlscale.launch.contain import hold_on
-from dlscale.measure.profilers.nvtx_ranges import averaged, marker, recorded
 from dlscale.measure.window import Window
 from dlscale.parallel.rendezvous import join
+from dlscale.parallel.strategy import CommHook
 from dlscale.train.build import open_session
 
-#: What begins the line that says why it failed: a profiler may say more after it.
+#: Begin of the line that says why it failed: a profiler may say more after it.
 FAILED = "profiled process: "
+#: Range within which nsys records a run that has no CUDA.
+CAPTURE = "dlscale capture"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a child is to do; its only word on the command line, as JSON."""
+    """Task of a child; its only word on the command line, as JSON."""
 
     config: str  #: The run's settings, or their file.
     manifest: str
@@ -49,13 +57,13 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
         profiled(Asked(**json.loads(sys.argv[1])))
+    except UserError as error:
+        print(f"\n{FAILED}{error}", file=sys.stderr)
+        return 2
     except Exception as error:
-        if not isinstance(error, UserError):
-            traceback.print_exc()
-        print(
-            f"\n{FAILED}{'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}", file=sys.stderr
-        )
-        return 2 if isinstance(error, UserError) else 1
+        traceback.print_exc()
+        print(f"\n{FAILED}{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -72,14 +80,63 @@ def profiled(asked: Asked) -> None:
             window.run(run.profile.skip)
             times = [window.run()]
             world.barrier()  # all have come so far
-            with contextlib.ExitStack() as stack:
-                if asked.times:
-                    stack.enter_context(marking(marker()))
-                    stack.enter_context(recorded(world.device))
+            with recorded(world.device) if asked.times else contextlib.nullcontext():
                 times.append(window.run())
             times.append(window.run())
             if asked.times:
                 Path(asked.times).write_text(json.dumps(times))
+
+
+def marker() -> Marker:
+    """Return what opens an NVTX range, for `dlscale.core.ranges.marking`."""
+    if torch.version.cuda:
+        return torch.cuda.nvtx.range
+    import nvtx
+
+    return nvtx.annotate
+
+
+@contextlib.contextmanager
+def recorded(device: torch.device) -> Iterator[None]:
+    """Have nsys, which waits for it, record what happens in this context (`nsys.recording` has the words)."""
+    with marking(marker()), contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.profiler.start()
+            stack.callback(torch.cuda.profiler.stop)
+        else:
+            stack.enter_context(marker()(CAPTURE))
+        yield
+
+
+def averaged(hook: CommHook) -> CommHook:
+    """Return what averages a bucket of gradients as `hook` does, in a range `comm`.
+
+    The range lasts from the launch until the sum is there; with NCCL until the device has been told to make it.
+    """
+
+    def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        end = _begun("comm")
+
+        def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            end()
+            return done.value()
+
+        # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until
+        # the thread that makes the steps, which then goes on, gives it away.
+        return hook(group, bucket).then(ended)
+
+    return within
+
+
+def _begun(name: str) -> Callable[[], None]:
+    """Begin a range that may end in another thread; return what ends it."""
+    if torch.version.cuda:
+        handle = torch.cuda.nvtx.range_start(name)
+        return lambda: torch.cuda.nvtx.range_end(handle)
+    import nvtx
+
+    started = nvtx.start_range(name)
+    return lambda: nvtx.end_range(started)
 
 
 if __name__ == "__main__":

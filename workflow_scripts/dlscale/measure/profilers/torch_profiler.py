@@ -5,27 +5,36 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlscale.core.ranges import marking
-from dlscale.measure.profilers.kineto import read
-from dlscale.measure.profilers.tool import Found, Unavailable, report
-from dlscale.measure.profilers.trace import summarise
+from dlscale.core.ranges import RANGES, marking
+from dlscale.measure.profilers import Found, Unavailable, report
+from dlscale.measure.profilers.trace import COLUMNS, DEVICE, summarise
 
 REFUSED = (
     "PyTorch's profiler saw nothing of the GPU: CUPTI is refused, or another profiler has it; the log has its words. "
     "The driver's option NVreg_RestrictProfilingToAdminUsers=0 allows it, or --cap-add SYS_ADMIN in a container"
 )
+#: Kinds of events by category of Chrome's trace event format, as Kineto writes it.
+KINDS = {
+    **{"user_annotation": "range", "cpu_op": "operator", "cuda_runtime": "call", "cuda_driver": "call"},
+    **{"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"},
+}
+#: Operations between processes, as the host names them.
+COMM = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")
 
 
 class TorchProfiler:
-    """See `dlscale.measure.profilers.tool.Tool`."""
+    """See `dlscale.measure.profilers.Tool`."""
 
     name = "torch"
 
@@ -47,18 +56,19 @@ class TorchProfiler:
         self._profile.export_chrome_trace(str(self._path))
         try:
             with gzip.open(self._path, "rt") as file:
-                seen = read(json.load(file)["traceEvents"])
+                events = read(json.load(file)["traceEvents"])
         except (OSError, ValueError) as error:
             raise Unavailable(
                 f"PyTorch's profiler left no whole trace ({error}): is the disk full? Or profile fewer steps "
                 "(profile.steps)"
             ) from None
-        if self._device.type == "cuda" and seen.work.empty:
+        device = events.kind.isin(DEVICE).any()
+        if self._device.type == "cuda" and not device:
             raise Unavailable(REFUSED)
-        tool, rows = summarise(seen, self.name, self._rank)
+        tool, rows = summarise(events, self.name, self._rank)
         files = {f"trace of rank {self._rank}, for Perfetto": self._path.name}
         known: dict[str, Any] = {"version": torch.__version__, "files": files}
-        if seen.work.empty:
+        if not device:
             known["seconds_per_step"] = statistics.median(seconds)
         return tool.model_copy(update=known), rows
 
@@ -67,12 +77,47 @@ class TorchProfiler:
         return profile(activities=kinds, acc_events=True)
 
 
-@contextlib.contextmanager
-def memory_history(path: Path) -> Iterator[None]:
-    """Write what each piece of a GPU's memory holds, and who asked for it: for https://pytorch.org/memory_viz."""
-    torch.cuda.memory._record_memory_history(stacks="python")
-    try:
-        yield
-        torch.cuda.memory._dump_snapshot(str(path))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return Kineto's events as a table of `dlscale.measure.profilers.trace`.
+
+    A call of CUDA's API and what it launched share the number `correlation`; all the kernels of a replayed CUDA graph
+    share that of `cudaGraphLaunch`.
+    """
+    whole = [e for e in trace if e.get("ph") == "X" and e.get("cat") in KINDS]
+    zero = min((e["ts"] for e in whole), default=0.0)
+    threads: dict[Any, int] = {}
+    rows = []
+    for e in whole:
+        kind, name, args, begin = KINDS[e["cat"]], e["name"], e.get("args", {}), e["ts"] - zero
+        if kind == "range" and name not in RANGES:
+            if not COMM.match(name):
+                continue
+            name = "comm"
+        # Whole nanoseconds from the first event, so that no digits are lost.
+        begin, end = round(1e3 * begin), round(1e3 * (begin + e["dur"]))
+        thread = threads.setdefault((e.get("pid"), e.get("tid")), len(threads))
+        rows.append([kind, name, begin, end, thread, args.get("correlation", 0), int(args.get("bytes", 0)), 0])
+    events = pd.DataFrame(rows, columns=list(COLUMNS))
+    operators = _nested(events[events.kind == "operator"])
+    return pd.concat([events[events.kind != "operator"], operators], ignore_index=True)
+
+
+def _nested(operators: pd.DataFrame) -> pd.DataFrame:
+    """Return the operators with the time of each without that of those within it on its thread.
+
+    An operator that calls itself, which is how PyTorch passes it on from autograd to the kernel, is one.
+    """
+    kept, own = list[Any](), list[int]()
+    inside: dict[int, list[int]] = defaultdict(list)
+    for event in operators.sort_values(["begin", "end"], ascending=[True, False]).itertuples(index=False):
+        stack = inside[event.thread]
+        while stack and kept[stack[-1]].end <= event.begin:
+            stack.pop()
+        if stack:
+            if kept[stack[-1]].name == event.name:
+                continue
+            own[stack[-1]] -= event.end - event.begin
+        stack.append(len(kept))
+        kept.append(event)
+        own.append(event.end - event.begin)
+    return pd.DataFrame(kept, columns=list(COLUMNS)).assign(own=own)

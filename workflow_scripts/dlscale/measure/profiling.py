@@ -9,16 +9,8 @@ from pydantic import Field
 
 from dlscale.core.record import Record
 from dlscale.core.text import percent
-from dlscale.measure.records import SampleWork
 from dlscale.parallel.records import Device
 from dlscale.train.records import Memory
-
-
-class Exchanged(Record):
-    """Bytes that a rank exchanges with others in a step, by kind (`all_reduce`, …), as nccl-tests count them."""
-
-    counted: dict[str, int]
-    formula: dict[str, int]  #: Without single numbers, such as the norm of gradients.
 
 
 class RangeTime(Record):
@@ -86,7 +78,7 @@ class TopEntry(Record):
 
     tool: str
     rank: int = 0
-    kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function"]
+    kind: Literal["range", "kernel", "operator", "copy", "gap", "line"]
     name: str
     calls: float  #: A step.
     #: A step, on the device for kernels and copies, else on the host.
@@ -106,7 +98,4 @@ class Profile(Record):
     seconds_per_step: list[float] = []  #: Of steps with no profiler at work, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
-    exchanged: Exchanged | None = Field(None, exclude_if=operator.not_)  #: By the first rank; of several ranks.
-    counted: SampleWork | None = None  #: From the operators of a step, beside `formula`.
-    formula: SampleWork | None = None
     top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.

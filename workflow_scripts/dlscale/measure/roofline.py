@@ -1,19 +1,28 @@
-"""What a training step computes and moves for one sample: from a study's formula, and by counting its operators.
+"""The two sides of a roofline: what a training step computes and moves for one sample, and what a device reaches.
 
-Both count *model* FLOPs, of which MFU is made (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): matrix products
-and convolutions, a multiplication and an addition being two; nothing that is computed a second time, be it activations
-or the scores of a fused attention. They differ by convention in one thing. A formula has a backward pass of twice the
-forward pass. The operators know that nobody needs the gradient of the input: of the first layer they count one product
-less.
+Work is known from a study's formula, and by counting the operators of a step. Both count *model* FLOPs, of which MFU is
+made (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): matrix products and convolutions, a multiplication and an
+addition being two; nothing that is computed a second time. A formula has a backward pass of twice the forward pass; the
+operators, which know that nobody needs the gradient of the input, count one product less.
+
+Peaks are the rate of a large matrix product, and that of a copy in the device's memory (Williams, Waterman and
+Patterson 2009, doi:10.1145/1498765.1498785). On a processor each thread computes and copies by itself, all of them at
+once, and their rates are added: one product that all threads share would wait for the slowest of them in each call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import os
+import statistics
+import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,14 +31,26 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 
 from dlscale.core.errors import brief
 from dlscale.data.loaders.base import Batch
-from dlscale.measure.records import SampleWork
+from dlscale.measure.records import Peaks, SampleWork
+from dlscale.parallel.world import World, synchronize
 from dlscale.train.build import Session
 from dlscale.train.fake import fake_step
+from dlscale.train.precision import compute_dtype
 
 aten = torch.ops.aten
+Found = TypeVar("Found")
 
 #: Beyond this share of the forward pass, which has one convention, the two ways of counting contradict each other.
 TOLERANCE = 0.02
+
+
+def attempt(what: str, work: Callable[[], Found]) -> Found | None:
+    """Return what some work finds; None, and `what` in the log, if it fails, by which no measurement shall be lost."""
+    try:
+        return work()
+    except Exception as error:  # a model may do anything
+        logging.info("%s: %s: %s", what, type(error).__name__, brief(error))
+        return None
 
 
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
@@ -37,17 +58,8 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
 
     `batch` is one of the run's; only its shapes matter.
     """
-    work: SampleWork | None = None
-    formula: SampleWork | None = None
-    # A model may do anything, and what is left out here is no reason to lose a measurement.
-    try:
-        work = counted(session, batch)
-    except Exception as error:
-        logging.info("FLOPs and bytes cannot be counted: %s: %s", type(error).__name__, brief(error))
-    try:
-        formula = by_formula(session, work)
-    except Exception as error:
-        logging.info("the study's formula of FLOPs fails: %s: %s", type(error).__name__, brief(error))
+    work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
+    formula = attempt("the study's formula of FLOPs fails", lambda: by_formula(session, work))
     if work and formula and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
         both = formula.forward_flops, work.forward_flops
         logging.warning("FLOPs of a forward pass: %.4g by the study's formula, %.4g counted; one is wrong", *both)
@@ -222,3 +234,151 @@ def _size(tensor: torch.Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else 1
     return count * tensor.element_size()
+
+
+# ---- peaks of a device -----------------------------------------------------------------------------
+
+#: Seconds of the products, and of the copies.
+PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
+COPY_SECONDS = 0.2
+#: Edges of the matrices; a size is left out where a call of it takes more than a quarter of the time.
+EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
+#: Bytes of a buffer, of a device or of all threads together, and of each thread at least: far more than caches hold. A
+#: thread's is copied piece by piece.
+BUFFER = {"cpu": 2**28, "cuda": 2**30}
+LEAST, PIECE = 2**24, 2**23
+#: Rates of a record of peaks.
+RATES = ("flops", "bytes_per_second", "operator_seconds")
+
+
+def common_peaks(precision: str, world: World) -> Peaks | None:
+    """Return the peaks of a device while all of a run's devices are at it, as in a run: the mean of all ranks.
+
+    None, with a line in the log, where a rank has not the memory left for it.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    world.barrier()
+    own = attempt("the device's peaks cannot be measured", lambda: measure_peaks(precision, world.device))
+    found = [peaks for peaks in world.gather(own) if peaks]
+    if len(found) < world.size:
+        return None
+    means = {name: statistics.fmean(getattr(peaks, name) for peaks in found) for name in RATES}
+    return Peaks(dtype=found[0].dtype, **means)
+
+
+def measure_peaks(precision: str, device: torch.device) -> Peaks:
+    """Return the peaks of a device in a run's precision, whose use of TensorFloat-32 has been set for the process."""
+    return Peaks(
+        dtype=precision.partition("_")[0],
+        flops=product_rate(compute_dtype(precision), device),
+        bytes_per_second=copy_rate(device),
+        operator_seconds=operator_seconds(device),
+    )
+
+
+def at_least(peaks: Peaks, flops: float) -> Peaks:
+    """Return peaks that are not below the FLOP/s that the run itself reached on a device.
+
+    By a lower peak MFU would exceed 1, and a roofline lie below its point.
+    """
+    if flops <= peaks.flops:
+        return peaks
+    both = flops / 1e9, peaks.flops / 1e9
+    logging.warning(
+        "the run reached %.4g GFLOP/s on a device, more than a matrix product (%.4g): this is the peak", *both
+    )
+    return peaks.model_copy(update={"flops": flops})
+
+
+def product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of products of square matrices: of a device, or of all threads of this process together."""
+    work = partial(_best_product, dtype, device)
+    return _at_once(work) if device.type == "cpu" else work()
+
+
+def _best_product(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of the best of all calls, of all sizes."""
+    limit, best = PRODUCT_SECONDS[device.type], 0.0
+    for edge in EDGES[device.type]:
+        if best and 2 * edge**3 / best > limit / 4:
+            break
+        a, b, c = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
+        best = max(best, 2 * edge**3 / best_of(partial(torch.mm, a, b, out=c), device, limit / len(EDGES[device.type])))
+    return best
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return the bytes/s of copies, read and written: of a device, or of all threads of this process together."""
+    if device.type == "cpu":
+        return _at_once(partial(_own_copies, max(LEAST, BUFFER["cpu"] // _threads())))
+    source, target = (torch.ones(BUFFER["cuda"], dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * BUFFER["cuda"] / best_of(partial(target.copy_, source), device, COPY_SECONDS)
+
+
+def _own_copies(size: int) -> float:
+    """Return the bytes/s that a thread copies between buffers of a size while others do, by its own processor time.
+
+    The median, not the best call, which is one of a moment in which the others paused: the memory is shared.
+    """
+    # Ones: of zeros that nobody has written a system has but one page.
+    source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
+    rates, end = list[float](), time.perf_counter() + COPY_SECONDS
+    for here, there in itertools.cycle(zip(source, target, strict=True)):
+        begin = time.thread_time()
+        there.copy_(here)
+        rates.append(2 * len(here) / max(time.thread_time() - begin, 1e-9))
+        if time.perf_counter() >= end:
+            break
+    return statistics.median(rates)
+
+
+def _at_once(work: Callable[[], float]) -> float:
+    """Return the sum of what all threads find, each of which does this work by itself."""
+    before, count = torch.get_num_threads(), _threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return sum(each.result() for each in [pool.submit(work) for _ in range(count)])
+    finally:
+        torch.set_num_threads(before)  # of threads to come, too
+
+
+def _threads() -> int:
+    """Return the threads that PyTorch uses in this process, at most as many as there are cores for it."""
+    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+
+
+def operator_seconds(device: torch.device) -> float:
+    """Return the seconds that the host takes to call one operator, of those of a chain of products and its gradients.
+
+    On single numbers, of which a device has nothing to compute.
+    """
+    x = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(100):
+            y = y * x
+        y.backward()
+
+    with OperatorCount() as counted:
+        chain()
+    return best_of(chain, device, 0.05) / counted.calls
+
+
+def best_of(function: Callable[[], object], device: torch.device, limit: float) -> float:
+    """Return the least seconds of a call: one warms up, then come those that end within `limit`, three at least."""
+    start = time.perf_counter()
+    times: list[float] = []
+    while not times or time.perf_counter() - start + times[-1] < limit or len(times) < 4:
+        times.append(_seconds(function, device))
+    return min(times[1:])
+
+
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call and of what it has the device do."""
+    synchronize(device)
+    begin = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - begin
