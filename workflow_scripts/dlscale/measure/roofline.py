@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import statistics
 import time
@@ -227,13 +228,9 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's different elements."""
-    if not tensor.numel():
-        return 0
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride else 1
-    return count * tensor.element_size()
+    """Return the bytes of a tensor's different elements: expanded dimensions count once."""
+    sizes = [size if stride or not size else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return math.prod(sizes) * tensor.element_size()
 
 
 # ---- peaks of a device -----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import json
 import logging
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ import torch
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
-from dlscale.core.errors import UserError
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranges import Marker, marking
 from dlscale.launch.contain import hold_on
@@ -31,15 +29,13 @@ from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import CommHook
 from dlscale.train.build import open_session
 
-#: Begin of the line that says why it failed: a profiler may say more after it.
-FAILED = "profiled process: "
 #: Range within which nsys records a run that has no CUDA.
 CAPTURE = "dlscale capture"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Task of a child; its only word on the command line, as JSON."""
+    """Task of a child, as JSON on its command line."""
 
     config: str  #: The run's settings, or their file.
     manifest: str
@@ -49,22 +45,13 @@ class Asked:
     times: str | None  #: File for the seconds of the steps: before, recorded, after; None of one that is not recorded.
 
 
-def main() -> int:
-    """Return the process's exit status: 0, 2 after a user's mistake, 1 after any other failure."""
+def main() -> None:
+    """Make the steps that the only word on the command line asks for."""
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     hold_on()  # the stage holds the other end of standard input
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    try:
-        profiled(Asked(**json.loads(sys.argv[1])))
-    except UserError as error:
-        print(f"\n{FAILED}{error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        traceback.print_exc()
-        print(f"\n{FAILED}{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    profiled(Asked(**json.loads(sys.argv[1])))
 
 
 def profiled(asked: Asked) -> None:
@@ -140,4 +127,4 @@ def _begun(name: str) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

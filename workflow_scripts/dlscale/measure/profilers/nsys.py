@@ -44,6 +44,8 @@ NOT_FOUND = (
     "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool, or "
     "leave nsys out of profile.tools"
 )
+#: Begin of a traceback's last line after a user's mistake.
+USER_ERROR = f"{UserError.__module__}.{UserError.__name__}: "
 #: Status of a child that was ended because another one failed.
 ENDED = -1000
 #: Seconds between asking a child to end and ending it.
@@ -169,10 +171,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last(said: str) -> str:
-    """Return the line in which the child says why it failed, else the last one that says something."""
+    """Return the last line of a traceback, after which nsys says more; else the last line of all."""
     lines = [line.rpartition("\r")[2].strip() for line in said.split("\n")]
-    why = [line.removeprefix(child.FAILED) for line in lines if line.startswith(child.FAILED)]
-    return next((line for line in reversed(why or lines) if line), "it said nothing")
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(USER_ERROR)
 
 
 # ---- the report --------------------------------------------------------------------------------------
