@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,30 +206,7 @@ def test_a_hook_that_marks_sums_as_pytorch_does(monkeypatch: pytest.MonkeyPatch)
     assert happened == ["comm", "end"] * 2
 
 
-def test_with_cuda_ranges_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[Any] = []
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(
-        torch.cuda,
-        "nvtx",
-        SimpleNamespace(
-            range=lambda name: marking(happened.append),  # any context
-            range_start=lambda name: happened.append(name) or 7,
-            range_end=happened.append,
-        ),
-    )
-    assert child.marker() is torch.cuda.nvtx.range
-    child._begun("comm")()
-    assert happened == ["comm", 7]
-    monkeypatch.setattr(
-        torch.cuda, "profiler", SimpleNamespace(start=lambda: happened.append(1), stop=lambda: happened.append(2))
-    )
-    with child.recorded(torch.device("cuda")):
-        happened.append("steps")
-    assert happened[2:] == [1, "steps", 2]
-
-
-def test_marks_are_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_are_nvtx_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)  # PyTorch's own ranges yield nothing that could be asked
     with marking(child.marker()):
         for name in RANGES:
@@ -301,15 +276,6 @@ def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_one_of_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
-    configure(tmp_path, 2, ranks=[1])
-    starter = ("-m", "dlscale.launch.torchrun", "--nproc-per-node=2")
-    run(tmp_path, cosmo_data, real_nsys, *starter)
-    tool, top = found(tmp_path)
-    assert tool.problem is None and left(tmp_path) == ["nsys.rank1.nsys-rep"] and {row.rank for row in top} == {1}
-
-
-@pytest.mark.slow
 def test_a_mistake_in_one_of_two_processes_ends_both(
     real_nsys: Path,
     cosmo_data: Path,
@@ -322,26 +288,3 @@ def test_a_mistake_in_one_of_two_processes_ends_both(
     tool, top = found(tmp_path)
     assert tool.problem and tool.problem.startswith("the profiled process ended with status 2: ")
     assert "nosuch" in tool.problem and not top and left(tmp_path) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_a_stage(real_nsys: Path, cosmo_data: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """Neither the child nor nsys, which has processes of its own."""
-    configure(tmp_path, steps=100_000)
-    words = stage_words(tmp_path, cosmo_data / "manifest.json")
-    process = subprocess.Popen(words, env=environment(NSYS=str(real_nsys)))
-
-    def children() -> list[str]:
-        """The processes that have this test's folder among their words."""
-        lines = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                lines.append(path.read_text(errors="replace").replace("\0", " "))
-        return [line for line in lines if str(tmp_path) in line and "profilers.child" in line]
-
-    until("nsys and the child", lambda: len(children()) >= 2, process)
-    process.send_signal(number)
-    process.wait(PATIENCE)
-    until("the end of all", lambda: not children(), said=children)
-    assert number == signal.SIGKILL or left(tmp_path) == []

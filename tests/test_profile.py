@@ -92,18 +92,6 @@ def test_the_files_are_those_that_are_named(done: Path) -> None:
     assert [counts[name] for name in ("step", "data", "forward", "backward", "optimizer")] == [STEPS] * 5
 
 
-def test_the_summary_has_all_profilers_in_the_same_columns(done: Path) -> None:
-    rows = rows_of(done)
-    assert {(row.tool, row.kind) for row in rows} == {
-        ("torch", "range"),
-        ("torch", "operator"),
-        ("lines", "line"),
-    }
-    operators = [row for row in rows if row.kind == "operator"]
-    assert sum(row.share for row in operators) < 1, "on one thread, times without those within"
-    assert any(row.name.startswith("aten::convolution_backward") for row in operators)
-
-
 def test_lines_are_those_of_step_model_loss_samples_and_loader(done: Path) -> None:
     rows = {row.name: row for row in rows_of(done) if row.tool == "lines"}
 
@@ -183,12 +171,6 @@ def test_a_wrong_setting_is_one_message(tmp_path: Path, cosmo_data: Path, capfd:
     ):
         assert profiled(tmp_path, cosmo_data, **{"tools": ["lines"], **settings}) == 2
         assert words in capfd.readouterr().err.splitlines()[-1]
-
-
-def test_what_stands_twice_is_refused(tmp_path: Path) -> None:
-    for key, values, twice in (("tools", ["lines", "torch", "lines"], "lines"), ("ranks", [1, 1], 1)):
-        with pytest.raises(UserError, match=f"profile.{key}: {twice} stands twice"):
-            make_run(tmp_path, "cosmo_unet", COSMO_RUN | {"profile": {key: values}}, COSMO)
 
 
 # ---- ranges ------------------------------------------------------------------------------------------------------

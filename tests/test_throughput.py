@@ -16,12 +16,9 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
-from dlscale.config.compute import compute_digest
 from dlscale.config.run import Throughput, load_run
-from dlscale.core.settings import read_yaml
 from dlscale.data.loaders.base import Batch, Loader
 from dlscale.measure import throughput
-from dlscale.measure.records import Throughput as Record
 from dlscale.measure.records import Trials
 from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
@@ -77,11 +74,6 @@ def test_benchys_readers_read_it(measured: Path) -> None:
         assert mean > 0
 
 
-def test_it_says_with_which_compute_settings_it_was_measured(measured: Path) -> None:
-    """config.yaml beside it may be a newer one."""
-    assert Record.read(measured).compute == compute_digest(read_yaml(measured.with_name("config.yaml")))
-
-
 def samples_of(batches: Iterator[int], settings: dict[str, int]) -> list[int]:
     """Samples of each counted trial over a stream of batch sizes, the warm-up trials before them dropped."""
     runs = [sum(itertools.islice(batches, settings["batches"])) for _ in range(settings["warmup"] + settings["trials"])]
@@ -109,21 +101,6 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
     assert found["compile"] is None
     assert found["device"]["kind"] == "cpu"
     assert 50e6 < found["peak_memory_bytes"] < 100e9
-
-
-def test_a_single_trial_has_no_spread(tmp_path: Path, cosmo_data: Path) -> None:
-    path = measure(tmp_path, cosmo_data, throughput={"warmup": 0, "trials": 1, "batches": 1})
-    found = json.loads(path.read_text())
-    assert [found[label]["std"] for label in LABELS] == [0, 0, 0]
-    assert [len(found[label]["trial_throughput"]) for label in LABELS] == [1, 1, 1]
-
-
-def test_one_device_only(tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AssertionError):
-        measure(tmp_path, cosmo_data, geometry={"gpus_per_node": 4})
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dlscale")]
-    assert "geometry" in line
-    assert not (tmp_path / "throughput.json").exists()
 
 
 # --- what is measured -------------------------------------------------------------------------------------------
@@ -309,16 +286,3 @@ def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
     session = open_session(load_run(folder / "config.yaml", "throughput"), data / "manifest.json", World(), 1)
     with contextlib.closing(session.loader("train")) as loader:
         yield loader
-
-
-def test_a_synthetic_loader_has_the_stream_of_a_real_one(tmp_path: Path, cosmo_data: Path) -> None:
-    with (
-        train_loader(tmp_path / "a", cosmo_data) as real,
-        train_loader(tmp_path / "b", cosmo_data, loader={"kind": "synthetic"}) as synthetic,
-    ):
-        assert (len(real), real.samples) == (len(synthetic), synthetic.samples) == (3, 10)
-        for (x, y), (x_, y_) in zip(real.epoch(0), synthetic.epoch(0), strict=True):
-            assert (x.shape, y.shape, x.dtype, y.dtype) == (x_.shape, y_.shape, x_.dtype, y_.dtype)
-        assert len(list(synthetic.epoch(0, start=2))) == 1
-        assert x_.std() > 0.5
-        assert y_.abs().max() <= 1

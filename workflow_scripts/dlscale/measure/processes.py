@@ -1,7 +1,4 @@
-"""Use of the machine by a process and all its descendants, and by a measurement.
-
-It imports little, for the process that samples telemetry is to be small.
-"""
+"""Use of the machine by a tree of processes; it imports little, for the telemetry's process is to be small."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Used(NamedTuple):
-    """What a tree of processes has used since it began, and what it holds."""
+    """Use of a tree of processes since it began."""
 
     cpu_seconds: float
     #: Bytes that system calls asked to read, be it of files in memory or of pipes; not of mapped files.
@@ -31,10 +28,9 @@ class Used(NamedTuple):
 
 
 def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
-    """Return what the tree of `root` has used; `psutil.NoSuchProcess` if there is no such process.
+    """Return the use of the tree of `root`; `psutil.NoSuchProcess` if there is no such process.
 
-    What ended and was waited for is in its parent's counters. A child that ends meanwhile is counted in neither, and
-    all is read again. Where some end all the time, the last try leaves them out.
+    A child that ended is in its parent's counters, once it was waited for; while one ends, all is read again.
     """
     parent = psutil.Process(root)
     found = []
@@ -59,19 +55,19 @@ def _used(process: psutil.Process) -> Used:
 
 
 def ranks_seen(root: int) -> int:
-    """Return how many children of `root` run the command of this process's parent: those in other containers do not."""
+    """Return the number of `root`'s children that run the command of this process's parent: ranks in this container."""
     command = psutil.Process(os.getppid()).cmdline()
     return sum(child.cmdline() == command for child in psutil.Process(root).children() if child.is_running())
 
 
 class Meter:
-    """Counts from its making on what this process, its descendants, and all programs on their cores use."""
+    """Counter of the use of this process, its descendants, and all programs on their cores."""
 
     def __init__(self) -> None:
         self._cores, self._own, self._start = core_seconds(), used(os.getpid()), time.perf_counter()
 
     def usage(self, world: World) -> Usage:
-        """Return what all ranks of the first one's node have used since; all ranks call it."""
+        """Return the use since the start by all ranks of the first one's node; all ranks call it."""
         from dlscale.measure.records import Usage
 
         seconds = time.perf_counter() - self._start
@@ -93,6 +89,6 @@ class Meter:
 
 
 def core_seconds() -> list[float]:
-    """Return the processor time that all programs have used of each core of the machine since it started, s."""
+    """Return the processor time that all programs have used of each core since the machine started, s."""
     times = psutil.cpu_times(percpu=True)
     return [each.user + each.nice + each.system + each.irq + each.softirq for each in times]

@@ -1,7 +1,6 @@
-"""Stage `profile`: where the time and the memory of some steps go, by one profiler after the other.
+"""Stage `profile`: the time and the memory of some steps, by one profiler after the other.
 
-Each profiler has steps of its own, and plain ones just before and after: what a profiler costs is told against these. A
-profiler that does not work here says why, and the stage goes on without it.
+Each profiler has steps of its own, and plain ones just before and after, by which its cost is known.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def scalars(profile: Profile) -> dict[str, float]:
-    """Return milliseconds a step of each range, on the host and of the device's work, for TensorBoard."""
+    """Return ms a step of each range, on the host and of the device's work, for TensorBoard."""
     found = {}
     for tool in profile.tools:
         for name, time in tool.ranges.items():
@@ -87,7 +86,7 @@ def measure(
     Profile
         The record; the first rank alone knows all of it.
     list of TopEntry
-        All rows of the summary, of all profiled ranks.
+        All rows of the summary.
     """
     world, found = session.world, dict(found or {})
     names: list[str] = [name for name in settings.tools if name != "nsys"]
@@ -140,7 +139,7 @@ def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[Pro
 
 @contextlib.contextmanager
 def _folder(out: Path, world: World) -> Iterator[Path]:
-    """Yield the folder in which all ranks write; it becomes `out`, in place of a former one, when all are done."""
+    """Yield the folder in which all ranks write; it becomes `out` when all are done."""
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(whole(out)) if world.main else None
         if mine is not None:
@@ -159,7 +158,7 @@ def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool
 
 
 def _profile(name: str, tool: Tool | None, window: Window) -> tuple[Found, list[float]]:
-    """Return what a profiler, if any, found of a window of steps, and the seconds of the plain steps before and after.
+    """Return a profiler's findings in a window of steps, and the seconds of the plain steps before and after.
 
     All ranks make the steps, whatever fails.
     """

@@ -22,7 +22,7 @@ class RangeTime(Record):
 
 
 class Activity(Record):
-    """What happened in a step, means over the profiled steps; None or absent where a profiler cannot see it."""
+    """Means over the profiled steps; None or absent where a profiler cannot see it."""
 
     launches: float | None = None  #: Kernels, copies and graphs that the host gave to the device.
     syncs: float | None = None  #: Times that the host waited for the device.
@@ -41,7 +41,7 @@ class Activity(Record):
 
 
 class Overhead(Record):
-    """What a profiler costs: its steps against plain ones just before and just after, by the same process."""
+    """Cost of a profiler: its steps against plain ones just before and just after, by the same process."""
 
     ratio: float  #: 1.1: a step takes a tenth longer with it.
     noise: float | None = None  #: Half of the 95 % interval of `ratio`; None where no spread is known: of one step.

@@ -1,13 +1,13 @@
-"""The two sides of a roofline: what a training step computes and moves for one sample, and what a device reaches.
+"""Both sides of a roofline: the work of a training step for one sample, and the peaks of a device.
 
-Work is known from a study's formula, and by counting the operators of a step. Both count *model* FLOPs, of which MFU is
-made (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): matrix products and convolutions, a multiplication and an
-addition being two; nothing that is computed a second time. A formula has a backward pass of twice the forward pass; the
-operators, which know that nobody needs the gradient of the input, count one product less.
+Work is known from a study's formula, and by counting operators. Both count *model* FLOPs, of which MFU is made
+(Chowdhery et al. 2022, arXiv:2204.02311, appendix B): matrix products and convolutions, a multiplication and an
+addition being two, without recomputation. A formula's backward pass is twice the forward pass; counted, it lacks the
+gradient of the input.
 
-Peaks are the rate of a large matrix product, and that of a copy in the device's memory (Williams, Waterman and
-Patterson 2009, doi:10.1145/1498765.1498785). On a processor each thread computes and copies by itself, all of them at
-once, and their rates are added: one product that all threads share would wait for the slowest of them in each call.
+Peaks are the rates of a large matrix product and of a copy in the device's memory (Williams, Waterman and Patterson
+2009, doi:10.1145/1498765.1498785). On a processor each thread computes and copies by itself, all at once, and their
+rates are added: one product that all threads share would wait for the slowest of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOLERANCE = 0.02
 
 
 def attempt(what: str, work: Callable[[], Found]) -> Found | None:
-    """Return what some work finds; None, and `what` in the log, if it fails, by which no measurement shall be lost."""
+    """Return a result; None, and `what` with the error in the log, if the work fails: no measurement is lost by it."""
     try:
         return work()
     except Exception as error:  # a model may do anything
@@ -55,10 +55,7 @@ def attempt(what: str, work: Callable[[], Found]) -> Found | None:
 
 
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
-    """Return what a sample costs, counted and by the study's formula; None, with a line in the log, where that fails.
-
-    `batch` is one of the run's; only its shapes matter.
-    """
+    """Return the work of a sample, counted and by formula; None, with a line in the log, where that fails."""
     work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
     formula = attempt("the study's formula of FLOPs fails", lambda: by_formula(session, work))
     if work and formula and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
@@ -68,7 +65,7 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
 
 
 def by_formula(session: Session, counted: SampleWork | None = None) -> SampleWork | None:
-    """Return what the study's formula says, if it has one, with the bytes and operators of `counted`."""
+    """Return the work by the study's formula, if it has one, with the bytes and operators of `counted`."""
     forward = session.study.flops(session.run, session.manifest)
     if forward is None:
         return None
@@ -82,7 +79,7 @@ def by_formula(session: Session, counted: SampleWork | None = None) -> SampleWor
 
 
 def counted(session: Session, batch: Batch) -> SampleWork:
-    """Return what the operators of a step compute and move, for each sample of the batch."""
+    """Return the work of the operators of a step, for each sample of the batch."""
     run = session.run
 
     def count(checkpointing: bool) -> OperatorCount:
@@ -106,7 +103,7 @@ def counted(session: Session, batch: Batch) -> SampleWork:
 
 
 class OperatorCount(TorchDispatchMode):
-    """Adds up the FLOPs and the bytes of all operators within it, by the phase in which they are called."""
+    """Sum of the FLOPs and bytes of all operators within it, by phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,14 +139,14 @@ def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any
 def _attention_backward(
     gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any
 ) -> int:
-    """Four products, twice the forward pass; in the fifth, kernels compute the scores again."""
+    """Return four products, twice the forward pass; the fifth computes the scores again."""
     return 2 * int(sdpa_flop_count(query, key, value))
 
 
 def _convolution_backward(
     gradient: torch.Size, x: torch.Size, weight: torch.Size, *rest: Any, out_shape: Any = None, **more: Any
 ) -> int:
-    """As many as the forward pass for each of the two gradients that is wanted; PyTorch's own forgets groups."""
+    """Return as many as the forward pass for each wanted gradient; PyTorch's own formula forgets groups."""
     transposed, wanted = rest[4], rest[7]
     places = (x if transposed else gradient)[2:].numel() * x[0]
     return 2 * places * weight.numel() * (int(wanted[0]) + int(wanted[1]))
@@ -197,7 +194,7 @@ GATHER = {"gather": "self", "index": "self", "index_select": "self", "embedding"
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that one call of an operator reads and writes: each of its tensors once, views for nothing.
 
-    What an operator changes in place is read and written. Values that repeat (expanded tensors) count once.
+    Tensors that change in place are read and written.
     """
     name = func._overloadpacket.__name__
     arguments, returns = func._schema.arguments, func._schema.returns
@@ -249,10 +246,7 @@ RATES = ("flops", "bytes_per_second", "operator_seconds")
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
-    """Return the peaks of a device while all of a run's devices are at it, as in a run: the mean of all ranks.
-
-    None, with a line in the log, where a rank has not the memory left for it.
-    """
+    """Return the mean peaks of all of a run's devices, at work at once; None where a rank lacks the memory for it."""
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     world.barrier()
@@ -265,7 +259,7 @@ def common_peaks(precision: str, world: World) -> Peaks | None:
 
 
 def measure_peaks(precision: str, device: torch.device) -> Peaks:
-    """Return the peaks of a device in a run's precision, whose use of TensorFloat-32 has been set for the process."""
+    """Return the peaks of a device in a run's precision."""
     return Peaks(
         dtype=precision.partition("_")[0],
         flops=product_rate(compute_dtype(precision), device),
@@ -275,10 +269,7 @@ def measure_peaks(precision: str, device: torch.device) -> Peaks:
 
 
 def at_least(peaks: Peaks, flops: float) -> Peaks:
-    """Return peaks that are not below the FLOP/s that the run itself reached on a device.
-
-    By a lower peak MFU would exceed 1, and a roofline lie below its point.
-    """
+    """Return peaks that are not below the FLOP/s that the run itself reached on a device."""
     if flops <= peaks.flops:
         return peaks
     both = flops / 1e9, peaks.flops / 1e9
@@ -289,7 +280,7 @@ def at_least(peaks: Peaks, flops: float) -> Peaks:
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of products of square matrices: of a device, or of all threads of this process together."""
+    """Return the FLOP/s of square matrix products, of a device, or of all threads of this process."""
     work = partial(_best_product, dtype, device)
     return _at_once(work) if device.type == "cpu" else work()
 
@@ -306,7 +297,7 @@ def _best_product(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes/s of copies, read and written: of a device, or of all threads of this process together."""
+    """Return the bytes/s of copies, read and written, of a device, or of all threads of this process."""
     if device.type == "cpu":
         return _at_once(partial(_own_copies, max(LEAST, BUFFER["cpu"] // _threads())))
     source, target = (torch.ones(BUFFER["cuda"], dtype=torch.uint8, device=device) for _ in range(2))
@@ -314,9 +305,9 @@ def copy_rate(device: torch.device) -> float:
 
 
 def _own_copies(size: int) -> float:
-    """Return the bytes/s that a thread copies between buffers of a size while others do, by its own processor time.
+    """Return the bytes/s that a thread copies while others do, by its own processor time.
 
-    The median, not the best call, which is one of a moment in which the others paused: the memory is shared.
+    The median: the best call is one in which the others paused.
     """
     # Ones: of zeros that nobody has written a system has but one page.
     source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
@@ -331,7 +322,7 @@ def _own_copies(size: int) -> float:
 
 
 def _at_once(work: Callable[[], float]) -> float:
-    """Return the sum of what all threads find, each of which does this work by itself."""
+    """Return the sum of the results of all threads, each of which does this work by itself."""
     before, count = torch.get_num_threads(), _threads()
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -341,15 +332,12 @@ def _at_once(work: Callable[[], float]) -> float:
 
 
 def _threads() -> int:
-    """Return the threads that PyTorch uses in this process, at most as many as there are cores for it."""
+    """Return PyTorch's threads in this process, at most as many as there are cores."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
 
 
 def operator_seconds(device: torch.device) -> float:
-    """Return the seconds that the host takes to call one operator, of those of a chain of products and its gradients.
-
-    On single numbers, of which a device has nothing to compute.
-    """
+    """Return the seconds of the host to call one operator, from a chain of products of numbers and its gradients."""
     x = torch.ones(1, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -364,7 +352,7 @@ def operator_seconds(device: torch.device) -> float:
 
 
 def best_of(function: Callable[[], object], device: torch.device, limit: float) -> float:
-    """Return the least seconds of a call: one warms up, then come those that end within `limit`, three at least."""
+    """Return the least seconds of a call, after one to warm up, within `limit`, of three at least."""
     start = time.perf_counter()
     times: list[float] = []
     while not times or time.perf_counter() - start + times[-1] < limit or len(times) < 4:
@@ -373,7 +361,7 @@ def best_of(function: Callable[[], object], device: torch.device, limit: float) 
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call and of what it has the device do."""
+    """Return the seconds of a call and of its work on the device."""
     synchronize(device)
     begin = time.perf_counter()
     function()

@@ -1,7 +1,7 @@
-"""Telemetry of a run: a small process beside the stage that notes once a second what the node does.
+"""Telemetry of a run: `python -m dlscale.measure.telemetry --pid PID`, a small process beside the stage.
 
-`python -m dlscale.measure.telemetry --pid PID` writes `dlscale.core.telemetry`'s rows to its standard output until its
-standard input ends or gets a byte, or its parent is gone. The stage knows nothing of it but its begin and its end.
+It writes the rows of `dlscale.core.telemetry` once a second, until its standard input ends or gets a byte, or its
+parent is gone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Node:
 
 
 def main() -> None:
-    """Write rows until the stage ends. Signals to all processes of a job are the stage's: it has yet to end."""
+    """Write rows until the stage ends; signals to all processes of a job are the stage's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,8 +113,7 @@ def _write(text: str) -> None:
 def bus_ids(count: int) -> list[str]:
     """Return the PCI addresses of the first `count` devices that a CUDA program would see here, in its order.
 
-    CUDA itself is asked: what CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make of it, NVML, whose order is that of the
-    bus, does not know. No context is made, so that no memory of a device is taken.
+    CUDA itself knows CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. No context is made, which would take memory.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

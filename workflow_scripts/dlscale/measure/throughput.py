@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
-    """Return how fast the run is in turns with the first of its plan; None, and why in the log, where one cannot be."""
+    """Return the run's speed in turns with the first of its plan; None, with the reason in the log, if that fails."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what this process is done with: both runs shall have room
@@ -87,7 +87,7 @@ def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside
 
 
 def scalars(results: Throughput) -> dict[str, float | None]:
-    """Return samples/s, MFU, MBU and memory for TensorBoard; None is what was not measured."""
+    """Return samples/s, MFU, MBU and memory for TensorBoard."""
     modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
     rates = {name: trials.mean for name, trials in modes.items() if trials}
     return {**rates, "mfu": results.mfu(), "mbu": results.mbu(), "peak_memory_bytes": results.peak_memory_bytes}
@@ -153,9 +153,8 @@ def trials(
 ) -> Trials:
     """Run the warm-up and the counted trials over one unbroken stream of batches.
 
-    All ranks begin together, their samples count together, and a trial ends with the last of them. How many batches a
-    trial needs to last long enough is known from the last uncounted one; it, too, is repeated until it lasts half as
-    long.
+    All ranks begin together, and a trial ends with the last of them. Its number of batches is known from the last
+    uncounted one, which is repeated until it lasts half as long as asked.
     """
     counts, size, warmed = list[int](), settings.batches, 0
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
@@ -201,10 +200,9 @@ def trials(
 
 
 def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, float]:
-    """Return the seconds that compiling the forward and backward pass of `step` takes; no weight is changed.
+    """Return the seconds of compiling the forward and backward pass of `step`; no weight is changed.
 
-    `cold_seconds` is with an empty cache on disk, `warm_seconds` with what an earlier process left there; the time of
-    an ordinary pass is taken off.
+    `cold_seconds` is with an empty cache on disk, `warm_seconds` with a filled one; an ordinary pass is taken off.
     """
     from torch._inductor.utils import clear_caches, fresh_cache
 

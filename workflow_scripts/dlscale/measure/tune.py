@@ -1,8 +1,7 @@
-"""Stage `tune`: the loader, threads and batch size with which a run is fastest, found by short trials.
+"""Stage `tune`: the loader, threads and batch size with which a run is fastest, by successive halving and a duel.
 
-All combinations of what the run's key `tune` lists are tried by successive halving; the best of them then meets the
-run's own setting in a duel. `tune.json` has all trials; `tuned.yaml` is a configuration file with a plan of the run and
-of the run with the winning setting, empty where the run's own was not beaten.
+`tune.json` has all trials; `tuned.yaml` is a configuration file with a plan of the run and of the run with the winning
+setting, empty where the run's own was not beaten.
 """
 
 from __future__ import annotations
@@ -77,10 +76,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
-    """Return what was tried of a run, and what came of it; every rank returns the same.
-
-    `threads` are a node's, which its ranks share; PyTorch's own number if None.
-    """
+    """Return the trials of a run and their verdict, alike on every rank; `threads` are a node's."""
     settings: Tune = run.tune
     began, devices = time.perf_counter(), run.processes.gpus_per_node
     cores = max(1, (threads or torch.get_num_threads() * devices) // devices)
@@ -142,15 +138,15 @@ def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: floa
 
 
 def rungs(others: int, keep: float) -> list[int]:
-    """Return how many settings beside the run's own each rung measures; one that is alone is not measured."""
+    """Return the number of settings beside the run's own in each rung; one that is alone is not measured."""
     return [size for size in halved(others, 1 / keep) if size > 1]
 
 
 def search(count: int, measure: Measure, seconds: float, keep: float) -> tuple[int | None, list[Rates]]:
-    """Return the best of settings 1 … `count` - 1, if any can be measured, and what each rung measured of them.
+    """Return the best of settings 1 … `count` - 1, if any can be measured, and the rates of each rung.
 
-    All rungs take about as long, and so many seconds together. Setting 0, the run's own, goes through all of them; of
-    the others the best share `keep` of each goes on. Within a turn they come in the order of their numbers.
+    All rungs take the same share of the seconds. Setting 0, the run's own, goes through all of them, of the others the
+    best share `keep` goes on. Within a turn they come in the order of their numbers.
     """
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others), keep)
@@ -169,8 +165,7 @@ def search(count: int, measure: Measure, seconds: float, keep: float) -> tuple[i
 def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
     """Return the changes of each setting to the run, by dotted key; the first one, its own, changes nothing.
 
-    `cores` are those of a process. A loader's settings that it has no key for are not varied, nor its prefetching where
-    no worker could work ahead.
+    `cores` are those of a process. Prefetching is not varied without workers.
     """
     space: Tune = run.tune
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
@@ -194,7 +189,7 @@ def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any
 
 
 def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
-    """Return the run with these changes; what does not go together is a `UserError`."""
+    """Return the run with these changes; contradictory ones are a `UserError`."""
     settings, over = run.model_dump(mode="json"), nested(changes)
     loader = over.pop("loader", {})
     settings["loader"] = loader if "kind" in loader else settings["loader"] | loader
@@ -207,7 +202,7 @@ def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
 class _Trials:
     """Measures settings by number, as `Measure`: the same decisions on all ranks.
 
-    One step is there at a time: settings that share a batch size share it, and the loader is opened for each trial.
+    Settings that share a batch size share a step; the loader is opened for each trial.
     """
 
     def __init__(self, run: Any, manifest: str | Path, world: World, cores: int, changes: list[dict[str, Any]]) -> None:
@@ -223,8 +218,7 @@ class _Trials:
     def __call__(self, number: int, seconds: float) -> float | None:
         """Return FULL samples/s of all ranks together; None, and a problem noted, if the setting cannot be measured.
 
-        Of the run's own setting a problem is raised. A rank that fails where the others wait for its gradients ends
-        the stage: no setting can be left then.
+        A problem of the run's own setting is raised. A rank that fails while the others wait for it ends the stage.
         """
         rate, peak, error = 0.0, 0, None
         memory.reset_peak(self._world.device)
@@ -256,7 +250,7 @@ class _Trials:
             torch.cuda.empty_cache()
 
     def _trial(self, run: RunCore, seconds: float) -> tuple[float, int]:
-        """Return samples/s of steps that take about so long, and bytes in use; no trial sees the samples of another."""
+        """Return samples/s of steps that take about so long, and bytes in use; each trial has samples of its own."""
         warm_up = WARM_UP + getattr(run.loader, "workers", 0)
         if self._session is None or self._session.run.batch_size != run.batch_size:
             self.close()
@@ -298,7 +292,7 @@ def _reason(error: Exception) -> str:
 
 
 def tuned(found: Tuning, study: str) -> str:
-    """Return YAML for `--configfile`: a plan of the run's own setting and of what won; none if nothing did."""
+    """Return YAML for `--configfile`: a plan of the run's own setting and of the winner, if there is one."""
     comments, plans = [f"Written by the stage tune of {found.run}.", found.verdict()], {}
     if found.changes:
         plans[found.plan] = {

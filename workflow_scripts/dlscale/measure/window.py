@@ -1,4 +1,4 @@
-"""Steps of a run for a profiler to look at: those that training makes, on what the run's loader delivers."""
+"""Steps of a training for profilers to look at."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Window:
     def run(self, steps: int | None = None) -> list[float]:
         """Make so many steps (default: those of the settings); return the seconds of each.
 
-        The host does not wait for the device until the end of all. On a GPU a step's time is therefore the device's:
-        from the end of the step before to its own.
+        The host waits for the device at the end only. On a GPU a step's time is from the last step's end to its own.
         """
         device, ticks = self.session.world.device, list[Any]()
         cuda = device.type == "cuda"
@@ -60,7 +59,7 @@ class Window:
 
 
 def training_batches(session: Session, loader: Loader, first_epoch: int) -> Generator[Batch]:
-    """Yield what a training's step takes, epoch after epoch: input, target and the weight of this rank's loss."""
+    """Yield batches of a training, epoch after epoch: input, target and the weight of this rank's loss."""
     share = session.share()
     for epoch in itertools.count(first_epoch):
         for number, (x, y) in enumerate(loader.epoch(epoch)):

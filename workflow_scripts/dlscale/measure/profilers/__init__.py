@@ -1,4 +1,4 @@
-"""Profilers, each a module: what starts it around some steps of a run, and what reads its report."""
+"""Profilers, each a module: it starts one around some steps of a run, and reads its report."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Tool(Protocol):
     name: str
 
     def attached(self) -> AbstractContextManager[object]:
-        """Return the context in which steps are profiled; it raises `Unavailable` at its begin or its end."""
+        """Return the context in which steps are profiled; it may raise `Unavailable`."""
 
     def found(self, seconds: list[float]) -> Found:
-        """Return what was found of the steps, which took so long, and write reports into the folder."""
+        """Return the findings in steps that took so long, and write reports into the folder."""
 
 
 def report(folder: Path, name: str, rank: int, suffix: str) -> Path:
@@ -41,10 +41,10 @@ def report(folder: Path, name: str, rank: int, suffix: str) -> Path:
 
 
 def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence[float]) -> Overhead:
-    """Return how many times as long a step takes with a profiler, from the seconds of steps.
+    """Return the ratio of step times with a profiler and without, from the seconds of steps.
 
-    The ratio is that of medians, one of which is the mean of those before and after, by which even drift cancels. The
-    noise is that of the steps' scatter, and half of what the plain steps before and after differ by.
+    It is a ratio of medians, one of which is the mean of those before and after, by which even drift cancels. The noise
+    is that of the steps' scatter, and half of the difference of the plain steps.
     """
     plain = [statistics.median(before), statistics.median(after)]
     usual = statistics.fmean(plain)

@@ -1,8 +1,7 @@
-"""A process of its own for profilers that look at whole processes: `python -m dlscale.measure.profilers.child`.
+"""A process of its own for nsys, which looks at whole processes: `python -m dlscale.measure.profilers.child`.
 
-It makes the steps of a run that the stage's settings name, in a world of its own with the children of other ranks. The
-ranges of a step (`dlscale.core.ranges`) are NVTX ranges: from PyTorch where it is built with CUDA, else from NVIDIA's
-package `nvtx`.
+It makes the steps of a run in a world of its own with the children of other ranks. Ranges of a step are NVTX ranges:
+from PyTorch where it is built with CUDA, else from NVIDIA's package `nvtx`.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def marker() -> Marker:
 
 @contextlib.contextmanager
 def recorded(device: torch.device) -> Iterator[None]:
-    """Have nsys, which waits for it, record what happens in this context (`nsys.recording` has the words)."""
+    """Have nsys, which waits for it, record this context (`nsys.recording`)."""
     with marking(marker()), contextlib.ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.profiler.start()
@@ -96,7 +95,7 @@ def recorded(device: torch.device) -> Iterator[None]:
 
 
 def averaged(hook: CommHook) -> CommHook:
-    """Return what averages a bucket of gradients as `hook` does, in a range `comm`.
+    """Return `hook`, which averages a bucket of gradients, in a range `comm`.
 
     The range lasts from the launch until the sum is there; with NCCL until the device has been told to make it.
     """

@@ -1,7 +1,6 @@
 """`lines`: the time of each line of the hot functions, by line_profiler; their source is not touched.
 
-Only Python's own lines are seen, in the thread of the steps: what a GPU does meanwhile, a loader's threads and compiled
-code are not.
+Seen are Python's own lines in the thread of the steps.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class LineProfiler:
             yield
 
     def found(self, seconds: list[float]) -> Found:
-        """Write all lines with their times; if nobody has read samples here, read a batch."""
+        """Write all lines with their times; read a batch if the loader's processes read the samples."""
         step, rank = statistics.fmean(seconds), self._rank
         rows = line_rows(self._steps.get_stats(), len(seconds), step, rank)
         with self._path.open("w") as file:
@@ -108,7 +107,7 @@ def short(file: str) -> str:
 
 
 def _add(profiler: line_profiler.LineProfiler, module: Any, *things: Any) -> None:
-    """Have the functions of a module timed, and those of the modules in which functions and objects are written."""
+    """Time the functions of a module, and of the modules in which functions and objects are written."""
     kinds = [kind for thing in things for kind in ([thing] if inspect.isfunction(thing) else type(thing).__mro__)]
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES}
     for each in {module, *(sys.modules[name] for name in names)}:

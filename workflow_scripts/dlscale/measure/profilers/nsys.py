@@ -1,10 +1,8 @@
 """`nsys`: some steps of a run under NVIDIA Nsight Systems, in processes of their own, read from its report.
 
-Every rank starts a child (`child`), those to be profiled through `nsys profile`, where the rank itself is: in its
-container, if there is one. The children join a world of their own. A report `nsys.rankN.nsys-rep` of each stays.
-
-NVIDIA documents the database that nsys exports in "SQLite Schema Reference", and the numbers of kinds in "SQLite Schema
-Event Values", of the Nsight Systems Analysis Guide (https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html).
+Every rank starts a child in its own container, those to be profiled through `nsys profile`. NVIDIA documents the
+exported database in "SQLite Schema Reference" and "SQLite Schema Event Values" of the Nsight Systems Analysis Guide
+(https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html).
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ ENVIRONMENT = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
 
 
 def profile(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
-    """Profile a run; every rank calls it, and gets what its own report says.
+    """Profile a run; every rank calls it, and gets the findings in its own report.
 
-    No memory of the device should be in use: the children need it.
+    The children need the device's memory.
 
     Parameters
     ----------
@@ -99,7 +97,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
 
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
-    """Return the words that have a command recorded into a report, while its window is open."""
+    """Return the words that have a command recorded into a report while its window is open."""
     traces = "cuda,nvtx,osrt,cublas,cudnn" if cuda else "nvtx,osrt"
     window = (
         ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={child.CAPTURE}"]
@@ -117,7 +115,7 @@ def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
 def _run(words: list[str], world: World) -> tuple[int, str]:
     """Run this rank's child to its end together with those of the others; return its status and its output.
 
-    Where one fails the others are ended: they would wait for it.
+    Where one fails the others, which would wait for it, are ended.
     """
     # Through RANK or Slurm's variables the children know who they are, as their parents do; they meet elsewhere.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")} | ENVIRONMENT
@@ -159,7 +157,7 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started; nothing happens if they have ended."""
+    """End a process and all that it started."""
     for number, seconds in [(signal.SIGTERM, GRACE), (signal.SIGKILL, None)]:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -225,8 +223,7 @@ TABLES = {
 def events(path: Path) -> pd.DataFrame:
     """Return the events of a database as a table of `dlscale.measure.profilers.trace`.
 
-    Tables are in a database only when there is something in them. Anything else than a database of Nsight Systems is a
-    `UserError`.
+    Anything else than a database of Nsight Systems is a `UserError`.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:

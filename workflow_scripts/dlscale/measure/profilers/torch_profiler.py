@@ -80,8 +80,7 @@ class TorchProfiler:
 def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
     """Return Kineto's events as a table of `dlscale.measure.profilers.trace`.
 
-    A call of CUDA's API and what it launched share the number `correlation`; all the kernels of a replayed CUDA graph
-    share that of `cudaGraphLaunch`.
+    A call of CUDA's API and its work share the number `correlation`, of a replayed CUDA graph all kernels.
     """
     whole = [e for e in trace if e.get("ph") == "X" and e.get("cat") in KINDS]
     zero = min((e["ts"] for e in whole), default=0.0)
@@ -103,7 +102,7 @@ def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _nested(operators: pd.DataFrame) -> pd.DataFrame:
-    """Return the operators with the time of each without that of those within it on its thread.
+    """Return the operators with each one's own time, without those within it on its thread.
 
     An operator that calls itself, which is how PyTorch passes it on from autograd to the kernel, is one.
     """

@@ -80,7 +80,7 @@ def spans(events: pd.DataFrame) -> Intervals:
 
 def named(events: pd.DataFrame, pattern: re.Pattern[str]) -> pd.DataFrame:
     """Return the events whose names contain a pattern."""
-    return events[[bool(pattern.search(name)) for name in events.name]]
+    return events[np.array([bool(pattern.search(name)) for name in events.name], bool)]
 
 
 class Trace:
