@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dlscale.config.run import Profile, load_run
-from dlscale.core.ranges import RANGES, mark, marking
+from dlscale.core.ranges import RANGES, mark
 from dlscale.measure.profilers import child, nsys
 from dlscale.measure.profiling import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
@@ -191,7 +191,8 @@ def test_doctor_looks_for_it_where_runs_ask_for_it(tmp_path: Path) -> None:
 def test_a_hook_that_marks_sums_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its range ends when the sum is there, even where that fails."""
     happened: list[str] = []
-    monkeypatch.setattr(child, "_begun", lambda name: happened.append(name) or (lambda: happened.append("end")))
+    monkeypatch.setattr(child.nvtx, "start_range", lambda name: happened.append(name) or 7)
+    monkeypatch.setattr(child.nvtx, "end_range", lambda opened: happened.append("end"))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     hook: Any = child.averaged(lambda group, bucket: future)
     averaged = hook(None, None)
@@ -206,9 +207,8 @@ def test_a_hook_that_marks_sums_as_pytorch_does(monkeypatch: pytest.MonkeyPatch)
     assert happened == ["comm", "end"] * 2
 
 
-def test_marks_are_nvtx_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)  # PyTorch's own ranges yield nothing that could be asked
-    with marking(child.marker()):
+def test_marks_are_nvtx_ranges() -> None:
+    with child.recorded(torch.device("cpu")):
         for name in RANGES:
             with mark(name) as opened:
                 assert opened.attributes.message.string == name
@@ -286,5 +286,5 @@ def test_a_mistake_in_one_of_two_processes_ends_both(
     starter = ("-m", "dlscale.launch.torchrun", "--nproc-per-node=2")
     run(tmp_path, tmp_path / "nosuch", real_nsys, *starter)
     tool, top = found(tmp_path)
-    assert tool.problem and tool.problem.startswith("the profiled process ended with status 2: ")
+    assert tool.problem and tool.problem.startswith("the profiled process ended with status 1: ")
     assert "nosuch" in tool.problem and not top and left(tmp_path) == []

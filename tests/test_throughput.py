@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
@@ -16,18 +15,16 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
-from dlscale.config.run import Throughput, load_run
-from dlscale.data.loaders.base import Batch, Loader
+from dlscale.config.run import Throughput
+from dlscale.data.loaders.base import Batch
 from dlscale.measure import throughput
 from dlscale.measure.records import Trials
 from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
-from dlscale.train.build import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_rungs import need_compiler
 
-CPU = torch.device("cpu")
 LABELS = ("IO", "SYNTHETIC", "FULL")
 
 
@@ -278,11 +275,3 @@ def test_the_wait_for_data_counts() -> None:
 
     found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
     assert all(seconds >= 0.06 for seconds in found.trial_time)
-
-
-@contextlib.contextmanager
-def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
-    make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
-    session = open_session(load_run(folder / "config.yaml", "throughput"), data / "manifest.json", World(), 1)
-    with contextlib.closing(session.loader("train")) as loader:
-        yield loader

@@ -395,7 +395,6 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     found = Tuning.read(folder / "tune.json")
-    assert found.nranks == 2
     odd = [each for each in found.candidates if each.changes.get("batch_size") == 3]
     assert odd and all("batch_size 3 does not divide" in (each.problem or "") for each in odd)
     assert found.duel

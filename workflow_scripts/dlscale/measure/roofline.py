@@ -254,7 +254,7 @@ def common_peaks(precision: str, world: World) -> Peaks | None:
     found = [peaks for peaks in world.gather(own) if peaks]
     if len(found) < world.size:
         return None
-    means = {name: statistics.fmean(getattr(peaks, name) for peaks in found) for name in RATES}
+    means = {name: statistics.fmean(getattr(peaks, name) or 0.0 for peaks in found) for name in RATES}
     return Peaks(dtype=found[0].dtype, **means)
 
 
@@ -286,13 +286,21 @@ def product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _best_product(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of the best of all calls, of all sizes."""
-    limit, best = PRODUCT_SECONDS[device.type], 0.0
-    for edge in EDGES[device.type]:
-        if best and 2 * edge**3 / best > limit / 4:
-            break
-        a, b, c = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
-        best = max(best, 2 * edge**3 / best_of(partial(torch.mm, a, b, out=c), device, limit / len(EDGES[device.type])))
+    """Return the FLOP/s of the best of all calls, of all sizes in turn; the best rate tells how long a size takes.
+
+    A slow first call, while threads and clocks wake, leaves a size out for a while, not for good.
+    """
+    limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
+    end = time.perf_counter() + limit
+    while time.perf_counter() < end or not best:
+        for edge in EDGES[device.type]:
+            if best and 2 * edge**3 / best > limit / 4:
+                break
+            if edge not in products:
+                a, b, c = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
+                products[edge] = partial(torch.mm, a, b, out=c)
+                products[edge]()
+            best = max(best, 2 * edge**3 / _seconds(products[edge], device))
     return best
 
 

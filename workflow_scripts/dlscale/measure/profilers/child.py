@@ -1,7 +1,6 @@
 """A process of its own for nsys, which looks at whole processes: `python -m dlscale.measure.profilers.child`.
 
-It makes the steps of a run in a world of its own with the children of other ranks. Ranges of a step are NVTX ranges:
-from PyTorch where it is built with CUDA, else from NVIDIA's package `nvtx`.
+It makes the steps of a run in a world of its own with the children of other ranks. Ranges of a step are NVTX ranges.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nvtx
 import torch
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.machine import let_threads_wait
-from dlscale.core.ranges import Marker, marking
+from dlscale.core.ranges import marking
 from dlscale.launch.contain import hold_on
 from dlscale.measure.window import Window
 from dlscale.parallel.rendezvous import join
@@ -73,24 +73,15 @@ def profiled(asked: Asked) -> None:
                 Path(asked.times).write_text(json.dumps(times))
 
 
-def marker() -> Marker:
-    """Return what opens an NVTX range, for `dlscale.core.ranges.marking`."""
-    if torch.version.cuda:
-        return torch.cuda.nvtx.range
-    import nvtx
-
-    return nvtx.annotate
-
-
 @contextlib.contextmanager
 def recorded(device: torch.device) -> Iterator[None]:
     """Have nsys, which waits for it, record this context (`nsys.recording`)."""
-    with marking(marker()), contextlib.ExitStack() as stack:
+    with marking(nvtx.annotate), contextlib.ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.profiler.start()
             stack.callback(torch.cuda.profiler.stop)
         else:
-            stack.enter_context(marker()(CAPTURE))
+            stack.enter_context(nvtx.annotate(CAPTURE))
         yield
 
 
@@ -101,10 +92,10 @@ def averaged(hook: CommHook) -> CommHook:
     """
 
     def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        end = _begun("comm")
+        opened = nvtx.start_range("comm")  # it may end in another thread
 
         def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            end()
+            nvtx.end_range(opened)
             return done.value()
 
         # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until
@@ -112,17 +103,6 @@ def averaged(hook: CommHook) -> CommHook:
         return hook(group, bucket).then(ended)
 
     return within
-
-
-def _begun(name: str) -> Callable[[], None]:
-    """Begin a range that may end in another thread; return what ends it."""
-    if torch.version.cuda:
-        handle = torch.cuda.nvtx.range_start(name)
-        return lambda: torch.cuda.nvtx.range_end(handle)
-    import nvtx
-
-    started = nvtx.start_range(name)
-    return lambda: nvtx.end_range(started)
 
 
 if __name__ == "__main__":
