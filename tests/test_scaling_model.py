@@ -174,7 +174,7 @@ def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None
 
 def test_members_of_nodes_that_are_used_in_part() -> None:
     """Two devices of four a node: as many nodes more, and what is between them costs more."""
-    assert CLUSTER.nodes_of(2).members(8) == [2, 4] and CLUSTER.nodes_of(None) == CLUSTER
+    assert CLUSTER.used(2).members(8) == [2, 4] and CLUSTER.used() == CLUSTER
     smaller = Machine((replace(NODE, size=2), NETWORK))
     for work, job in ((UNET, Job(8, 10)), (VIT, Job(8, 10, tp=4)), (replace(UNET, gathered=(1e9, 1e9)), Job(8, 10))):
         whole, used = (step(CLUSTER, work, COSTS, each) for each in (job, replace(job, per_node=2)))

@@ -17,7 +17,7 @@ import torch
 from dlscale.config import resolve as config
 from dlscale.config.run import Throughput
 from dlscale.data.loaders.base import Batch
-from dlscale.measure import throughput
+from dlscale.measure import throughput, window
 from dlscale.measure.records import Trials
 from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
@@ -228,6 +228,7 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
         given = 0
 
     monkeypatch.setattr(throughput, "synchronize", wait)
+    monkeypatch.setattr(window, "synchronize", wait)
     batches = batches_of(*[4] * 8)
     consume(*next(batches))  # what is at work when the first trial begins
     given += 50

@@ -33,13 +33,13 @@ from dlscale.measure.processes import Meter
 from dlscale.measure.records import MODES, Beside, Throughput, Trials
 from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
 from dlscale.measure.turns import Ended, Timed, Turns
-from dlscale.measure.window import training_batches
+from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import footprint, memory
 from dlscale.train.around import entered, verify
 from dlscale.train.build import Session, open_session
-from dlscale.train.loop import Batch, Hook, run_steps
+from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
 
 #: A trial is this much longer than it has to be, since single ones vary.
@@ -156,26 +156,21 @@ def trials(
     All ranks begin together, and a trial ends with the last of them. Its number of batches is known from the last
     uncounted one, which is repeated until it lasts half as long as asked.
     """
-    counts, size, warmed = list[int](), settings.batches, 0
-    count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
+    size, warmed = settings.batches, 0
 
-    def trial() -> tuple[float, float]:
-        """Return the seconds of a trial, of this rank and of the last one."""
-        counts.clear()
+    def trial() -> tuple[int, float, float]:
+        """Return this rank's samples, and the seconds of a trial, of this rank and of the last one."""
         synchronize(world.device)
         world.barrier()
-        start = time.perf_counter()
-        run_steps(consume, batches, range(size), [count])
-        synchronize(world.device)
-        alone = time.perf_counter() - start
-        return alone, world.max(alone)[0]
+        count, alone = timed_steps(consume, batches, size, world.device)
+        return count, alone, world.max(alone)[0]
 
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials", part=True) as progress:
         lasted = 0.0 if settings.seconds else math.inf
         if settings.seconds:
             run_steps(consume, batches, range(1))  # what is made at first use says nothing of those that follow
         while warmed < settings.warmup or lasted < settings.seconds / 2:
-            lasted = trial()[1]
+            lasted = trial()[2]
             enough = math.ceil(MARGIN * settings.seconds * size / max(lasted, 1e-6))
             size = max(settings.batches, min(enough, GROWTH * size))
             warmed += 1
@@ -183,10 +178,10 @@ def trials(
         meter = Meter()
         rates, times, own = list[float](), list[float](), list[float]()
         for number in range(settings.trials):
-            alone, seconds = trial()
-            rates.append(sum(world.gather(sum(counts) if world.lead else 0)) / seconds)  # who share a model: the same
+            count, alone, seconds = trial()
+            rates.append(sum(world.gather(count if world.lead else 0)) / seconds)  # who share a model: the same
             times.append(seconds)
-            own.append(sum(counts) / alone)
+            own.append(count / alone)
             progress.update(settings.warmup + number + 1)
     return Trials(
         trial_throughput=rates,

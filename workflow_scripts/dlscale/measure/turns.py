@@ -24,11 +24,9 @@ from dlscale.core import machine
 from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
-from dlscale.measure.window import training_batches
+from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
-from dlscale.parallel.world import synchronize
 from dlscale.train.build import open_session
-from dlscale.train.loop import Hook, run_steps
 
 #: Seconds of a turn: many slices of the system's scheduler, and less than most of what others do lasts.
 TURN = 0.25
@@ -218,21 +216,12 @@ def _rates(timed: Timed) -> Iterator[float]:
         session = open_session(run, timed.manifest, world, timed.threads)
         with contextlib.closing(session.loader("train")) as loader:
             batches = training_batches(session, loader, 0)
-
-            def rate(steps: int) -> tuple[float, float]:
-                counts = list[int]()
-                count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
-                start = time.perf_counter()
-                run_steps(session.step, batches, range(steps), [count])
-                synchronize(world.device)
-                seconds = time.perf_counter() - start
-                return sum(counts) / seconds, seconds
-
-            rate(1)  # what is made at first use
+            timed_steps(session.step, batches, 1, world.device)  # what is made at first use
             steps = 1
-            while (seconds := rate(steps)[1]) < TURN / 2:
+            while (seconds := timed_steps(session.step, batches, steps, world.device)[1]) < TURN / 2:
                 steps *= 2
             steps = max(1, round(steps * TURN / seconds))
             yield 0.0
             while True:
-                yield rate(steps)[0]
+                count, seconds = timed_steps(session.step, batches, steps, world.device)
+                yield count / seconds

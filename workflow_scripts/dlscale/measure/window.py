@@ -1,10 +1,10 @@
-"""Steps of a training for profilers to look at."""
+"""Steps of a training that are timed, or that profilers look at."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +56,18 @@ class Window:
         """Stop the loader."""
         self._batches.close()
         self._loader.close()
+
+
+def timed_steps(
+    consume: Callable[..., object], batches: Iterator[Batch], steps: int, device: torch.device
+) -> tuple[int, float]:
+    """Return the samples and the seconds of some steps, until the device has done them."""
+    counts = list[int]()
+    count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
+    start = time.perf_counter()
+    run_steps(consume, batches, range(steps), [count])
+    synchronize(device)
+    return sum(counts), time.perf_counter() - start
 
 
 def training_batches(session: Session, loader: Loader, first_epoch: int) -> Generator[Batch]:

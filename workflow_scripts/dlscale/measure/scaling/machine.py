@@ -32,10 +32,6 @@ class Level:
     #: beta of one device while all send: of a network 1 / (bandwidth of a node / devices of a node).
     seconds_per_byte: float
 
-    def scaled(self, factor: float) -> Level:
-        """Return the level with `factor` times the time a byte."""
-        return replace(self, seconds_per_byte=self.seconds_per_byte * factor)
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -48,10 +44,15 @@ class Machine:
         """Devices of a node."""
         return self.levels[0].size
 
-    def nodes_of(self, per_node: int | None) -> Machine:
-        """Return the machine with so many devices of a node in use (None: all), each with its own links."""
+    def used(self, per_node: int | None = None, near: float = 1.0, far: float = 1.0) -> Machine:
+        """Return the machine with so many devices of a node in use (None: all), each with its own links.
+
+        `near` and `far` are factors of the time a byte within a node and between nodes.
+        """
         first, *others = self.levels
-        return Machine((replace(first, size=per_node or first.size), *others))
+        levels = [replace(first, size=per_node or first.size, seconds_per_byte=first.seconds_per_byte * near)]
+        levels += [replace(each, seconds_per_byte=each.seconds_per_byte * far) for each in others]
+        return Machine(tuple(levels))
 
     def measured(self, links: Links) -> Machine:
         """Return the machine with the levels that a run's self-test measured."""

@@ -184,7 +184,7 @@ def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
 
 def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     """Return the parts of a step."""
-    compute, links = _compute(machine, work, costs, job), _links(machine, costs, job)
+    compute, links = _compute(machine, work, costs, job), machine.used(job.per_node, costs.near, costs.far)
     exposed, hidden = _gradients(links, work, job, compute)
     exposed += _model(links, work, job)
     waiting = compute * costs.spread * expected_maximum(job.devices)
@@ -192,13 +192,6 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     alone = compute + waiting + slowed + exposed
     load = _load(machine, work, costs, job)
     return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
-
-
-def _links(machine: Machine, costs: Costs, job: Job) -> Machine:
-    """Return the machine as the job uses it, with its fitted links."""
-    used = machine.nodes_of(job.per_node)
-    levels = [level.scaled(costs.near if place == 0 else costs.far) for place, level in enumerate(used.levels)]
-    return Machine(tuple(levels))
 
 
 def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
@@ -275,7 +268,9 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
     if of.mode == "IO":
         return _load(machine, work, costs, job)
     if of.mode == "ALONE":
-        return _compute(machine, work, costs, job) + _model(_links(machine, costs, job), work, job)
+        return _compute(machine, work, costs, job) + _model(
+            machine.used(job.per_node, costs.near, costs.far), work, job
+        )
     if of.mode == "VALIDATION":
         forward = FORWARD * _compute(machine, work, replace(costs, fixed=0.0), job)
         each = _blended(forward, _load(machine, work, costs, job), costs.blend)
