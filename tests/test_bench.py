@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu_checks, gpu_whole, training
 from bench.cases import Case, sizes
-from bench.clocks import Sampler
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.gpu_kernels import (
     BEST,
@@ -35,7 +33,7 @@ from bench.gpu_kernels import (
 )
 from bench.gpu_timings import Data, Ladder, sized
 from bench.measure import Row, in_turns, table
-from bench.tasks import Bench, Skip, Task, closing_words, perform, perform_all, read
+from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
 from dlscale.config.run import Throughput
 from dlscale.parallel.world import World
 from dlscale.train.step import Network, Step
@@ -225,41 +223,6 @@ def test_the_table_of_convolutions_is_the_whole_model(case: Case) -> None:
             convolution(bench, plain[0], 2, torch.contiguous_format)
         calls = 1 + 1 + 3 * 2  # once for the gradient's shape, once to warm up, and three tries of two
         assert counter.get_total_flops() >= calls * 2 * plain[0].flops
-
-
-SMI = """#!/bin/sh
-case "$*" in
-  *{unknown}*) echo 'Field "x" is not a valid field to query.'; exit 2 ;;
-esac
-while :; do
-  echo "345, 3201, 90.50, 31, 0, 0x0000000000000001"
-  echo "1980, 3201, 690.00, 55, 100, 0x0000000000000004"
-  echo "1700, 3201, [N/A], 60, 100, 0x0000000000000020"
-  sleep 0.05
-done
-"""
-
-
-@pytest.mark.parametrize("unknown", ["clocks_throttle_reasons", "nothing"])
-def test_clocks_and_power_are_those_of_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: str) -> None:
-    (tmp_path / "nvidia-smi").write_text(SMI.format(unknown=unknown))
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    start = time.monotonic()
-    sampler = Sampler("GPU-1")
-    while not sampler.between(start, time.monotonic()) and time.monotonic() < start + PATIENCE:
-        time.sleep(0.05)
-    time.sleep(0.2)
-    found = sampler.between(start, time.monotonic())
-    assert found == {
-        **{"SM MHz": 1840.0, "least SM MHz": 1700.0, "memory MHz": 3201.0, "W": 690.0, "most W": 690.0, "°C": 60.0},
-        "held back by": "power cap, temperature (software)",
-    }
-    assert sampler.between(0, start) == {}
-    result = perform(Task("a", "row", 1, lambda: time.sleep(0.3) or {"x": 1}), 10, sampler)
-    assert result.gpu["SM MHz"] == 1840.0
-    sampler.close()
-    assert sampler._process is not None and sampler._process.returncode is not None and not sampler._thread.is_alive()
 
 
 def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
