@@ -29,6 +29,8 @@ KINDS = {
     **{"user_annotation": "range", "cpu_op": "operator", "cuda_runtime": "call", "cuda_driver": "call"},
     **{"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"},
 }
+#: A row of `COLUMNS`.
+Row = tuple[str, str, int, int, int, int, int, int]
 #: Operations between processes, as the host names them.
 COMM = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")
 
@@ -85,7 +87,7 @@ def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
     whole = [e for e in trace if e.get("ph") == "X" and e.get("cat") in KINDS]
     zero = min((e["ts"] for e in whole), default=0.0)
     threads: dict[Any, int] = {}
-    rows = []
+    rows = list[Row]()
     for e in whole:
         kind, name, args, begin = KINDS[e["cat"]], e["name"], e.get("args", {}), e["ts"] - zero
         if kind == "range" and name not in RANGES:
@@ -95,28 +97,28 @@ def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
         # Whole nanoseconds from the first event, so that no digits are lost.
         begin, end = round(1e3 * begin), round(1e3 * (begin + e["dur"]))
         thread = threads.setdefault((e.get("pid"), e.get("tid")), len(threads))
-        rows.append([kind, name, begin, end, thread, args.get("correlation", 0), int(args.get("bytes", 0)), 0])
-    events = pd.DataFrame(rows, columns=list(COLUMNS))
-    operators = _nested(events[events.kind == "operator"])
-    return pd.concat([events[events.kind != "operator"], operators], ignore_index=True)
+        rows.append((kind, name, begin, end, thread, args.get("correlation", 0), int(args.get("bytes", 0)), 0))
+    operators = _nested([row for row in rows if row[0] == "operator"])
+    return pd.DataFrame([*(row for row in rows if row[0] != "operator"), *operators], columns=list(COLUMNS))
 
 
-def _nested(operators: pd.DataFrame) -> pd.DataFrame:
+def _nested(operators: list[Row]) -> list[Row]:
     """Return the operators with each one's own time, without those within it on its thread.
 
     An operator that calls itself, which is how PyTorch passes it on from autograd to the kernel, is one.
     """
-    kept, own = list[Any](), list[int]()
+    kept, own = list[Row](), list[int]()
     inside: dict[int, list[int]] = defaultdict(list)
-    for event in operators.sort_values(["begin", "end"], ascending=[True, False]).itertuples(index=False):
-        stack = inside[event.thread]
-        while stack and kept[stack[-1]].end <= event.begin:
+    for row in sorted(operators, key=lambda row: (row[2], -row[3])):
+        _, name, begin, end, thread, *_ = row
+        stack = inside[thread]
+        while stack and kept[stack[-1]][3] <= begin:
             stack.pop()
         if stack:
-            if kept[stack[-1]].name == event.name:
+            if kept[stack[-1]][1] == name:
                 continue
-            own[stack[-1]] -= event.end - event.begin
+            own[stack[-1]] -= end - begin
         stack.append(len(kept))
-        kept.append(event)
-        own.append(event.end - event.begin)
-    return pd.DataFrame(kept, columns=list(COLUMNS)).assign(own=own)
+        kept.append(row)
+        own.append(end - begin)
+    return [(*row[:-1], time) for row, time in zip(kept, own, strict=True)]

@@ -237,8 +237,8 @@ def _items(trace: Trace, waits: pd.DataFrame) -> int:
         of_host = spans(trace.ranges[trace.ranges.name.isin(["data", "optimizer"])])
         return int((index_at(of_host, reads.begin.to_numpy()) < 0).sum())
     return sum(
-        bool(((waits.thread == read.thread) & waits.begin.between(read.begin, read.end)).any())
-        for read in reads.itertuples()
+        bool(((waits.thread == thread) & waits.begin.between(begin, end)).any())
+        for thread, begin, end in reads[["thread", "begin", "end"]].to_numpy().tolist()
     )
 
 
