@@ -1,13 +1,11 @@
 """Both sides of a roofline: the work of a training step for one sample, and the peaks of a device.
 
 Work is known from a study's formula, and by counting operators. Both count *model* FLOPs, of which MFU is made
-(Chowdhery et al. 2022, arXiv:2204.02311, appendix B): matrix products and convolutions, a multiplication and an
-addition being two, without recomputation. A formula's backward pass is twice the forward pass; counted, it lacks the
-gradient of the input.
+(Chowdhery et al. 2022, arXiv:2204.02311, appendix B): products and convolutions, a multiplication and an addition being
+two, without recomputation. A formula's backward pass is twice the forward pass; counted, it lacks the input's gradient.
 
-Peaks are the rates of a large matrix product and of a copy in the device's memory (Williams, Waterman and Patterson
-2009, doi:10.1145/1498765.1498785). On a processor each thread computes and copies by itself, all at once, and their
-rates are added: one product that all threads share would wait for the slowest of them.
+Peaks are the rates of a large matrix product and of a copy in memory (Williams, Waterman and Patterson 2009,
+doi:10.1145/1498765.1498785), on a processor the sums over threads that work each for itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A run and the first run of its plan, timed in turns: their ratio, from which the machine's drift cancels.
 
-Each run is a process of its own, which goes on for a quarter of a second in its turn and is stopped in the other's. Two
-processes that do the same differ by up to 4 % for as long as they live, by where their memory is: so both are opened
-several times, and each opening counts as one measurement (Kalibera and Jones 2013, doi:10.1145/2464157.2464160).
+Each run is a process of its own, which is stopped in the other's turn. Two processes that do the same differ by up to
+4 % for as long as they live, by where their memory is: so both are opened several times, and each opening is one
+measurement (Kalibera and Jones 2013, doi:10.1145/2464157.2464160).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Events of some steps as one table, and what it says: time by range, device work, waits, idle times, overlaps.
+"""Events of some steps as one table, and its figures: time by range, device work, waits, idle times, overlaps.
 
-An event belongs to the step in which it began, device work to the step in which the host launched it; a step lasts
-until the next begins. Device work belongs to the ranges that were open on the thread that launched it; autograd's
-threads work in the ranges of the thread that makes the steps, which waits for them.
+An event belongs to the step in which it began, device work to the step in which the host launched it. Device work
+belongs to the ranges that were open on the thread that launched it; autograd's threads work in those of the thread
+that makes the steps.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Trace:
         """Return autograd's threads.
 
         Without operators, which name them, those that call the device in each range `backward` of the main thread and
-        nowhere else: a loader's threads call it at other times, or have ranges of their own.
+        nowhere else, and have no ranges.
         """
         if len(self.operators):
             return set(named(self.operators, re.compile("^autograd::engine")).thread)
@@ -227,10 +227,9 @@ def _beside_the_host(trace: Trace, sums: Intervals) -> float | None:
 
 
 def _items(trace: Trace, waits: pd.DataFrame) -> int:
-    """Return how many numbers were read from tensors, for which a host waits if they are a GPU's.
+    """Return how many numbers were read from tensors and made the host wait.
 
-    With a device these are the reads in which the host did wait. On a CPU nothing tells them apart; a loader's and an
-    optimiser's own numbers are the host's everywhere: what is read within these ranges does not count.
+    Without a device nothing tells them apart: all count but those that the loader and the optimiser read.
     """
     reads = trace.operators[trace.operators.name == "aten::_local_scalar_dense"]
     if trace.work.empty:
