@@ -12,6 +12,7 @@ import linecache
 import pkgutil
 import statistics
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -45,14 +46,14 @@ class LineProfiler:
         self._steps = line_profiler.LineProfiler(*map(resolve, functions))
         #: Where a loader's processes read, this process reads a batch for itself.
         self._reads = line_profiler.LineProfiler() if loader.kind == "torch" and loader.workers else self._steps
-        self._steps.add_module(registry.load(registry.loader(loader.kind)), scoping_policy="exact")
+        _add(self._steps, registry.load(registry.loader(loader.kind)))
         if session.run.compile.mode == "none":
             loss: Any = session.study.loss(session.run)
             while isinstance(loss, functools.partial):
                 loss = loss.func
             _add(self._steps, step_module, loss, *session.step.model.modules())
         else:  # by its code the compiler knows a function, and none of the lines run
-            self._steps.add_class(step_module.Step, scoping_policy="exact")
+            self._steps.add_class(step_module.Step, scoping_policy="children")
         _add(self._reads, reading, self._samples, getattr(self._samples, "boxes", None))
 
     @contextlib.contextmanager
@@ -110,8 +111,9 @@ def _add(profiler: line_profiler.LineProfiler, module: Any, *things: Any) -> Non
     """Time the functions of a module, and of the modules in which functions and objects are written."""
     kinds = [kind for thing in things for kind in ([thing] if inspect.isfunction(thing) else type(thing).__mro__)]
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES}
-    for each in {module, *(sys.modules[name] for name in names)}:
-        profiler.add_module(each, scoping_policy="exact")
+    with warnings.catch_warnings(action="ignore"):  # of decorated functions the decorator is timed
+        for each in {module, *(sys.modules[name] for name in names)}:
+            profiler.add_module(each, scoping_policy="children")
 
 
 def resolve(name: str) -> FunctionType:
