@@ -25,7 +25,7 @@ from dlscale.core import registry
 from dlscale.core.machine import missing
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import Reader
-from dlscale.measure.peaks import measure_peaks
+from dlscale.measure.roofline import measure_peaks
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 from dlscale.train.checkpoint import Checkpoints

@@ -31,9 +31,9 @@ from dlscale.core import registry
 from dlscale.core import telemetry as record
 from dlscale.data.store import Field
 from dlscale.measure import throughput
-from dlscale.measure.peaks import measure_peaks
 from dlscale.measure.profile import measure as profiled
-from dlscale.measure.profilers.records import Activity, RangeTime, TopEntry
+from dlscale.measure.profiling import Activity, RangeTime, TopEntry
+from dlscale.measure.roofline import measure_peaks
 from dlscale.parallel.records import Memory
 from dlscale.parallel.world import World
 from dlscale.report.verdict import Evidence, verdict
@@ -141,9 +141,6 @@ def values_of(evidence: Evidence, rows: list[TopEntry], times: Values) -> Values
         "peak TFLOP/s": rates.peaks.flops / 1e12,
         "peak TB/s": rates.peaks.bytes_per_second / 1e12,
         "roof samples/s": min(arithmetic, moving),
-        "formula / counted, forward": seen.formula.forward_flops / seen.counted.forward_flops
-        if seen.formula and seen.counted
-        else "",
         "ms/step": 1e3 * step,
         **times,
     }

@@ -14,7 +14,7 @@ BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(rang
 PRECISIONS = ("fp32", "bf16")
 ONE = f"""
 import time, torch
-from dlscale.measure.peaks import measure_peaks, operator_seconds
+from dlscale.measure.roofline import measure_peaks, operator_seconds
 operator_seconds(torch.device("cpu"))  # imports much of PyTorch, which is a stage's already
 rates = []
 for precision in {PRECISIONS}:

@@ -20,7 +20,7 @@ from bench.measure import Options, Row, in_turns
 from bench.training import CPU, FULL_UNET, FULL_VIT, UNET, VIT, counts, label, one_thread
 from dlscale.core.ranges import marking
 from dlscale.data.loaders.base import Batch
-from dlscale.measure.profilers import lines, stacks, torch_profiler
+from dlscale.measure.profilers import torch_profiler
 from dlscale.train import loop
 from dlscale.train import step as step_module
 from dlscale.train.step import Step
@@ -86,7 +86,7 @@ def overheads(options: Options, case: Case) -> list[Row]:
     """Each profiler around some steps, and none; the ratio is what is left of the speed."""
     count, turns = (2, 2) if options.quick else (10, options.repetitions)
     batch, step = case.batch(CPU), case.step(CPU)
-    functions = [*lines._functions(Step), type(step.model).forward]
+    functions = [*filter(inspect.isfunction, vars(Step).values()), type(step.model).forward]
     import line_profiler
 
     codes = {function: function.__code__ for function in functions}
@@ -95,7 +95,6 @@ def overheads(options: Options, case: Case) -> list[Row]:
         "none": nullcontext,
         "torch": lambda: torch_profiler.TorchProfiler(options.folder, 0, torch.device("cpu")).attached(),
         "lines": lambda: timed,
-        "stacks": lambda: stacks.StackSampler(options.folder, 0).attached(),
     }
     contests = {name: partial(rate, loop.run_steps, step, batch, count, context) for name, context in own.items()}
     found = in_turns(turns, contests)

@@ -547,7 +547,7 @@ MUTATIONS = [
     # ---- measure ---------------------------------------------------------------------------------
     Mutation(
         "flops_halved",
-        "measure/flops.py",
+        "measure/roofline.py",
         "backward_flops=2 * forward,",
         "backward_flops=forward,",
         "test_counting.py::test_the_stage_says_what_is_reached",
@@ -555,8 +555,8 @@ MUTATIONS = [
     Mutation(
         "rate_of_one_rank",
         "measure/throughput.py",
-        "rates.append(sum(world.gather(sum(counts) if world.lead else 0)) / seconds)",
-        "rates.append(sum(counts) / seconds)",
+        "rates.append(sum(world.gather(count if world.lead else 0)) / seconds)",
+        "rates.append(count / seconds)",
         "test_throughput.py::test_each_rank_counts_its_own_samples",
     ),
     Mutation(
@@ -568,9 +568,9 @@ MUTATIONS = [
     ),
     Mutation(
         "device_not_waited_for",
-        "measure/throughput.py",
-        "        synchronize(world.device)\n        alone = time.perf_counter() - start",
-        "        alone = time.perf_counter() - start",
+        "measure/window.py",
+        "    synchronize(device)\n    return sum(counts)",
+        "    return sum(counts)",
         "test_throughput.py::test_a_trial_waits_for_the_device_at_both_ends",
     ),
     Mutation(
@@ -962,9 +962,9 @@ MUTATIONS = [
     ),
     Mutation(
         "turns_count_all_before",
-        "measure/turns.py",
-        "            def rate(steps: int) -> tuple[float, float]:\n                counts = list[int]()\n",
-        "            counts = list[int]()\n\n            def rate(steps: int) -> tuple[float, float]:\n",
+        "measure/window.py",
+        "    counts = list[int]()\n",
+        "    counts = timed_steps.__dict__.setdefault('counts', list[int]())\n",
         "test_turns.py::test_each_turn_counts_its_own_samples",
     ),
     Mutation(

@@ -38,7 +38,6 @@ SCHEMA = {
     " dstKind INTEGER, graphNodeId INTEGER",
     "CUPTI_ACTIVITY_KIND_MEMSET": f"{DEVICE} value INTEGER NOT NULL, bytes INTEGER NOT NULL, graphNodeId INTEGER,"
     " memKind INTEGER",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": f"{DEVICE} graphId INTEGER, graphExecId INTEGER",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL,"
     " globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL",
     "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": f"{DEVICE} syncType INTEGER NOT NULL, eventId INTEGER NOT NULL",
@@ -60,7 +59,6 @@ class Recording:
     #: start, end, correlation, bytes, copyKind, srcKind, dstKind
     copies: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     memsets: list[tuple[int, int, int]] = field(default_factory=list)  #: start, end, correlation
-    graphs: list[tuple[int, int, int]] = field(default_factory=list)  #: start, end, correlation; traced as wholes
     waits: list[tuple[int, int, int, int]] = field(default_factory=list)  #: start, end, syncType, thread
     system: list[tuple[int, int, int, str]] = field(default_factory=list)  #: start, end, thread, function
 
@@ -101,8 +99,6 @@ class Recording:
             tables["CUPTI_ACTIVITY_KIND_MEMCPY"].append(device(start, end, correlation, **more))
         for start, end, correlation in self.memsets:
             tables["CUPTI_ACTIVITY_KIND_MEMSET"].append(device(start, end, correlation, value=0, bytes=4))
-        for start, end, correlation in self.graphs:
-            tables["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"].append(device(start, end, correlation, graphId=1))
         for start, end, kind, _ in self.waits:
             tables["CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"].append(device(start, end, 0, syncType=kind, eventId=0))
         for start, end, thread, name in self.system:

@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import time
-import tomllib
-import zipfile
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu_checks, gpu_whole, training
 from bench.cases import Case, sizes
-from bench.clocks import Sampler
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.gpu_kernels import (
     BEST,
     Launch,
-    attention,
     busy,
     convolution,
     convolutions,
     kind_of,
-    launches,
     outermost,
     profile,
     shares,
     table_of_convolutions,
 )
-from bench.gpu_timings import COMPILE, Data, Ladder, sized
-from bench.measure import Row, figures, in_turns, summary, table
-from bench.tasks import Bench, Result, Skip, Task, closing_words, markdown, perform, perform_all, read
+from bench.gpu_timings import Data, Ladder, sized
+from bench.measure import Row, in_turns, table
+from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
 from dlscale.config.run import Throughput
 from dlscale.parallel.world import World
 from dlscale.train.step import Network, Step
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE
-
-
-def dali() -> bool:
-    """Whether DALI is installed: it has rows of its own."""
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @pytest.mark.slow
@@ -71,17 +52,6 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["quick"] is True
     assert {"time", "cores", "load", "device", "git", "packages"} == set(results["machine"])
-    compiles = "left out: ViT, compile" not in done.stdout
-    # The published loader and ours of its form with 0, 1, 2 workers, and the best of both; reads against a copy and
-    # against C; each layout against the floor, one of them against the published; each cold.
-    alike = 3 + 3 + 1 + 2 + dali()
-    crops, pairs = alike + 3 + 1 + 3, alike + 2 + 1 + 2
-    # The published loader and ours with 0, 1, 2 workers, the best of ours, JPEGs and pixels by threads; three targets.
-    # Of DALI its example, JPEGs and pixels, held against the published loader and against the example.
-    images = 3 + 3 + 1 + 2 + 3 + 5 * dali()
-    # Of each of two models: the loop without hooks, the trainer, the published step. Of two: marks, unused and used,
-    # and three profilers; telemetry.
-    assert len(results["rows"]) == crops + pairs + images + 6 + 2 + (8 + compiles) + 2 + 2 + 10 + 4
     keys = {"name", "unit", "values", "value", "reference", "references", "reference_value", "ratio", "counted"}
     for row in results["rows"]:
         assert set(row) == keys | {"target"}
@@ -165,7 +135,7 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     assert 0 <= profile["idle %"] < 100 and profile["host ms"] > 0
     assert any("conv" in each["kernel"].lower() for each in profile["kernels"]), "of the longest"
     run = results["explain U-Net 64³: eager"]["values"]
-    assert 0 < run["MFU FULL"] < 1 and 0.9 < run["formula / counted, forward"] < 1.1
+    assert 0 < run["MFU FULL"] < 1
     assert run["torch ranges"][0]["range"] == "step"
     assert {row["verdict"] for row in run["verdict"]} >= {"bound by", "limit", "try next"}
     assert [row["after"] for row in run["memory"]] == ["set-up", "forward", "backward", "step", "peak"]
@@ -180,27 +150,6 @@ def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     command = [sys.executable, str(ROOT / "bench/gpu.py"), "--device", "cpu", "--quick", *words]
     known = {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
-
-
-@pytest.mark.slow
-def test_rows_that_lack_a_package_say_so(tmp_path: Path) -> None:
-    """A machine with PyTorch and little else, then with what is carried there."""
-    lacking, out = tmp_path / "lacking" / "pydantic", tmp_path / "out.json"
-    lacking.mkdir(parents=True)
-    (lacking / "__init__.py").write_text("raise ModuleNotFoundError('no', name='pydantic')\n")
-    done = gpu("--json", str(out), cwd=tmp_path, PYTHONPATH=str(lacking.parent))
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = {f"{each['group']}: {each['name']}": each for each in json.loads(out.read_text())["results"]}
-    assert results["machine: bf16 matrix product"]["values"]["TFLOP/s"] > 0
-    whys = {each["why"] for name, each in results.items() if not name.startswith("machine")}
-    assert whys == {"needs the package pydantic, which is not here: make bench-gpu-wheels, --wheels"}
-    (tmp_path / "wheels").mkdir()
-    with zipfile.ZipFile(tmp_path / "wheels" / "pydantic-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("pydantic/__init__.py", "raise ModuleNotFoundError('no', name='what it needs in turn')\n")
-    done = gpu("--wheels", "wheels", cwd=tmp_path, PYTHONPATH=str(lacking.parent))
-    assert "needs the package what it needs in turn" in done.stdout and "package pydantic" not in done.stdout
-    done = gpu("--wheels", ".", cwd=tmp_path)
-    assert done.returncode == 2 and "--wheels: there are none in ." in done.stderr
 
 
 @pytest.mark.slow
@@ -255,13 +204,6 @@ def test_what_a_trace_says() -> None:
     assert tables["kernels"][0] == {"kernel": "aten::mm", "ms/step": 2.0, "%": 50.0, "launches/step": 1.0}
 
 
-def test_a_trace_has_what_was_launched(tmp_path: Path) -> None:
-    x = torch.randn(64, 64)
-    found = launches(Bench(torch.device("cpu"), True, tmp_path), lambda: (x @ x).tanh(), 3)
-    assert [each.name for each in found] == ["aten::matmul", "aten::tanh"] * 3
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("case", [sizes(False)[0], sizes(True)[0]], ids=["published", "small"])
 def test_the_table_of_convolutions_is_the_whole_model(case: Case) -> None:
     """Its FLOPs are the model's, however the ends are padded, and its layers compute what the model's do."""
@@ -281,68 +223,6 @@ def test_the_table_of_convolutions_is_the_whole_model(case: Case) -> None:
             convolution(bench, plain[0], 2, torch.contiguous_format)
         calls = 1 + 1 + 3 * 2  # once for the gradient's shape, once to warm up, and three tries of two
         assert counter.get_total_flops() >= calls * 2 * plain[0].flops
-
-
-SMI = """#!/bin/sh
-case "$*" in
-  *{unknown}*) echo 'Field "x" is not a valid field to query.'; exit 2 ;;
-esac
-while :; do
-  echo "345, 3201, 90.50, 31, 0, 0x0000000000000001"
-  echo "1980, 3201, 690.00, 55, 100, 0x0000000000000004"
-  echo "1700, 3201, [N/A], 60, 100, 0x0000000000000020"
-  sleep 0.05
-done
-"""
-
-
-@pytest.mark.parametrize("unknown", ["clocks_throttle_reasons", "nothing"])
-def test_clocks_and_power_are_those_of_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: str) -> None:
-    (tmp_path / "nvidia-smi").write_text(SMI.format(unknown=unknown))
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    start = time.monotonic()
-    sampler = Sampler("GPU-1")
-    while not sampler.between(start, time.monotonic()) and time.monotonic() < start + PATIENCE:
-        time.sleep(0.05)
-    time.sleep(0.2)
-    found = sampler.between(start, time.monotonic())
-    assert found == {
-        **{"SM MHz": 1840.0, "least SM MHz": 1700.0, "memory MHz": 3201.0, "W": 690.0, "most W": 690.0, "°C": 60.0},
-        "held back by": "power cap, temperature (software)",
-    }
-    assert sampler.between(0, start) == {}
-    result = perform(Task("a", "row", 1, lambda: time.sleep(0.3) or {"x": 1}), 10, sampler)
-    assert result.gpu["SM MHz"] == 1840.0
-    sampler.close()
-    assert sampler._process is not None and sampler._process.returncode is not None and not sampler._thread.is_alive()
-
-
-def test_without_nvidia_smi_there_are_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    sampler = Sampler("0")
-    sampler.close()
-    assert sampler.between(0, time.monotonic()) == {}
-
-
-def test_results_as_tables() -> None:
-    rows = [{"layer": "a|b", "ms": 1.2345}, {"layer": "c", "ms": 2.0}]
-    results = [
-        Result("g", "one", "pass", 1.0, {"x": 1.0, "rows": rows}, {"x": 0.5}, gpu={"W": 690.0, "held back by": "cap"}),
-        Result("g", "two", "skipped", 0.0, {}, {"x": 0.5}, "needs luck"),
-        Result("h", "three", "ok", 1.0, {"y": "text"}, {}),
-    ]
-    assert markdown(results, {"card": "none"}).splitlines() == [
-        *("card none", "", "### g", ""),
-        "|  | x | target | clocks and power |",
-        "|---|---|---|---|",
-        "| one | 1 | pass: x ≥ 0.5 | W 690, held back by cap |",
-        "| two | skipped: needs luck |  |  |",
-        *("", "**one**, rows", ""),
-        *("| layer | ms |", "|---|---|", r"| a\|b | 1.23 |", "| c | 2 |"),
-        *("", "### h", "", "|  | y |", "|---|---|", "| three | text |"),
-    ]
-    assert results[0].lines(6).splitlines()[1:] == ["        layer  ms", "        a|b    1.23", "        c      2"]
 
 
 def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,20 +324,6 @@ def test_a_wrapped_step_that_is_another_is_seen(tmp_path: Path, monkeypatch: pyt
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.slow
-def test_a_break_of_the_graph_where_it_is_wrapped_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, forward = Bench(torch.device("cpu"), True, tmp_path), Network.forward
-
-    def broken(self: Network, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = x + 1
-        torch._dynamo.graph_break()
-        return forward(self, x - 1, y)
-
-    monkeypatch.setattr(Network, "forward", broken)
-    with pytest.raises(AssertionError, match="alone became"):
-        gpu_whole.one_rank(bench, COMPILE)
-
-
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)
 def test_the_published_form_is_the_same_training(case: Case) -> None:
     """Three models from the same weights: predictions, losses and, after some steps, weights."""
@@ -473,13 +339,6 @@ def test_the_published_form_is_the_same_training(case: Case) -> None:
         assert torch.allclose(a, b, atol=2e-5)
     first = float(bare_step(x, y))
     assert float(bare_step(x, y)) < first
-
-
-@pytest.mark.slow
-def test_unknown_group_names_the_known(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench/run.py"), "nonsense"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 2 and "no such group: nonsense; there are: crops, pairs" in done.stderr
 
 
 def test_contestants_take_turns() -> None:
@@ -502,65 +361,6 @@ def test_ratio_is_that_of_neighbours() -> None:
     heading, line = table([row]).splitlines()
     assert line.startswith("name  10 MB/s") and heading.index("ratio") == line.index("0.500")
     assert row.verdict == "" and row.reached
-
-
-def test_targets_are_ratios_and_are_summed_up() -> None:
-    def row(name: str, value: float, target: float | None) -> Row:
-        return Row(name, "MB/s", [value], "floor", [2.0], {}, target)
-
-    rows = [row("plain", 1, None), row("even", 2, 1.0), row("less", 1.9, 1.0), row("more", 3, 1.6)]
-    assert [each.verdict for each in rows] == ["", "pass (≥ 1)", "SHORT (≥ 1)", "SHORT (≥ 1.6)"]
-    assert table(rows[2:3]).splitlines()[1].endswith("0.950  SHORT (≥ 1)")
-    assert summary(rows) == "3 targets: 1 pass, 2 short: less; more"
-    assert summary(rows[:2]) == "1 targets: 1 pass, 0 short"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.1234, "0.123"), (12.34, "12.3"), (1234.5, "1234"), (9.44e6, "9.44e+06")]
-)
-def test_figures(value: float, text: str) -> None:
-    assert figures(value) == text
-
-
-@pytest.mark.slow
-def test_the_wheels_are_enough(tmp_path: Path) -> None:
-    """Where there is PyTorch and nothing but what `make bench-gpu-wheels` collects, no row lacks a package to begin."""
-    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("GPU_WHEELS :="))
-    there = {"dlscale", "torch", "triton", "jinja2", "numpy", *line.split()[2:]}  # PyTorch comes with some of these
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    needed = {canonicalize_name(Requirement(each).name) for each in asked} - there
-    for package, owners in metadata.packages_distributions().items():
-        if needed & set(map(canonicalize_name, owners)) and package != "nvidia":  # torch has a part in it
-            (tmp_path / "lacking" / package).mkdir(parents=True)
-            text = f"raise ModuleNotFoundError('not carried', name={package!r})\n"
-            (tmp_path / "lacking" / package / "__init__.py").write_text(text)
-    assert {"PIL", "numba", "matplotlib"} <= {path.name for path in (tmp_path / "lacking").iterdir()}
-    known = {"PYTHONPATH": str(tmp_path / "lacking")}
-    done = gpu("--only", "explain ViT-384: first", "attention: flash", cwd=tmp_path, **known)
-    assert re.search(r"^ok +explain ViT-384: first", done.stdout, re.MULTILINE), done.stdout + done.stderr
-    assert re.search(r"^ok +attention: flash", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_the_first_calls_have_the_most_valuable_rows(tmp_path: Path) -> None:
-    """As listed, without a GPU: a call of eight minutes has the checks and the U-Net, two have NCCL and the ViT."""
-    done = subprocess.run([sys.executable, str(ROOT / "bench/gpu.py"), "--list"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split(" s  ") for line in done.stdout.splitlines()]
-    ends = dict(
-        zip((name for _, name in rows), itertools.accumulate(float(seconds) for seconds, _ in rows), strict=True)
-    )
-    assert max(end for name, end in ends.items() if name.startswith("check: CUDA graph, fp16")) < 120
-    assert ends["U-Net 64³: CUDA graph"] < 480 and ends["profile U-Net 64³: eager"] < 480
-    later = ("one rank, NCCL: compile, bf16", "end to end: train, resume, throughput", "ViT-384: reduce-overhead")
-    assert all(ends[name] < 960 for name in later)
-
-
-@pytest.mark.parametrize("kind", ["fa3", "cudnn"])
-def test_attention_that_is_not_here_is_no_other(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(Skip, match=r"no such kernel here: (FlashAttention-3 is for CUDA|No (viable|available))"):
-        attention(Bench(torch.device("cpu"), True, tmp_path), kind, 1, 16, 48)
 
 
 def test_synthetic_batches_are_as_a_loader_delivers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from dlscale.core import board as boards
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.process import only_writer
-from dlscale.measure.profilers.records import Profile
+from dlscale.measure.profiling import Profile
 from dlscale.measure.records import Throughput
 from tests.conftest import ROOT, stage
 from tests.test_counting import tiny_run

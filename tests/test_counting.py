@@ -27,9 +27,9 @@ from bench.cases import Case
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core import registry
-from dlscale.measure import flops, peaks
-from dlscale.measure.flops import OperatorCount, sample_work
+from dlscale.measure import roofline as peaks
 from dlscale.measure.records import Peaks, SampleWork, Throughput
+from dlscale.measure.roofline import OperatorCount, sample_work
 from dlscale.parallel.world import World
 from dlscale.report.collect import summary_csv
 from dlscale.report.results import read_plan
@@ -167,7 +167,7 @@ def test_work_that_is_done_again_is_no_work_of_the_model(tmp_path: Path, tiny_da
     def work(**over: Any) -> SampleWork:
         run = tiny_run("cosmo_unet", tmp_path, **over)
         session = open_session(run, tiny_data("cosmo_unet") / "manifest.json", World())
-        return flops.counted(session, fake_batch(run, session.manifest))
+        return peaks.counted(session, fake_batch(run, session.manifest))
 
     plain, again, parts = work(), work(activation_checkpointing=True), work(accumulation_steps=2)
     assert plain.bytes and again.bytes

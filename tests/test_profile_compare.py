@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlscale.measure.profilers.records import Profile, ProfiledTool, TopEntry
+from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
 from dlscale.report.profiles import Summary, compare, extremes, unmatched
 from tests.conftest import stage
 
@@ -33,7 +33,7 @@ def compared(before: Summary, after: Summary) -> dict[str, Any]:
 
 
 def test_changes_are_by_profiler_kind_and_name() -> None:
-    before = summary(row("mm", 5), row("mm", 7, kind="kernel"), row("gone", 2), row("a.py:1: x", 1, tool="stacks"))
+    before = summary(row("mm", 5), row("mm", 7, kind="kernel"), row("gone", 2), row("a.py:1: x", 1, tool="lines"))
     after = summary(row("mm", 4), row("mm", 7, kind="kernel"), row("new", 3))
     found = {(one.kind, one.name): (one.before, one.after) for one in compare(before, after).itertuples()}
     assert found == {
@@ -55,12 +55,9 @@ def test_noise_is_that_of_two_means() -> None:
 
 
 def test_of_one_step_the_noise_is_unknown() -> None:
-    """Its standard deviation is written as 0. Samples of stacks scatter by their number, whatever the steps."""
+    """Its standard deviation is written as 0."""
     (one,) = compared(summary(row("mm", 10), steps=1), summary(row("mm", 1, 0.1), steps=9)).values()
     assert math.isinf(one.noise) and not one.certain
-    stacks = {"tool": "stacks", "kind": "function", "std": 1.0}
-    (one,) = compared(summary(row("f", 10, **stacks), steps=1), summary(row("f", 1, **stacks), steps=1)).values()
-    assert one.noise == pytest.approx(1.96 * 2**0.5, rel=1e-3) and one.certain
 
 
 def test_what_a_profiler_left_out_is_not_zero() -> None:

@@ -32,7 +32,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
-from dlscale.measure.profilers.records import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
+from dlscale.measure.profiling import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import collect, curves, glance, machine, profiles, published, report, sections

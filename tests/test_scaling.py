@@ -15,7 +15,6 @@ import pytest
 from dlscale.config import resolve
 from dlscale.config.records import Published
 from dlscale.config.resolve import ResolvedRun
-from dlscale.config.scaling import Scaling
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.text import number
@@ -67,13 +66,6 @@ def test_devices_that_share_a_model_count_as_one_for_the_batch() -> None:
     assert [(each.run.geometry.dp, each.run.batch_size) for each in runs.values()] == [(1, 16), (4, 64)] * 2
 
 
-def test_variants_are_further_settings() -> None:
-    variants = {"ddp": {}, "large": {"parallel": {"bucket_mb": 100}, "needs": ["dali"]}}
-    runs = load({**WEAK, "scaling": {"devices": [1, 2], "batch_sizes": [8], "variants": variants}})
-    assert [runs[f"b8_large_{n}"].run.parallel.bucket_mb for n in (1, 2)] == [100, 100]  # type: ignore[union-attr]
-    assert {each.run.parallel.bucket_mb for n, each in runs.items() if "ddp" in n} == {None}  # type: ignore[union-attr]
-
-
 def test_they_measure_throughput_and_convergence_trains() -> None:
     found = resolve.load(
         {
@@ -109,24 +101,6 @@ def test_convergence_repeats_larger_batches_by_each_rule() -> None:
     assert (run.label, runs["b64_sqrt_seed0"].run.label) == ("batch 256, linear, seed 7", "batch 64, seed 0")
 
 
-def test_the_rate_may_be_meant_for_another_batch() -> None:
-    """With the batch size that the rate is meant for all rules are one; it need not be the smallest, nor among them."""
-    block = {"batch_sizes": [32, 128], "scaling": ["sqrt", "linear"], "base_batch_size": 128}
-    runs = load({"study": "cosmo_unet", "kind": "convergence", "convergence": block})
-    assert list(runs) == ["b32_sqrt_seed0", "b32_linear_seed0", "b128_sqrt_seed0"]
-    assert {each.run.schedule.base_batch_size for each in runs.values()} == {128}
-    other = load({"study": "cosmo_unet", "kind": "convergence", "convergence": {**block, "base_batch_size": 64}})
-    assert len(other) == 4 and {each.run.schedule.base_batch_size for each in other.values()} == {64}
-
-
-def test_batch_sizes_may_be_a_list() -> None:
-    runs = load({"study": "cosmo_unet", "kind": "convergence", "convergence": {"batch_sizes": [128, 32]}})
-    assert [(name, each.run.label) for name, each in runs.items()] == [
-        ("b32_sqrt_seed0", "batch 32"),
-        ("b128_sqrt_seed0", "batch 128"),
-    ]
-
-
 SCALING = {"devices": [1, 2], "batch_sizes": [64]}
 BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
 
@@ -144,7 +118,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"kind": "strong_scaling", "scaling": {**SCALING, "devices": [1, 3]}},
             "scaling.devices",
-            "batch_size 64 does not divide by geometry.nodes x geometry.gpus_per_node = 3",
+            "batch_size 64 does not divide by geometry.nodes x geometry.gpus_per_node / (tp 1 x cp 1) = 3",
         ),
         (
             {"scaling": {**SCALING, "variants": {"a": {"batch_size": 3}}}},
@@ -179,8 +153,8 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ),
         (
             {"scaling": {"devices": [10**6], "batch_sizes": [10**6]}},
-            "",
-            "local_batch_size 1000000 x 1000000 = 1000000000000 samples in all; expected at most 1000000000",
+            "scaling.devices",
+            "local_batch_size: got 1000000; expected a whole number, that times 1000000 is from 1 to 1000000000",
         ),
         (
             {"scaling": {"devices": [*range(1, 5000)], "per_node": 1, "batch_sizes": [*range(1, 5000)]}},
@@ -217,7 +191,7 @@ def test_what_cannot_be_is_refused_with_its_key(plan: dict[str, Any], where: str
     [
         ({"seed": 10**40}, "seed: got 1" + "0" * 40 + "; expected less than or equal to 9223372036854775807"),
         ({"batch_size": 10**30}, "batch_size: got 1" + "0" * 30 + "; expected less than or equal to 1000000000"),
-        ({"local_batch_size": 10**30}, "expected a whole number from 1 to 1000000000"),
+        ({"local_batch_size": 10**30}, "expected a whole number, that times 1 is from 1 to 1000000000"),
         ({"geometry": {"nodes": 10**9}}, "geometry.nodes: got 1000000000; expected less than or equal to 1000000"),
         ({"geometry": {"gpus_per_node": 10**9}}, "geometry.gpus_per_node: got 1000000000; expected less than"),
         ({"tune": {"batch_size": [10**30]}}, "tune.batch_size.0: got 1" + "0" * 30 + "; expected less than"),
@@ -227,20 +201,6 @@ def test_numbers_that_no_machine_has_are_refused(settings: dict[str, Any], messa
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         load({"study": "cosmo_unet", "runs": {"a": settings}})
     assert "plans.p.runs.a" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_what_a_block_makes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each of its runs, of which there may be thousands."""
-    calls = list[int]()
-    make = Scaling.runs
-
-    def noted(self: Scaling, weak: bool) -> Any:
-        calls.append(len(self.batch_sizes))
-        return make(self, weak)
-
-    monkeypatch.setattr(Scaling, "runs", noted)
-    assert len(load({**WEAK, "scaling": {"devices": [1, 2, 4], "batch_sizes": [*range(1, 11)]}})) == 50
-    assert calls.count(10) <= 2  # for the names, and for the settings
 
 
 # ---- the page: weak and strong scaling --------------------------------------------------------------
@@ -369,17 +329,6 @@ def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
     assert series.points[1].communication("FULL") is None
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_devices_that_share_a_model_have_its_batch(results: Results, axis: str) -> None:
-    for devices, dp in ((2, 1), (8, 4)):
-        nodes = max(devices // 4, 1)
-        geometry = {"nodes": nodes, "gpus_per_node": devices // nodes, axis: 2}
-        measured(results, f"d{devices}", devices, 16 * dp, (trials(9.0), trials(9.0), trials(9.0)), geometry=geometry)
-    plan = read_plan(results.plan("plan", {"d2": "2", "d8": "8"}, kind="weak_scaling", measure=("throughput",)))
-    (series,) = series_of(plan)
-    assert (series.batch, [point.devices for point in series.points]) == (16, [2, 8])
-
-
 def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> None:
     runs = {}
     variants: dict[str, dict[str, Any]] = {"ddp": {}, "large": {"bucket_mb": 100}, "no_sync": {"sync": False}}
@@ -438,15 +387,6 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
     for svg, _ in view.plots:
         assert svg.startswith("<svg") and ">devices<" in svg
-
-
-def test_where_noise_decides_a_glance_says_so(results: Results) -> None:
-    for devices, full in ((1, trials(90.0)), (2, trials(100.0, 90.0))):
-        rates = trials(500.0), trials(100.0 * devices), full
-        measured(results, f"d{devices}", devices, 8 * devices, rates)
-    plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
-    said = scaling.glance(plan)
-    assert said and said.endswith(": that is noise rather than scaling")
 
 
 def test_the_page_has_it_and_leaves_twins_out_of_its_card(weak: PlanResult, results: Results) -> None:

@@ -30,9 +30,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.launch.telemetry import beside
-from dlscale.measure import gpus, processes
+from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
-from dlscale.measure.gpus import Gpus, bus_ids
+from dlscale.measure.telemetry import Gpus, bus_ids
 from dlscale.report.results import RunResult
 from dlscale.train.provenance import Provenance
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, stage
@@ -265,7 +265,7 @@ def samplers(pid: int) -> list[int]:
 #: A stage with a worker that, forked, holds what its parent holds; it outlives its parent until it is told to end.
 STAGE = """
 import os, pathlib, sys, time
-from dlscale.launch.telemetry import beside, show
+from dlscale.launch.telemetry import beside
 with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
     worker = os.fork()
     while not pathlib.Path(sys.argv[1] + ".end").exists():
@@ -403,7 +403,7 @@ class FakeNvml(SimpleNamespace):
 
 @pytest.fixture
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: FakeCuda())
+    monkeypatch.setattr(sampler.ctypes, "CDLL", lambda name: FakeCuda())
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     yield
 

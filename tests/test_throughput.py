@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
@@ -16,21 +15,16 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
-from dlscale.config.compute import compute_digest
-from dlscale.config.run import Throughput, load_run
-from dlscale.core.settings import read_yaml
-from dlscale.data.loaders.base import Batch, Loader
-from dlscale.measure import throughput
-from dlscale.measure.records import Throughput as Record
+from dlscale.config.run import Throughput
+from dlscale.data.loaders.base import Batch
+from dlscale.measure import throughput, window
 from dlscale.measure.records import Trials
 from dlscale.measure.throughput import trials
 from dlscale.parallel.world import World
-from dlscale.train.build import open_session
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_rungs import need_compiler
 
-CPU = torch.device("cpu")
 LABELS = ("IO", "SYNTHETIC", "FULL")
 
 
@@ -77,11 +71,6 @@ def test_benchys_readers_read_it(measured: Path) -> None:
         assert mean > 0
 
 
-def test_it_says_with_which_compute_settings_it_was_measured(measured: Path) -> None:
-    """config.yaml beside it may be a newer one."""
-    assert Record.read(measured).compute == compute_digest(read_yaml(measured.with_name("config.yaml")))
-
-
 def samples_of(batches: Iterator[int], settings: dict[str, int]) -> list[int]:
     """Samples of each counted trial over a stream of batch sizes, the warm-up trials before them dropped."""
     runs = [sum(itertools.islice(batches, settings["batches"])) for _ in range(settings["warmup"] + settings["trials"])]
@@ -109,21 +98,6 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
     assert found["compile"] is None
     assert found["device"]["kind"] == "cpu"
     assert 50e6 < found["peak_memory_bytes"] < 100e9
-
-
-def test_a_single_trial_has_no_spread(tmp_path: Path, cosmo_data: Path) -> None:
-    path = measure(tmp_path, cosmo_data, throughput={"warmup": 0, "trials": 1, "batches": 1})
-    found = json.loads(path.read_text())
-    assert [found[label]["std"] for label in LABELS] == [0, 0, 0]
-    assert [len(found[label]["trial_throughput"]) for label in LABELS] == [1, 1, 1]
-
-
-def test_one_device_only(tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AssertionError):
-        measure(tmp_path, cosmo_data, geometry={"gpus_per_node": 4})
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dlscale")]
-    assert "geometry" in line
-    assert not (tmp_path / "throughput.json").exists()
 
 
 # --- what is measured -------------------------------------------------------------------------------------------
@@ -254,6 +228,7 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
         given = 0
 
     monkeypatch.setattr(throughput, "synchronize", wait)
+    monkeypatch.setattr(window, "synchronize", wait)
     batches = batches_of(*[4] * 8)
     consume(*next(batches))  # what is at work when the first trial begins
     given += 50
@@ -301,24 +276,3 @@ def test_the_wait_for_data_counts() -> None:
 
     found = trials("IO", late(), lambda x, y: None, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
     assert all(seconds >= 0.06 for seconds in found.trial_time)
-
-
-@contextlib.contextmanager
-def train_loader(folder: Path, data: Path, **over: Any) -> Iterator[Loader]:
-    make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
-    session = open_session(load_run(folder / "config.yaml", "throughput"), data / "manifest.json", World(), 1)
-    with contextlib.closing(session.loader("train")) as loader:
-        yield loader
-
-
-def test_a_synthetic_loader_has_the_stream_of_a_real_one(tmp_path: Path, cosmo_data: Path) -> None:
-    with (
-        train_loader(tmp_path / "a", cosmo_data) as real,
-        train_loader(tmp_path / "b", cosmo_data, loader={"kind": "synthetic"}) as synthetic,
-    ):
-        assert (len(real), real.samples) == (len(synthetic), synthetic.samples) == (3, 10)
-        for (x, y), (x_, y_) in zip(real.epoch(0), synthetic.epoch(0), strict=True):
-            assert (x.shape, y.shape, x.dtype, y.dtype) == (x_.shape, y_.shape, x_.dtype, y_.dtype)
-        assert len(list(synthetic.epoch(0, start=2))) == 1
-        assert x_.std() > 0.5
-        assert y_.abs().max() <= 1

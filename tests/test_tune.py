@@ -6,8 +6,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -373,37 +371,6 @@ def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_neighbour_is_seen(tmp_path: Path, cosmo_data: Path) -> None:
-    """A process that computes beside the duel, and is none of the stage's children."""
-    busy = subprocess.Popen([sys.executable, "-c", "while True: sum(range(1000))"])
-    try:
-        folder = configure(tmp_path, "cosmo_unet", 1, tune={**QUICK, "seconds": 3}, threads=2)
-        words = ["--config", folder / "config.yaml", "--manifest", cosmo_data / "manifest.json", "--threads", 2]
-        done = launch("tune", 1, *words, "--run", "test.run", "--out", folder, "--log", folder / "tune.log")
-        assert done.returncode == 0, done.stdout + done.stderr
-    finally:
-        busy.kill()
-        busy.wait()
-    found = Tuning.read(folder / "tune.json")
-    assert found.duel and found.duel.neighbours > 0.25
-    assert "Not on a quiet machine" in found.verdict() and found.verdict() in (folder / "tuned.yaml").read_text()
-
-
-@pytest.mark.slow
-def test_a_run_that_cannot_work_itself_is_an_error(
-    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def broken(session: Any, split: str) -> Any:
-        raise UserError("no loader here")
-
-    monkeypatch.setattr(tune.Session, "loader", broken)
-    with pytest.raises(AssertionError):
-        tune_run(tmp_path, cosmo_data, tune=QUICK)
-    assert "dlscale tune: no loader here" in capfd.readouterr().err
-    assert not (tmp_path / "tune.json").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) -> None:
     """Ten duels of one setting with itself, on this machine as it is: at most two intervals leave out 1."""
@@ -428,7 +395,6 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     found = Tuning.read(folder / "tune.json")
-    assert found.nranks == 2
     odd = [each for each in found.candidates if each.changes.get("batch_size") == 3]
     assert odd and all("batch_size 3 does not divide" in (each.problem or "") for each in odd)
     assert found.duel
@@ -436,42 +402,6 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
 
 
 # ---- plans -------------------------------------------------------------------------------------------
-
-
-def plans(**more: Any) -> Any:
-    raw = {
-        "targets": ["p"],
-        "datasets": {"data": COSMO},
-        "plans": {
-            "p": {"study": "cosmo_unet", "settings": {**COSMO_RUN, "dataset": "data"}, "runs": {"a": {}}, **more}
-        },
-    }
-    return config.load(raw)
-
-
-def test_a_plan_of_kind_tune_tunes() -> None:
-    assert plans(kind="tune").workflow.plans["p"].measure == ["tune"]
-    assert plans(kind="tune", measure=["tune", "throughput"]).workflow.plans["p"].measure == ["tune", "throughput"]
-    assert plans().workflow.plans["p"].measure == ["train", "throughput"]
-    assert plans(measure=["tune"]).workflow.plans["p"].measure == ["tune"]
-
-
-def test_only_tuning_sees_what_it_tries() -> None:
-    def slices(**settings: Any) -> dict[str, Any]:
-        run = plans(settings={**COSMO_RUN, "dataset": "data", **settings}).plans["p"]["a"].run
-        return {name: run.slice(name) for name in ("train", "throughput", "profile", "tune")}
-
-    before = slices()
-    after = slices(tune={"seconds": 7})
-    assert [name for name in before if before[name] != after[name]] == ["tune"]
-
-
-def test_shipped_plans_tune_the_direct_rung() -> None:
-    found = config.load({"targets": ["cosmo_tune"]})
-    for study in ("cosmo", "era5"):
-        resolved = found.plans[f"{study}_tune"]["direct"]
-        assert (resolved.plan, resolved.name) == (f"{study}_ladder", "direct")
-        assert found.workflow.plans[f"{study}_tune"].measure == ["tune"]
 
 
 # ---- the page ----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -22,9 +21,7 @@ import pytest
 
 from dlscale.config import resolve as config
 from dlscale.config.compute import compute_digest
-from dlscale.core.machine import VERIFY
 from dlscale.core.settings import read_yaml
-from dlscale.data import verification
 from dlscale.measure import turns
 from dlscale.measure.records import Throughput
 from dlscale.measure.turns import OPENINGS, Ended, Timed, Turns, _enough
@@ -129,33 +126,6 @@ def test_nothing_is_left_of_a_stage_that_is_killed(tmp_path: Path, cosmo_data: P
     process.wait()
     until("the end of all that it has started", lambda: all(state(each) in "XZ" for each in started))
     assert not (tmp_path / "throughput.json").exists()
-
-
-@pytest.mark.slow
-def test_data_are_verified_once_however_often_a_run_is_opened(
-    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both of a dataset of their own: each file is read once, by the stage and not by the runs that it opens."""
-    other, read = tmp_path / "other", tmp_path / "read"
-    shutil.copytree(cosmo_data, other)
-    first, own = timed(tmp_path / "first", other), timed(tmp_path, cosmo_data)
-    found = verification.sha256
-
-    def counted(path: Path) -> str:
-        with read.open("a") as lines:
-            lines.write(f"{path}\n")
-        return found(path)
-
-    monkeypatch.setattr(verification, "sha256", counted)
-    monkeypatch.setenv(VERIFY, "always")
-    arguments = ["--config", own.config, "--manifest", own.manifest, "--threads", 1, "--device", "cpu"]
-    beside = ["--beside", first.config, "--beside-manifest", first.manifest]
-    assert stage("throughput", *arguments, *beside, "--out", tmp_path / "throughput.json") == 0
-    assert Throughput.read(tmp_path / "throughput.json").beside
-    files = [
-        path for data in (cosmo_data, other) for split in ("train", "valid") for path in (data / split).glob("*.h5")
-    ]
-    assert sorted(read.read_text().splitlines()) == sorted(map(str, files))
 
 
 @pytest.mark.slow

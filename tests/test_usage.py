@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dlscale.measure import processes
-from dlscale.measure.usage import Meter
+from dlscale.measure.processes import Meter
 from dlscale.parallel.world import World
 
 #: Computes for so many seconds of its own processor time, and says how much it was.
@@ -185,7 +185,8 @@ def test_what_others_do_on_other_cores_is_no_neighbour() -> None:
     spin = [sys.executable, "-S", "-c", f"import os; os.sched_setaffinity(0, {{{there}}})\n" + BURN, "1.0"]
     measure = (
         f"import os; os.sched_setaffinity(0, {{{here}}})\n"
-        "import time\nfrom dlscale.measure.usage import Meter, core_seconds\nfrom dlscale.parallel.world import World\n"
+        "import time\nfrom dlscale.measure.processes import Meter, core_seconds\n"
+        "from dlscale.parallel.world import World\n"
         f"meter, before = Meter(), core_seconds()\ntime.sleep(1.0)\nafter = core_seconds()\n"
         f"found = meter.usage(World())\nprint(found.cores, found.cores_cpu_seconds - after[{here}] + before[{here}])"
     )

@@ -32,7 +32,7 @@ TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned""
 OUTSIDE = "a study's place"
 
 #: Few steps for each profiler; one that is not installed is told in the profile.
-PROFILE = {"tools": ["torch", "nsys", "lines", "stacks"], "skip": 1, "steps": 2}
+PROFILE = {"tools": ["torch", "nsys", "lines"], "skip": 1, "steps": 2}
 
 #: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again); a run that
 #: is tuned; a ladder of the study from outside; of each other study a plan, a dataset and a run.

@@ -271,7 +271,7 @@ ROWS = [
     Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL)),
     Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL)),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
-    Row("profile", append(f"{PACKAGE}/measure/profilers/kineto.py"), profiled(*ALL)),
+    Row("profile", append(f"{PACKAGE}/measure/profilers/trace.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/measure/tune.py"), tuned(*ALL)),
     # What stands around a stage decides none of its results; where pages are made, numbers in words are a result.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
@@ -279,7 +279,7 @@ ROWS = [
     Row("what stands around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
     Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"])),
     # Nor does what watches a run; what reads the rows of telemetry makes tables of them.
-    Row("usage", append(f"{PACKAGE}/measure/usage.py"), timed(*ALL) + tuned(*ALL)),
+    Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL) + tuned(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"])),
     # The table of stages: what it says of a stage is among the params of its jobs.

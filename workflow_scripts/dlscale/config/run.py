@@ -279,12 +279,11 @@ class Throughput(Strict):
 class Profile(Strict):
     """What the profile stage looks at, and with what; each profiler has steps of its own."""
 
-    tools: list[Literal["torch", "nsys", "lines", "stacks"]] = Field(
+    tools: list[Literal["torch", "nsys", "lines"]] = Field(
         ["torch"],
         min_length=1,
-        description="torch: PyTorch's profiler, with a trace for Perfetto and what is in memory; nsys: NVIDIA Nsight "
-        "Systems, where it is installed; lines: the time of each line of the hot functions (line_profiler); stacks: a "
-        "flame graph of all processes and threads (py-spy).",
+        description="torch: PyTorch's profiler, with a trace for Perfetto; nsys: NVIDIA Nsight Systems, where it is "
+        "installed; lines: the time of each line of the hot functions (line_profiler).",
     )
     epoch: PositiveInt = Field(2, description="Epoch whose samples are used.")
     skip: Repeats = Field(5, description="Its first steps, which warm up and are not profiled.")

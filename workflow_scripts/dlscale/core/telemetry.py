@@ -26,7 +26,7 @@ class GpuSample:
     joules: float | None = None  #: Since sampling began, from the GPU's own counter.
     sm_mhz: float | None = None
     celsius: float | None = None
-    throttled: str | None = None  #: What held its clocks back, joined by `+`: names of `dlscale.measure.gpus.REASONS`.
+    throttled: str | None = None  #: Causes of lower clocks, joined by `+`: `dlscale.measure.telemetry.REASONS`.
 
 
 @dataclass(frozen=True)

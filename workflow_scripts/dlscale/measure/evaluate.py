@@ -1,4 +1,4 @@
-"""`dlscale evaluate RUN`: loss and metrics of a run's weights on its validation or test data; nothing trains."""
+"""`dlscale evaluate RUN`: loss and metrics of a run's weights on its validation or test data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Evaluation(Record):
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the scores of the runs `args.runs` (PLAN.RUN, or their folders), and write them to `args.out`, if given."""
+    """Print the scores of the runs `args.runs` (PLAN.RUN, or their folders); write them to `args.out`, if given."""
     found = [
         evaluate(folder(name, configuration), args.weights, args.split, args.device, args.threads, args.manifest)
         for name in args.runs
@@ -61,9 +61,7 @@ def evaluate(
     threads: int | None = None,
     manifest: str | Path | None = None,
 ) -> Evaluation:
-    """Return the scores of the run in a folder, computed by this process on one device.
-
-    They are those that training had after the epoch of the weights, on the same device with the same threads.
+    """Return the scores of the run in a folder on one device: those of its training, after the epoch of the weights.
 
     Parameters
     ----------
@@ -74,7 +72,7 @@ def evaluate(
     threads
         CPU threads; absent: as many as it was trained with.
     manifest
-        Of the dataset, where it is not beside the folder `plans` that holds the run.
+        Of the dataset; absent: the one beside the folder `plans` that holds the run.
     """
     run = load_run(path / "config.yaml", "train")
     file = path / KEPT[weights] if weights in KEPT else Path(weights)

@@ -1,16 +1,22 @@
-"""What a process and all its descendants use; imports little, for the process that samples is to be small."""
+"""Use of the machine by a tree of processes; it imports little, for the telemetry's process is to be small."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+if TYPE_CHECKING:
+    from dlscale.measure.records import Usage
+    from dlscale.parallel.world import World
+
 
 class Used(NamedTuple):
-    """What a tree of processes has used since it began, and what it holds."""
+    """Use of a tree of processes since it began."""
 
     cpu_seconds: float
     #: Bytes that system calls asked to read, be it of files in memory or of pipes; not of mapped files.
@@ -22,10 +28,9 @@ class Used(NamedTuple):
 
 
 def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
-    """Return what the tree of `root` has used; `psutil.NoSuchProcess` if there is no such process.
+    """Return the use of the tree of `root`; `psutil.NoSuchProcess` if there is no such process.
 
-    What ended and was waited for is in its parent's counters. A child that ends meanwhile is counted in neither, and
-    all is read again. Where some end all the time, the last try leaves them out.
+    A child that ended is in its parent's counters, once it was waited for; while one ends, all is read again.
     """
     parent = psutil.Process(root)
     found = []
@@ -50,6 +55,40 @@ def _used(process: psutil.Process) -> Used:
 
 
 def ranks_seen(root: int) -> int:
-    """Return how many children of `root` run the command of this process's parent: those in other containers do not."""
+    """Return the number of `root`'s children that run the command of this process's parent: ranks in this container."""
     command = psutil.Process(os.getppid()).cmdline()
     return sum(child.cmdline() == command for child in psutil.Process(root).children() if child.is_running())
+
+
+class Meter:
+    """Counter of the use of this process, its descendants, and all programs on their cores."""
+
+    def __init__(self) -> None:
+        self._cores, self._own, self._start = core_seconds(), used(os.getpid()), time.perf_counter()
+
+    def usage(self, world: World) -> Usage:
+        """Return the use since the start by all ranks of the first one's node; all ranks call it."""
+        from dlscale.measure.records import Usage
+
+        seconds = time.perf_counter() - self._start
+        now, cores = used(os.getpid()), core_seconds()
+        # What a daemon took over is gone from the tree with all that it used before.
+        cpu = max(0.0, now.cpu_seconds - self._own.cpu_seconds)
+        read = max(0, now.read_bytes - self._own.read_bytes)
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()  # which containers on it share
+        ranks = world.gather((machine, os.sched_getaffinity(0), cpu, read))
+        here = [rank for rank in ranks if rank[0] == ranks[0][0]]
+        allowed = set().union(*(rank[1] for rank in here))
+        return Usage(
+            seconds=seconds,
+            cores=len(allowed),
+            cpu_seconds=sum(rank[2] for rank in here),
+            cores_cpu_seconds=sum(max(0.0, cores[core] - self._cores[core]) for core in allowed if core < len(cores)),
+            read_bytes=sum(rank[3] for rank in here),
+        )
+
+
+def core_seconds() -> list[float]:
+    """Return the processor time that all programs have used of each core since the machine started, s."""
+    times = psutil.cpu_times(percpu=True)
+    return [each.user + each.nice + each.system + each.irq + each.softirq for each in times]

@@ -16,7 +16,7 @@ MODES = ("IO", "SYNTHETIC", "FULL")
 
 
 class Usage(Record):
-    """What a measurement used of the machine from its begin to its end, on the node of the first process."""
+    """Use of the machine by a measurement, on the node of the first process."""
 
     seconds: float = Field(ge=0)
     cores: int = Field(ge=1)  #: That its processes may use.
@@ -28,7 +28,7 @@ class Usage(Record):
 class Trials(Record):
     """One mode of a throughput measurement, in the form of romerojosh/benchy; rates are samples/s, times seconds.
 
-    `avg_iter_throughput` equals the trial's: single steps are not timed, since each would wait for the device.
+    `avg_iter_throughput` equals the trial's: single steps are not timed.
     """
 
     trial_throughput: list[float] = []
@@ -41,7 +41,7 @@ class Trials(Record):
 
 
 class SampleWork(Record):
-    """What a step computes and moves for one sample, whatever device it runs on."""
+    """Work of a step for one sample, whatever device it runs on."""
 
     forward_flops: float = Field(ge=0)  #: A multiplication and an addition are two.
     backward_flops: float = Field(ge=0)
@@ -67,7 +67,7 @@ class Peaks(Record):
 
 
 class Beside(Record):
-    """A run timed in turn with the first run of its plan, FULL: what happens to the machine happens to both."""
+    """A run timed in turn with the first run of its plan, FULL."""
 
     compute: str  #: Of the first run: `dlscale.config.compute.compute_digest`.
     #: Samples/s of this run and of the first one, by round; of each time that both were opened.
@@ -75,7 +75,7 @@ class Beside(Record):
 
     @property
     def ratios(self) -> list[float]:
-        """Natural logarithms of how much faster this run was, by opening: of each the trimmed mean of its rounds."""
+        """Natural logarithms of the speed-up, by opening: of each the trimmed mean of its rounds."""
         return [interval([math.log(own / first) for own, first in rounds])[0] for rounds in self.openings]
 
 

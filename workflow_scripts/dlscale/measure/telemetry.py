@@ -1,27 +1,38 @@
-"""Telemetry of a run: a small process beside the stage that notes once a second what the node does.
+"""Telemetry of a run: `python -m dlscale.measure.telemetry --pid PID`, a small process beside the stage.
 
-`python -m dlscale.measure.telemetry --pid PID` writes `dlscale.core.telemetry`'s rows to its standard output until its
-standard input ends or gets a byte, or its parent is gone. The stage knows nothing of it but its begin and its end.
+It writes the rows of `dlscale.core.telemetry` once a second, until its standard input ends or gets a byte, or its
+parent is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import select
 import signal
 import sys
 import time
+from typing import Any
 
 import psutil
 
 from dlscale.core import telemetry
-from dlscale.core.telemetry import Sample
+from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.measure import processes
-from dlscale.measure.gpus import Gpus
 
 SECONDS = 1.0  #: Between two samples.
 LEAST = 0.1  #: Of the last one: Linux counts processor time in steps of 0.01 s.
+#: What holds clocks back, by bit of `nvmlClocksEventReasons` (nvml.h). Not here are what does so by wish: an idle GPU
+#: (0x1), clocks that were set (0x2, 0x100), GPUs that were told to go in step (0x10).
+REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "temperature (software)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
 
 
 class Node:
@@ -63,7 +74,7 @@ class Node:
 
 
 def main() -> None:
-    """Write rows until the stage ends. Signals to all processes of a job are the stage's: it has yet to end."""
+    """Write rows until the stage ends; signals to all processes of a job are the stage's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,6 +105,76 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
 def _write(text: str) -> None:
     """Write a line in one go: whatever ends this process leaves whole lines."""
     os.write(1, text.encode())
+
+
+# ---- GPUs, as NVIDIA's management library (NVML) sees them --------------------------------------------
+
+
+def bus_ids(count: int) -> list[str]:
+    """Return the PCI addresses of the first `count` devices that a CUDA program would see here, in its order.
+
+    CUDA itself knows CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. No context is made, which would take memory.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    found: list[str] = []
+    total, device, text = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(32)
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(total)):
+        return []
+    for ordinal in range(min(count, total.value)):
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetPCIBusId(text, 32, device):
+            return []
+        found.append(text.value.decode())
+    return found
+
+
+class Gpus:
+    """The first `count` CUDA devices; none where there is no driver."""
+
+    def __init__(self, count: int) -> None:
+        self._handles: list[Any] = []
+        if not (addresses := bus_ids(count) if count else []):
+            return
+        import pynvml
+
+        self._nvml = pynvml
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
+        self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self._handles]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def sample(self) -> tuple[GpuSample, ...]:
+        """Return what each of them does now."""
+        return tuple(self._sample(*known) for known in zip(self._handles, self._first, strict=True)) if self else ()
+
+    def _sample(self, handle: Any, first: float | None) -> GpuSample:
+        rates, memory = (self._ask(f"nvmlDeviceGet{name}", handle) for name in ("UtilizationRates", "MemoryInfo"))
+        milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
+        millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # drivers before 535
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return GpuSample(
+            utilization=None if rates is None else rates.gpu / 100,
+            memory_bytes=None if memory is None else memory.used,
+            watts=None if milliwatts is None else milliwatts / 1000,
+            joules=None if millijoules is None or first is None else (millijoules - first) / 1000,
+            sm_mhz=self._ask("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM),
+            celsius=self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU),
+            throttled=None if reasons is None else "+".join(name for bit, name in REASONS.items() if reasons & bit),
+        )
+
+    def _ask(self, question: str, *words: Any) -> Any:
+        """Return an answer, None where this GPU or its driver has none."""
+        try:
+            return getattr(self._nvml, question)(*words)
+        except self._nvml.NVMLError:
+            return None
 
 
 if __name__ == "__main__":

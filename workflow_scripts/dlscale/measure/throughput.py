@@ -1,12 +1,8 @@
 """Stage `throughput`: samples/s of loading alone, of computing alone, and of both together.
 
-IO takes batches from the loader and does nothing with them. SYNTHETIC trains on one batch that stays
-on the device. FULL trains on what the loader delivers. Each is measured in `warmup` uncounted and then
-`trials` counted trials of `batches` batches, as romerojosh/benchy defined them; the JSON has its keys.
-Where so many batches take less than `seconds`, a trial has more of them.
-
-A run of one process is then timed once more, FULL, in turn with the first run of its plan:
-`dlscale.measure.turns`.
+IO takes batches from the loader and does nothing with them, SYNTHETIC trains on one batch that stays on the device, and
+FULL trains on the loader's batches. Trials and the keys of the JSON are those of romerojosh/benchy. A run of one
+process is timed once more, FULL, in turn with the first run of its plan (`dlscale.measure.turns`).
 """
 
 from __future__ import annotations
@@ -33,18 +29,17 @@ from dlscale.core.files import write_text
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
-from dlscale.measure.flops import sample_work
-from dlscale.measure.peaks import at_least, common_peaks
+from dlscale.measure.processes import Meter
 from dlscale.measure.records import MODES, Beside, Throughput, Trials
+from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
 from dlscale.measure.turns import Ended, Timed, Turns
-from dlscale.measure.usage import Meter
-from dlscale.measure.window import training_batches
+from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory
 from dlscale.train.around import entered, verify
 from dlscale.train.build import Session, open_session
-from dlscale.train.loop import Batch, Hook, run_steps
+from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
 
 #: A trial is this much longer than it has to be, since single ones vary.
@@ -74,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
-    """Return how fast the run is in turns with the first of its plan; None, and why in the log, where one cannot be."""
+    """Return the run's speed in turns with the first of its plan; None, with the reason in the log, if that fails."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what this process is done with: both runs shall have room
@@ -92,7 +87,7 @@ def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside
 
 
 def scalars(results: Throughput) -> dict[str, float | None]:
-    """Return samples/s, MFU, MBU and memory for TensorBoard; None is what was not measured."""
+    """Return samples/s, MFU, MBU and memory for TensorBoard."""
     modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
     rates = {name: trials.mean for name, trials in modes.items() if trials}
     return {**rates, "mfu": results.mfu(), "mbu": results.mbu(), "peak_memory_bytes": results.peak_memory_bytes}
@@ -133,12 +128,8 @@ def measure(settings: Settings, session: Session) -> Throughput:
     if work and peaks:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
         peaks = at_least(peaks, fastest * work.flops / session.devices)
-    memory_use = None
-    if world.main:
-        try:
-            memory_use = memory.predict(run, session.manifest, world.device, cached[:2], step.attention)
-        except Exception as error:  # code that asks tensors for values
-            logging.warning("memory is not predicted: %s", error)
+    known = run, session.manifest, world.device, cached[:2], step.attention
+    memory_use = attempt("memory is not predicted", lambda: memory.predict(*known)) if world.main else None
     results = Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,
@@ -162,30 +153,24 @@ def trials(
 ) -> Trials:
     """Run the warm-up and the counted trials over one unbroken stream of batches.
 
-    All ranks begin together, their samples count together, and a trial ends with the last of them. How many batches a
-    trial needs to last long enough is known from the last uncounted one; it, too, is repeated until it lasts half as
-    long.
+    All ranks begin together, and a trial ends with the last of them. Its number of batches is known from the last
+    uncounted one, which is repeated until it lasts half as long as asked.
     """
-    counts, size, warmed = list[int](), settings.batches, 0
-    count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
+    size, warmed = settings.batches, 0
 
-    def trial() -> tuple[float, float]:
-        """Return the seconds of a trial, of this rank and of the last one."""
-        counts.clear()
+    def trial() -> tuple[int, float, float]:
+        """Return this rank's samples, and the seconds of a trial, of this rank and of the last one."""
         synchronize(world.device)
         world.barrier()
-        start = time.perf_counter()
-        run_steps(consume, batches, range(size), [count])
-        synchronize(world.device)
-        alone = time.perf_counter() - start
-        return alone, world.max(alone)[0]
+        count, alone = timed_steps(consume, batches, size, world.device)
+        return count, alone, world.max(alone)[0]
 
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials", part=True) as progress:
         lasted = 0.0 if settings.seconds else math.inf
         if settings.seconds:
             run_steps(consume, batches, range(1))  # what is made at first use says nothing of those that follow
         while warmed < settings.warmup or lasted < settings.seconds / 2:
-            lasted = trial()[1]
+            lasted = trial()[2]
             enough = math.ceil(MARGIN * settings.seconds * size / max(lasted, 1e-6))
             size = max(settings.batches, min(enough, GROWTH * size))
             warmed += 1
@@ -193,10 +178,10 @@ def trials(
         meter = Meter()
         rates, times, own = list[float](), list[float](), list[float]()
         for number in range(settings.trials):
-            alone, seconds = trial()
-            rates.append(sum(world.gather(sum(counts) if world.lead else 0)) / seconds)  # who share a model: the same
+            count, alone, seconds = trial()
+            rates.append(sum(world.gather(count if world.lead else 0)) / seconds)  # who share a model: the same
             times.append(seconds)
-            own.append(sum(counts) / alone)
+            own.append(count / alone)
             progress.update(settings.warmup + number + 1)
     return Trials(
         trial_throughput=rates,
@@ -210,10 +195,9 @@ def trials(
 
 
 def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, float]:
-    """Return the seconds that compiling the forward and backward pass of `step` takes; no weight is changed.
+    """Return the seconds of compiling the forward and backward pass of `step`; no weight is changed.
 
-    `cold_seconds` is with an empty cache on disk, `warm_seconds` with what an earlier process left there; the time of
-    an ordinary pass is taken off.
+    `cold_seconds` is with an empty cache on disk, `warm_seconds` with a filled one; an ordinary pass is taken off.
     """
     from torch._inductor.utils import clear_caches, fresh_cache
 

@@ -1,12 +1,7 @@
-"""Stage `tune`: the loader, threads and batch size with which a run is fastest, found by short trials.
+"""Stage `tune`: the loader, threads and batch size with which a run is fastest, by successive halving and a duel.
 
-All combinations of what the run's key `tune` lists are tried by successive halving; the best of them then meets the
-run's own setting in a duel. A trial is FULL of the stage `throughput`: training steps on
-what the loader delivers. A setting that cannot be measured, or takes too much memory, is noted with the reason.
-
-`tune.json` has all that was tried. `tuned.yaml` is a configuration file with a plan: the run, and the run with what
-won. It changes no run that is there, least of all the one that was tuned, which would then have to be tuned again.
-Where the run's own setting was not beaten it is empty.
+`tune.json` has all trials; `tuned.yaml` is a configuration file with a plan of the run and of the run with the winning
+setting, empty where the run's own was not beaten.
 """
 
 from __future__ import annotations
@@ -25,16 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from dlscale.config.run import RunCore, Tune, load_run, loader_classes
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
 from dlscale.core.files import write_text
 from dlscale.core.noise import halved, ratio_interval
 from dlscale.core.progress import Progress
-from dlscale.core.settings import flat, nested, validate
+from dlscale.core.settings import nested, validate
 from dlscale.core.text import size
+from dlscale.measure.processes import Meter
 from dlscale.measure.tuning import Duel, Tried, Tuning
-from dlscale.measure.usage import Meter
 from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
@@ -80,13 +76,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
-    """Return what was tried of a run, and what came of it; every rank returns the same.
-
-    `threads` are a node's, which its ranks share; PyTorch's own number if None.
-    """
+    """Return the trials of a run and their verdict, alike on every rank; `threads` are a node's."""
     settings: Tune = run.tune
-    began = time.perf_counter()
-    cores = max(1, (threads or torch.get_num_threads() * run.processes.gpus_per_node) // run.processes.gpus_per_node)
+    began, devices = time.perf_counter(), run.processes.gpus_per_node
+    cores = max(1, (threads or torch.get_num_threads() * devices) // devices)
     changes = candidates(run, cores, world.device)
     duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
     logging.info("%d settings; %.0f s are measured", len(changes), settings.seconds)
@@ -127,10 +120,8 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
 
 # ---- the search: successive halving, where every measurement is noisy --------------------------------
 #
-# A machine drifts, by more than many settings differ. So settings are measured in turns, and every second turn goes
-# backwards: whatever is the same for neighbours, and whatever grows steadily, cancels out of their ratios. What the
-# search finds is the luckiest of many as much as the best; hence the duel, in which that setting and the run's own are
-# measured anew.
+# Settings are measured in turns, every second turn backwards: the machine's drift cancels out of their ratios. The
+# search finds the luckiest of many as much as the best; hence the duel, which measures that setting and the run's anew.
 
 
 def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: float) -> Rates:
@@ -147,15 +138,15 @@ def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: floa
 
 
 def rungs(others: int, keep: float) -> list[int]:
-    """Return how many settings beside the run's own each rung measures; one that is alone is not measured."""
+    """Return the number of settings beside the run's own in each rung; one that is alone is not measured."""
     return [size for size in halved(others, 1 / keep) if size > 1]
 
 
 def search(count: int, measure: Measure, seconds: float, keep: float) -> tuple[int | None, list[Rates]]:
-    """Return the best of settings 1 … `count` - 1, if any can be measured, and what each rung measured of them.
+    """Return the best of settings 1 … `count` - 1, if any can be measured, and the rates of each rung.
 
-    All rungs take about as long, and so many seconds together. Setting 0, the run's own, goes through all of them; of
-    the others the best share `keep` of each goes on. Within a turn they come in the order of their numbers.
+    All rungs take the same share of the seconds. Setting 0, the run's own, goes through all of them, of the others the
+    best share `keep` goes on. Within a turn they come in the order of their numbers.
     """
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others), keep)
@@ -172,49 +163,33 @@ def search(count: int, measure: Measure, seconds: float, keep: float) -> tuple[i
 
 
 def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return what each setting changes of the run, by dotted key; the first one, its own, changes nothing.
+    """Return the changes of each setting to the run, by dotted key; the first one, its own, changes nothing.
 
-    `cores` are those of a process. What a loader has no key for is not varied, nor its prefetching where no worker
-    could work ahead.
+    `cores` are those of a process. Prefetching is not varied without workers.
     """
     space: Tune = run.tune
-    own = _tunable(run.model_dump(mode="json"))
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
-    counts = space.workers or [0, *doubled]
+    workers = space.workers or [0, *doubled]
     threads = space.threads or ([cores, max(1, cores // 2)] if device.type == "cpu" else [])
-    found = [own]
     # Those that share a batch size, and so a step, follow each other; the run's own first.
     batches = sorted(space.batch_size or [run.batch_size], key=lambda size: size != run.batch_size)
-    for batch, kind, number in itertools.product(batches, space.loaders or [run.loader.kind], threads or [run.threads]):
-        base = own["loader"] if kind == run.loader.kind else {"kind": kind}
-        for workers, prefetch in itertools.product(counts, space.prefetch):
-            varied = {"workers": workers, **({"prefetch": prefetch} if workers else {})}
-            known = {key: value for key, value in varied.items() if key in loader_classes()[kind].model_fields}
-            # All of a process's cores are what it has anyway.
-            same = number == (run.threads or cores)
-            found.append({"loader": base | known, "batch_size": batch, "threads": run.threads if same else number})
-    changes = [_difference(each, own) for each in found]
-    return [change for place, change in enumerate(changes) if change not in changes[:place]]
-
-
-def _tunable(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: settings[key] for key in ("loader", "batch_size", "threads")}
-
-
-def _difference(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in `settings` that differ from those in `own`, by dotted key."""
-    before = flat(own)
-    # The keys of another kind of loader mean another thing, even if they are called the same.
-    other = settings["loader"]["kind"] != own["loader"]["kind"]
-    return {
-        key: value
-        for key, value in flat(settings).items()
-        if value != before.get(key) or (other and key.startswith("loader."))
-    }
+    kinds, counts = space.loaders or [run.loader.kind], threads or [run.threads]
+    found: list[dict[str, Any]] = [{}]
+    for batch, kind, count, working, ahead in itertools.product(batches, kinds, counts, workers, space.prefetch):
+        # The keys of another kind of loader mean another thing, even if they are called the same.
+        own = run.loader.model_dump() if kind == run.loader.kind else {}
+        loader = {"kind": kind, "workers": working, **({"prefetch": ahead} if working else {})}
+        known = {key: value for key, value in loader.items() if key in loader_classes()[kind].model_fields}
+        change = {f"loader.{key}": value for key, value in known.items() if value != own.get(key)}
+        change |= {"batch_size": batch} if batch != run.batch_size else {}
+        change |= {"threads": count} if count != (run.threads or cores) and count else {}
+        if change not in found:
+            found.append(change)
+    return found
 
 
 def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
-    """Return the run with these changes; what does not go together is a `UserError`."""
+    """Return the run with these changes; contradictory ones are a `UserError`."""
     settings, over = run.model_dump(mode="json"), nested(changes)
     loader = over.pop("loader", {})
     settings["loader"] = loader if "kind" in loader else settings["loader"] | loader
@@ -227,7 +202,7 @@ def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
 class _Trials:
     """Measures settings by number, as `Measure`: the same decisions on all ranks.
 
-    One step is there at a time: settings that share a batch size share it, and the loader is opened for each trial.
+    Settings that share a batch size share a step; the loader is opened for each trial.
     """
 
     def __init__(self, run: Any, manifest: str | Path, world: World, cores: int, changes: list[dict[str, Any]]) -> None:
@@ -243,17 +218,15 @@ class _Trials:
     def __call__(self, number: int, seconds: float) -> float | None:
         """Return FULL samples/s of all ranks together; None, and a problem noted, if the setting cannot be measured.
 
-        Of the run's own setting a problem is raised. A rank that fails where the others wait for its gradients ends
-        the stage: no setting can be left then.
+        A problem of the run's own setting is raised. A rank that fails while the others wait for it ends the stage.
         """
         rate, peak, error = 0.0, 0, None
         memory.reset_peak(self._world.device)
         try:
-            session, fresh = self._open(changed(self._run, self._changes[number]))
-            rate, peak = self._trial(session, seconds, FIRST_WARM_UP if fresh else WARM_UP)
+            rate, peak = self._trial(changed(self._run, self._changes[number]), seconds)
         except Exception as raised:  # whatever it is, the other settings do not depend on it
             error = raised
-            self._close()  # a step that failed on its way may be of no more use
+            self.close()  # a step that failed on its way may be of no more use
         problem = next((each for each in self._world.gather(_reason(error) if error else "") if each), "")
         if problem and number == 0:
             raise error or UserError(f"another process failed: {problem}")
@@ -269,30 +242,23 @@ class _Trials:
             self.progress.update(self.progress.done + 1)
         return None if problem else rate
 
-    def _open(self, run: RunCore) -> tuple[Session, bool]:
-        """Return the session of a setting, and whether its step is new."""
-        fresh = self._session is None or self._session.run.batch_size != run.batch_size
-        if fresh:
-            self._close()
-            self._session = open_session(run, self._manifest, self._world, self._threads)
-        assert self._session is not None
-        torch.set_num_threads(own_threads(run, self._threads) or 1)
-        return replace(self._session, run=run), fresh
-
-    def _close(self) -> None:
+    def close(self) -> None:
         """Free the memory of the step."""
         self._session = None
         gc.collect()
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    close = _close
-
-    def _trial(self, session: Session, seconds: float, warm_up: int) -> tuple[float, int]:
-        """Return samples/s of steps that take about so long, and bytes in use; no trial sees the samples of another."""
-        world, counts = session.world, list[int]()
+    def _trial(self, run: RunCore, seconds: float) -> tuple[float, int]:
+        """Return samples/s of steps that take about so long, and bytes in use; each trial has samples of its own."""
+        warm_up = WARM_UP + getattr(run.loader, "workers", 0)
+        if self._session is None or self._session.run.batch_size != run.batch_size:
+            self.close()
+            self._session = open_session(run, self._manifest, self._world, self._threads)
+            warm_up += FIRST_WARM_UP - WARM_UP
+        torch.set_num_threads(own_threads(run, self._threads) or 1)
+        session, world, counts = replace(self._session, run=run), self._world, list[int]()
         count = Hook(after_step=lambda number, batch, loss: counts.append(len(batch[0])))
-        warm_up += getattr(session.run.loader, "workers", 0)
         self._epoch += 1
         with (
             contextlib.closing(session.loader("train")) as loader,
@@ -319,21 +285,17 @@ def _reason(error: Exception) -> str:
     """Return in a line why a setting cannot be measured."""
     if is_exhaustion(error):
         return "out of memory"
-    text = str(error).strip().splitlines() or [""]
-    return text[0] if isinstance(error, UserError) else f"{type(error).__name__}: {text[0]}"
+    return brief(error) if isinstance(error, UserError) else f"{type(error).__name__}: {brief(error)}"
 
 
 # ---- what is written -------------------------------------------------------------------------------
 
 
 def tuned(found: Tuning, study: str) -> str:
-    """Return YAML for `--configfile`: a plan of the run's own setting and of what won; none if nothing did."""
-    import yaml
-
-    comments = [f"Written by the stage tune of {found.run}.", found.verdict()]
-    content = {}
+    """Return YAML for `--configfile`: a plan of the run's own setting and of the winner, if there is one."""
+    comments, plans = [f"Written by the stage tune of {found.run}.", found.verdict()], {}
     if found.changes:
-        plan = {
+        plans[found.plan] = {
             "study": study,
             "title": f"{found.run}, tuned",
             "from": found.run,
@@ -341,7 +303,6 @@ def tuned(found: Tuning, study: str) -> str:
             "only": {"train": ["tuned"]},
             "runs": {"own": {"use": found.run}, "tuned": {"label": "tuned", **nested(found.changes)}},
         }
-        content = {"plans": {found.plan: plan}}
         if "batch_size" in found.changes:
             comments.append("Another batch size changes what is learnt: the learning rate may have to follow.")
         comments += [
@@ -349,4 +310,5 @@ def tuned(found: Tuning, study: str) -> str:
             f"  {found.command}",
             f"In another plan, with this file among its --configfile: {{from: {found.plan}.tuned}}",
         ]
-    return "".join(f"# {line}\n" for line in comments) + str(yaml.safe_dump(content, sort_keys=False))
+    content = yaml.safe_dump({"plans": plans} if plans else {}, sort_keys=False)
+    return "".join(f"# {line}\n" for line in comments) + content

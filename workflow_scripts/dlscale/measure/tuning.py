@@ -35,7 +35,7 @@ class Duel(Record):
 
     @property
     def neighbours(self) -> float:
-        """How many cores other programs kept busy meanwhile, if that is worth a word; else 0."""
+        """Cores that other programs kept busy meanwhile; 0 if they are not worth a word."""
         if self.usage is None or not self.usage.seconds:
             return 0.0
         others = (self.usage.cores_cpu_seconds - self.usage.cpu_seconds) / self.usage.seconds
@@ -48,7 +48,7 @@ class Duel(Record):
 
 
 class Tuning(Record):
-    """`tune.json`: which settings of a run were tried, and whether one beats its own."""
+    """`tune.json`: the trials of a run's settings, and the duel."""
 
     run: str = ""  #: PLAN.RUN.
     device: Device = Device()
@@ -65,7 +65,7 @@ class Tuning(Record):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What to change of the run, by dotted key: nothing unless a setting won."""
+        """Changes of the winner to the run, by dotted key; empty unless a setting won."""
         return self.candidates[self.duel.challenger].changes if self.duel and self.duel.won else {}
 
     def verdict(self) -> str:

@@ -1,14 +1,8 @@
-"""A run and the first run of its plan, timed in turns: how much faster one is, on a machine that others use, too.
+"""A run and the first run of its plan, timed in turns: their ratio, from which the machine's drift cancels.
 
-A machine drifts by more than many settings differ, within seconds. So both runs are opened, each in a process of its
-own, and go on from where they were for a quarter of a second each, the one and the other first in turn: what happens to
-the machine happens to both, and cancels out of their ratio. Whose turn it is not is stopped by the system, its loader's
-processes and threads with it.
-
-Two processes that do the same differ for as long as they live, by where the system put their memory: up to 4 % were
-seen, and no number of turns shows it. So both are opened several times, and each opening counts as one measurement
-(Kalibera and Jones 2013, doi:10.1145/2464157.2464160). Where these turns last for ten seconds or more, the plan's first
-run is timed beside a copy of itself.
+Each run is a process of its own, which is stopped in the other's turn. Two processes that do the same differ by up to
+4 % for as long as they live, by where their memory is: so both are opened several times, and each opening is one
+measurement (Kalibera and Jones 2013, doi:10.1145/2464157.2464160).
 """
 
 from __future__ import annotations
@@ -30,11 +24,9 @@ from dlscale.core import machine
 from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
-from dlscale.measure.window import training_batches
+from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
-from dlscale.parallel.world import synchronize
 from dlscale.train.build import open_session
-from dlscale.train.loop import Hook, run_steps
 
 #: Seconds of a turn: many slices of the system's scheduler, and less than most of what others do lasts.
 TURN = 0.25
@@ -67,11 +59,11 @@ class Timed:
 
 
 class Ended(Exception):
-    """A run that is timed could not be opened, or ended."""
+    """A timed run could not be opened, or ended."""
 
 
 class Turns:
-    """Both runs, in processes that wait; made before a stage computes anything, since processes are copied."""
+    """Both runs, in processes that wait. Make it before the stage computes anything: processes are copied."""
 
     def __init__(self, own: Timed, first: Timed) -> None:
         # Who is made and opened first was found to be 1 % slower: each is so in every second opening.
@@ -92,11 +84,11 @@ class Turns:
         Parameters
         ----------
         seconds
-            All turns together last so long; each opening has two rounds in any case. Where opening takes long, as
-            compiling does, there are fewer openings, at least two: no more begins after so much of that.
+            Time of all turns together; each opening has at least two rounds. No further opening, beyond the second,
+            begins after opening alone took so long.
         error
-            The turns of an opening end before when the 95 % interval of its ratio reaches no farther than this share to
-            each side. Where it reaches three times farther they go on, for up to three times as long.
+            Reach of the ratio's 95 % interval, relative, at which an opening's turns end early. Where it is more than
+            three times as far they go on, for up to three times as long.
 
         Raises
         ------
@@ -117,7 +109,7 @@ class Turns:
 
 
 def _open(couple: Sequence[_Player], order: tuple[int, int]) -> float:
-    """Open both runs in this order, stop them, and return the seconds that it took."""
+    """Open both runs in this order, stop them, and return the seconds."""
     start = time.monotonic()
     for number in order:
         couple[number].send("open")
@@ -142,7 +134,7 @@ def _rounds(couple: Sequence[_Player], order: tuple[int, int], seconds: float, e
 
 
 def _enough(rounds: list[Round], passed: float, seconds: float, error: float) -> bool:
-    """Return whether the turns of an opening, which is to have so many seconds, have lasted long enough."""
+    """Return whether the turns of an opening have lasted long enough."""
     reach = interval([math.log(own / first) for own, first in rounds])[1]
     if passed < seconds:
         return len(rounds) >= LEAST and reach <= error
@@ -150,7 +142,7 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
 
 
 class _Player:
-    """A run in a process of its own, in a group of its own: it can be stopped with all that it has started."""
+    """A run in a process group of its own, which can be stopped with all that it has started."""
 
     def __init__(self, timed: Timed) -> None:
         # As loaders' processes are: what this process has imported is there, and nothing that it would compute with.
@@ -199,7 +191,7 @@ class _Player:
 
 
 def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> None:
-    """Wait to be asked, open the run, and tell samples/s of each turn; a failure is told as text."""
+    """Wait to be asked, open the run, and send samples/s of each turn; a failure is sent as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     machine.with_parent(parent)  # those that this process started the system then wakes and ends
@@ -218,27 +210,18 @@ def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> No
 
 
 def _rates(timed: Timed) -> Iterator[float]:
-    """Yield once when the run is open and warm, and then samples/s of a turn each time."""
+    """Yield once when the run is open and warm, then samples/s of each turn."""
     run = load_run(timed.config, "throughput")
     with join(run.processes, timed.device) as world:
         session = open_session(run, timed.manifest, world, timed.threads)
         with contextlib.closing(session.loader("train")) as loader:
             batches = training_batches(session, loader, 0)
-
-            def rate(steps: int) -> tuple[float, float]:
-                counts = list[int]()
-                count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
-                start = time.perf_counter()
-                run_steps(session.step, batches, range(steps), [count])
-                synchronize(world.device)
-                seconds = time.perf_counter() - start
-                return sum(counts) / seconds, seconds
-
-            rate(1)  # what is made at first use
+            timed_steps(session.step, batches, 1, world.device)  # what is made at first use
             steps = 1
-            while (seconds := rate(steps)[1]) < TURN / 2:
+            while (seconds := timed_steps(session.step, batches, steps, world.device)[1]) < TURN / 2:
                 steps *= 2
             steps = max(1, round(steps * TURN / seconds))
             yield 0.0
             while True:
-                yield rate(steps)[0]
+                count, seconds = timed_steps(session.step, batches, steps, world.device)
+                yield count / seconds

@@ -1,10 +1,10 @@
-"""Steps of a run for a profiler to look at: those that training makes, on what the run's loader delivers."""
+"""Steps of a training that are timed, or that profilers look at."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ class Window:
     def run(self, steps: int | None = None) -> list[float]:
         """Make so many steps (default: those of the settings); return the seconds of each.
 
-        The host does not wait for the device until the end of all. On a GPU a step's time is therefore the device's:
-        from the end of the step before to its own.
+        The host waits for the device at the end only. On a GPU a step's time is from the last step's end to its own.
         """
         device, ticks = self.session.world.device, list[Any]()
         cuda = device.type == "cuda"
@@ -59,8 +58,20 @@ class Window:
         self._loader.close()
 
 
+def timed_steps(
+    consume: Callable[..., object], batches: Iterator[Batch], steps: int, device: torch.device
+) -> tuple[int, float]:
+    """Return the samples and the seconds of some steps, until the device has done them."""
+    counts = list[int]()
+    count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
+    start = time.perf_counter()
+    run_steps(consume, batches, range(steps), [count])
+    synchronize(device)
+    return sum(counts), time.perf_counter() - start
+
+
 def training_batches(session: Session, loader: Loader, first_epoch: int) -> Generator[Batch]:
-    """Yield what a training's step takes, epoch after epoch: input, target and the weight of this rank's loss."""
+    """Yield batches of a training, epoch after epoch: input, target and the weight of this rank's loss."""
     share = session.share()
     for epoch in itertools.count(first_epoch):
         for number, (x, y) in enumerate(loader.epoch(epoch)):

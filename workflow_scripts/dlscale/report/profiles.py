@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dlscale.core import text
 from dlscale.core.errors import UserError
 from dlscale.core.noise import standard_errors
-from dlscale.measure.profilers.records import Profile, ProfiledTool, TopEntry
+from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
 from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, table
 from dlscale.report.figures import GRID, MODE_COLOURS, MUTED, RUN_COLOURS, Bar, bars
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
@@ -166,7 +166,6 @@ def _profile(plan: PlanResult, run: RunResult, page: Path, before: RunResult | N
             *([found] if before and (found := _changes_table(before, run)) else []),
         ],
         "memory": profile.memory,
-        "exchanged": _exchanged(profile),
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
@@ -195,12 +194,6 @@ def _changes_table(before: RunResult, run: RunResult) -> Table | None:
     caption = f"What got faster and slower since {before.label}, where it is more than the noise of the steps."
     shown = extremes(found, TOP // 2)
     return changes_table(shown, caption, f"{caption[:-1]}, {run.label}") if len(shown) else None
-
-
-def _exchanged(profile: Profile) -> list[str]:
-    """Return the bytes that a rank exchanges in a step, kind by kind."""
-    counted = profile.exchanged.counted if profile.exchanged else {}
-    return [f"{kind.replace('_', '-')} {text.size(bytes_)}" for kind, bytes_ in sorted(counted.items())]
 
 
 # ---- side by side ------------------------------------------------------------------------------------
@@ -279,10 +272,8 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
 
 
 def _reach(kind: str, steps: int) -> float:
-    """Return how many standard errors the noise is; of samples of stacks they are known without steps to compare."""
-    if kind == "line":
-        return math.inf
-    return standard_errors(math.inf if kind == "function" else steps)
+    """Return how many standard errors the noise is; of lines it is unknown."""
+    return math.inf if kind == "line" else standard_errors(steps)
 
 
 def _means(summary: Summary) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Sample, Summary, summary
 from dlscale.core.text import many, number, percent, size
-from dlscale.measure.profilers.records import Activity, Profile
+from dlscale.measure.profiling import Activity, Profile
 from dlscale.measure.records import Throughput, Trials, Usage
 from dlscale.report.diagnosis import UNKNOWN, Bound, bound
 from dlscale.report.results import LEAST, LEAST_SECONDS, RunResult, crowd, others, read_run, setting

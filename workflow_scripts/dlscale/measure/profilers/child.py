@@ -1,6 +1,6 @@
-"""A process of its own for profilers that look at whole processes: `python -m dlscale.measure.profilers.child`.
+"""A process of its own for nsys, which looks at whole processes: `python -m dlscale.measure.profilers.child`.
 
-It makes the steps of a run that the stage's settings name, in a world of its own with the children of other ranks.
+It makes the steps of a run in a world of its own with the children of other ranks. Ranges of a step are NVTX ranges.
 """
 
 from __future__ import annotations
@@ -10,28 +10,31 @@ import json
 import logging
 import signal
 import sys
-import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import nvtx
+import torch
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
-from dlscale.core.errors import UserError
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.ranges import marking
 from dlscale.launch.contain import hold_on
-from dlscale.measure.profilers.nvtx_ranges import averaged, marker, recorded
 from dlscale.measure.window import Window
 from dlscale.parallel.rendezvous import join
+from dlscale.parallel.strategy import CommHook
 from dlscale.train.build import open_session
 
-#: What begins the line that says why it failed: a profiler may say more after it.
-FAILED = "profiled process: "
+#: Range within which nsys records a run that has no CUDA.
+CAPTURE = "dlscale capture"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a child is to do; its only word on the command line, as JSON."""
+    """Task of a child, as JSON on its command line."""
 
     config: str  #: The run's settings, or their file.
     manifest: str
@@ -41,22 +44,13 @@ class Asked:
     times: str | None  #: File for the seconds of the steps: before, recorded, after; None of one that is not recorded.
 
 
-def main() -> int:
-    """Return the process's exit status: 0, 2 after a user's mistake, 1 after any other failure."""
+def main() -> None:
+    """Make the steps that the only word on the command line asks for."""
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     hold_on()  # the stage holds the other end of standard input
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    try:
-        profiled(Asked(**json.loads(sys.argv[1])))
-    except Exception as error:
-        if not isinstance(error, UserError):
-            traceback.print_exc()
-        print(
-            f"\n{FAILED}{'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}", file=sys.stderr
-        )
-        return 2 if isinstance(error, UserError) else 1
-    return 0
+    profiled(Asked(**json.loads(sys.argv[1])))
 
 
 def profiled(asked: Asked) -> None:
@@ -72,15 +66,44 @@ def profiled(asked: Asked) -> None:
             window.run(run.profile.skip)
             times = [window.run()]
             world.barrier()  # all have come so far
-            with contextlib.ExitStack() as stack:
-                if asked.times:
-                    stack.enter_context(marking(marker()))
-                    stack.enter_context(recorded(world.device))
+            with recorded(world.device) if asked.times else contextlib.nullcontext():
                 times.append(window.run())
             times.append(window.run())
             if asked.times:
                 Path(asked.times).write_text(json.dumps(times))
 
 
+@contextlib.contextmanager
+def recorded(device: torch.device) -> Iterator[None]:
+    """Have nsys, which waits for it, record this context (`nsys.recording`)."""
+    with marking(nvtx.annotate), contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.profiler.start()
+            stack.callback(torch.cuda.profiler.stop)
+        else:
+            stack.enter_context(nvtx.annotate(CAPTURE))
+        yield
+
+
+def averaged(hook: CommHook) -> CommHook:
+    """Return `hook`, which averages a bucket of gradients, in a range `comm`.
+
+    The range lasts from the launch until the sum is there; with NCCL until the device has been told to make it.
+    """
+
+    def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        opened = nvtx.start_range("comm")  # it may end in another thread
+
+        def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            nvtx.end_range(opened)
+            return done.value()
+
+        # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until
+        # the thread that makes the steps, which then goes on, gives it away.
+        return hook(group, bucket).then(ended)
+
+    return within
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,8 @@
-"""Profiler `nsys`: some steps of a run under NVIDIA Nsight Systems, in processes of their own, read from its report.
+"""`nsys`: some steps of a run under NVIDIA Nsight Systems, in processes of their own, read from its report.
 
-Every rank starts a child (`child`), those to be profiled through `nsys profile`, where the rank itself is: in its
-container, if there is one. The children join a world of their own. A report `nsys.rankN.nsys-rep` of each stays.
+Every rank starts a child in its own container, those to be profiled through `nsys profile`. NVIDIA documents the
+exported database in "SQLite Schema Reference" and "SQLite Schema Event Values" of the Nsight Systems Analysis Guide
+(https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html).
 """
 
 from __future__ import annotations
@@ -14,38 +15,36 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from urllib.parse import quote
+
+import pandas as pd
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import answer
 from dlscale.core.process import MEET
-from dlscale.measure.profilers import child
-from dlscale.measure.profilers.nsys_database import summarize
-from dlscale.measure.profilers.nvtx_ranges import CAPTURE
-from dlscale.measure.profilers.records import ProfiledTool, TopEntry
-from dlscale.measure.profilers.tool import Found, overhead, report
+from dlscale.core.ranges import RANGES
+from dlscale.measure.profilers import Found, child, overhead, report
+from dlscale.measure.profilers.trace import summarise
+from dlscale.measure.profiling import ProfiledTool
 from dlscale.parallel.world import World
 
 NOT_FOUND = (
     "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool, or "
     "leave nsys out of profile.tools"
 )
-#: Where it lacks what makes reports.
-UNREPORTED = (
-    "nsys recorded, but cannot make a report here, where libraries are missing, as in a slim image: {} is kept, which "
-    "Nsight's window opens; for figures here, install all of Nsight Systems where the stage runs"
-)
-#: What it says where it does not even start: it waits for a lock in memory that all share.
-UNSTARTED = "Agent launcher failed"
-BLOCKED = "if no other nsys runs on this machine, remove what an earlier one left: rm /dev/shm/NSys-* /dev/shm/quadd-*"
-#: The status of a child that was ended because another one failed.
+#: Begin of a traceback's last line after a user's mistake.
+USER_ERROR = f"{UserError.__module__}.{UserError.__name__}: "
+#: Status of a child that was ended because another one failed.
 ENDED = -1000
 #: Seconds between asking a child to end and ending it.
 GRACE = 10.0
@@ -54,9 +53,9 @@ ENVIRONMENT = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
 
 
 def profile(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
-    """Profile a run; every rank calls it, and gets what its own report says.
+    """Profile a run; every rank calls it, and gets the findings in its own report.
 
-    No memory of the device should be in use: the children need it.
+    The children need the device's memory.
 
     Parameters
     ----------
@@ -82,29 +81,27 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
             folder.mkdir(parents=True, exist_ok=True)
             words = [*recording(tool, kept, world.device.type == "cuda"), *words]
         status, said = _run(words, world)
-        advice = f"; {BLOCKED}" if UNSTARTED in said else ""
-        failed = f"the profiled process ended with status {status}: {_last(said)}{advice}"
+        failed = f"the profiled process ended with status {status}: {_last(said)}"
         # A process that others waited for says why; they say nothing.
         problem = next(filter(None, world.gather("" if status in (0, ENDED) else failed)), None)
-        found, rows = ProfiledTool(name="nsys", problem=problem), list[TopEntry]()
-        if profiled and tool and not problem:
-            if kept.exists():
-                found, rows = _read(tool, world.rank, kept, Path(scratch) / "database.sqlite")
-            elif (raw := kept.with_suffix(".qdstrm")).exists():
-                files = {f"Recorded by Nsight Systems, rank {world.rank}": raw.name}
-                found = ProfiledTool(name="nsys", problem=UNREPORTED.format(raw.name), files=files)
-            else:
-                problem = f"nsys made no report: {_last(said)}; see the log, and run the stage again"
-                found = ProfiledTool(name="nsys", problem=problem)
-        cost = overhead(*json.loads(times.read_text())) if times.exists() else None
-        version = re.search(r"\d+(\.\d+)+", (answer([tool, "--version"]) if tool else None) or "")
-        return found.model_copy(update={"overhead": cost, "version": version.group() if version else ""}), rows
+        if problem or not profiled or not tool:
+            return ProfiledTool(name="nsys", problem=problem), []
+        if not kept.exists():
+            problem = f"nsys made no report: {_last(said)}; see the log, and run the stage again"
+            return ProfiledTool(name="nsys", problem=problem), []
+        found, rows = _read(tool, world.rank, kept, Path(scratch) / "database.sqlite")
+        cost = overhead(*json.loads(times.read_text()))
+        version = re.search(r"\d+(\.\d+)+", answer([tool, "--version"]) or "")
+        known = {"overhead": cost, "version": version.group() if version else ""}
+        return found.model_copy(update=known | {"files": {f"Nsight Systems, rank {world.rank}": kept.name}}), rows
 
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
-    """Return the words that have a command recorded into a report, while its window is open."""
+    """Return the words that have a command recorded into a report while its window is open."""
     traces = "cuda,nvtx,osrt,cublas,cudnn" if cuda else "nvtx,osrt"
-    window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
+    window = (
+        ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={child.CAPTURE}"]
+    )
     return [
         *(tool, "profile", f"--trace={traces}", "--sample=none", "--cpuctxsw=none"),
         *(*window, "--capture-range-end=stop", "--kill=none", *(["--cuda-graph-trace=node"] if cuda else [])),
@@ -112,37 +109,15 @@ def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
     ]
 
 
-def _read(tool: str, rank: int, kept: Path, database: Path) -> Found:
-    """Return what a report says."""
-    files = {f"Nsight Systems, rank {rank}": kept.name}
-    words = [tool, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(kept)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode or not database.exists():
-        logging.warning("nsys export: status %d\n%s", done.returncode, (done.stdout + done.stderr)[-2000:])
-        problem = f"nsys cannot export {kept.name}, which Nsight's window opens; see the log"
-        return ProfiledTool(name="nsys", problem=problem, files=files), []
-    try:
-        summary, top = summarize(database, rank)
-    except UserError as error:
-        problem = str(error).replace(str(database), kept.name)
-        return ProfiledTool(name="nsys", problem=problem, files=files), []
-    return summary.model_copy(update={"files": files}), top
-
-
-def _last(said: str) -> str:
-    """Return the line in which the child says why it failed, else the last one that says something."""
-    lines = [line.rpartition("\r")[2].strip() for line in said.split("\n")]
-    why = [line.removeprefix(child.FAILED) for line in lines if line.startswith(child.FAILED)]
-    return next((line for line in reversed(why or lines) if line), "it said nothing")
+# ---- the children ------------------------------------------------------------------------------------
 
 
 def _run(words: list[str], world: World) -> tuple[int, str]:
-    """Run this rank's child to its end together with those of the others; return its status and what it said.
+    """Run this rank's child to its end together with those of the others; return its status and its output.
 
-    Where one fails the others are ended: they would wait for it.
+    Where one fails the others, which would wait for it, are ended.
     """
-    # Through RANK or Slurm's variables the children know who they are, as their parents do. Where those met is not for
-    # them: they have a place of their own.
+    # Through RANK or Slurm's variables the children know who they are, as their parents do; they meet elsewhere.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")} | ENVIRONMENT
     number = world.gather(_free_port() if world.main else 0)[0]
     environment["MASTER_PORT"] = str(number)
@@ -182,13 +157,90 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started; nothing happens if they have ended."""
+    """End a process and all that it started."""
     for number, seconds in [(signal.SIGTERM, GRACE), (signal.SIGKILL, None)]:
         if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
     if process.stdin:
         with contextlib.suppress(OSError):
             process.stdin.close()
+
+
+def _last(said: str) -> str:
+    """Return the last line of a traceback, after which nsys says more; else the last line of all."""
+    lines = [line.rpartition("\r")[2].strip() for line in said.split("\n")]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(USER_ERROR)
+
+
+# ---- the report --------------------------------------------------------------------------------------
+
+
+def _read(tool: str, rank: int, kept: Path, database: Path) -> Found:
+    words = [tool, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(kept)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode or not database.exists():
+        logging.warning("nsys export: status %d\n%s", done.returncode, (done.stdout + done.stderr)[-2000:])
+        problem = f"nsys cannot export {kept.name}, which Nsight's window opens; see the log"
+        return ProfiledTool(name="nsys", problem=problem), []
+    try:
+        return summarise(events(database), "nsys", rank)
+    except (UserError, ValueError) as error:
+        return ProfiledTool(name="nsys", problem=str(error).replace(str(database), kept.name)), []
+
+
+def _case(column: str, names: Mapping[int, str], other: str) -> str:
+    return f"CASE {column} {' '.join(f'WHEN {key} THEN {name!r}' for key, name in names.items())} ELSE {other} END"
+
+
+#: ENUM_CUDA_MEMCPY_OPER and ENUM_CUDA_MEM_KIND.
+COPIES = {1: "Host-to-Device", 2: "Device-to-Host", 3: "Host-to-Array", 8: "Device-to-Device", 10: "Peer-to-Peer"}
+COPIES[11] = "Unified Host-to-Device"
+MEMORIES = {0: "pageable", 1: "pinned", 2: "device", 4: "managed"}
+PLACES = [_case(column, MEMORIES, "'unknown'") for column in ("srcKind", "dstKind")]
+COPY = f"{_case('copyKind', COPIES, 'copyKind')} || ' (' || {PLACES[0]} || ' to ' || {PLACES[1]} || ')'"
+#: Functions of the C library in which a thread waits for another.
+BLOCKING = ("pthread_cond_%wait", "pthread_join", "sem_%wait", "pthread_barrier_wait")
+STRING = "(SELECT value FROM StringIds WHERE id = {})".format
+CALLED = STRING("nameId")
+#: By table: kind, name and bytes of its events, whether they have a thread and a correlation, and which of them count.
+#: Of NVTX ranges those that one thread pushed and popped (59), and those that perhaps another one ended (60).
+TABLES = {
+    "NVTX_EVENTS": ("'range'", f"COALESCE(text, {STRING('textId')})", "0", "globalTid", "0", "eventType IN (59, 60)"),
+    "OSRT_API": (
+        f"CASE WHEN {' OR '.join(f'{CALLED} LIKE {name!r}' for name in BLOCKING)} THEN 'blocked' ELSE 'system' END",
+        *(CALLED, "0", "globalTid", "0", "1"),
+    ),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": ("'call'", CALLED, "0", "globalTid", "correlationId", "1"),
+    "CUPTI_ACTIVITY_KIND_KERNEL": ("'kernel'", STRING("demangledName"), "0", "NULL", "correlationId", "1"),
+    "CUPTI_ACTIVITY_KIND_MEMCPY": ("'copy'", COPY, "bytes", "NULL", "correlationId", "1"),
+    "CUPTI_ACTIVITY_KIND_MEMSET": ("'memset'", "'Memset'", "bytes", "NULL", "correlationId", "1"),
+}
+
+
+def events(path: Path) -> pd.DataFrame:
+    """Return the events of a database as a table of `dlscale.measure.profilers.trace`.
+
+    Anything else than a database of Nsight Systems is a `UserError`.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+            there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            # Threads are numbers of 64 bits, which a float would round.
+            found = [
+                pd.read_sql_query(
+                    f"SELECT {kind} AS kind, {name} AS name, start AS begin, end, CAST({thread} AS TEXT) AS thread, "
+                    f"COALESCE({correlation}, 0) AS correlation, {size} AS bytes, 0 AS own FROM {table} WHERE {which}",
+                    connection,
+                )
+                for table, (kind, name, size, thread, correlation, which) in TABLES.items()
+                if table in there
+            ]
+        rows = pd.concat(found, ignore_index=True)
+        rows = rows[(rows.end >= rows.begin) & ((rows.kind != "range") | rows.name.isin(RANGES))]
+        numbers = dict.fromkeys(("begin", "end", "correlation", "bytes", "own"), "int64")
+        return rows.assign(thread=pd.factorize(rows.thread)[0], name=rows.name.fillna("unknown")).astype(numbers)
+    except (sqlite3.Error, pd.errors.DatabaseError, ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{path}: not a database of Nsight Systems that can be read ({error})") from None

@@ -5,27 +5,38 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlscale.core.ranges import marking
-from dlscale.measure.profilers.kineto import read
-from dlscale.measure.profilers.tool import Found, Unavailable, report
-from dlscale.measure.profilers.trace import summarise
+from dlscale.core.ranges import RANGES, marking
+from dlscale.measure.profilers import Found, Unavailable, report
+from dlscale.measure.profilers.trace import COLUMNS, DEVICE, summarise
 
 REFUSED = (
     "PyTorch's profiler saw nothing of the GPU: CUPTI is refused, or another profiler has it; the log has its words. "
     "The driver's option NVreg_RestrictProfilingToAdminUsers=0 allows it, or --cap-add SYS_ADMIN in a container"
 )
+#: Kinds of events by category of Chrome's trace event format, as Kineto writes it.
+KINDS = {
+    **{"user_annotation": "range", "cpu_op": "operator", "cuda_runtime": "call", "cuda_driver": "call"},
+    **{"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"},
+}
+#: A row of `COLUMNS`.
+Row = tuple[str, str, int, int, int, int, int, int]
+#: Operations between processes, as the host names them.
+COMM = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")
 
 
 class TorchProfiler:
-    """See `dlscale.measure.profilers.tool.Tool`."""
+    """See `dlscale.measure.profilers.Tool`."""
 
     name = "torch"
 
@@ -47,18 +58,19 @@ class TorchProfiler:
         self._profile.export_chrome_trace(str(self._path))
         try:
             with gzip.open(self._path, "rt") as file:
-                seen = read(json.load(file)["traceEvents"])
+                events = read(json.load(file)["traceEvents"])
         except (OSError, ValueError) as error:
             raise Unavailable(
                 f"PyTorch's profiler left no whole trace ({error}): is the disk full? Or profile fewer steps "
                 "(profile.steps)"
             ) from None
-        if self._device.type == "cuda" and seen.work.empty:
+        device = events.kind.isin(DEVICE).any()
+        if self._device.type == "cuda" and not device:
             raise Unavailable(REFUSED)
-        tool, rows = summarise(seen, self.name, self._rank)
+        tool, rows = summarise(events, self.name, self._rank)
         files = {f"trace of rank {self._rank}, for Perfetto": self._path.name}
         known: dict[str, Any] = {"version": torch.__version__, "files": files}
-        if seen.work.empty:
+        if not device:
             known["seconds_per_step"] = statistics.median(seconds)
         return tool.model_copy(update=known), rows
 
@@ -67,12 +79,46 @@ class TorchProfiler:
         return profile(activities=kinds, acc_events=True)
 
 
-@contextlib.contextmanager
-def memory_history(path: Path) -> Iterator[None]:
-    """Write what each piece of a GPU's memory holds, and who asked for it: for https://pytorch.org/memory_viz."""
-    torch.cuda.memory._record_memory_history(stacks="python")
-    try:
-        yield
-        torch.cuda.memory._dump_snapshot(str(path))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return Kineto's events as a table of `dlscale.measure.profilers.trace`.
+
+    A call of CUDA's API and its work share the number `correlation`, of a replayed CUDA graph all kernels.
+    """
+    whole = [e for e in trace if e.get("ph") == "X" and e.get("cat") in KINDS]
+    zero = min((e["ts"] for e in whole), default=0.0)
+    threads: dict[Any, int] = {}
+    rows = list[Row]()
+    for e in whole:
+        kind, name, args, begin = KINDS[e["cat"]], e["name"], e.get("args", {}), e["ts"] - zero
+        if kind == "range" and name not in RANGES:
+            if not COMM.match(name):
+                continue
+            name = "comm"
+        # Whole nanoseconds from the first event, so that no digits are lost.
+        begin, end = round(1e3 * begin), round(1e3 * (begin + e["dur"]))
+        thread = threads.setdefault((e.get("pid"), e.get("tid")), len(threads))
+        rows.append((kind, name, begin, end, thread, args.get("correlation", 0), int(args.get("bytes", 0)), 0))
+    operators = _nested([row for row in rows if row[0] == "operator"])
+    return pd.DataFrame([*(row for row in rows if row[0] != "operator"), *operators], columns=list(COLUMNS))
+
+
+def _nested(operators: list[Row]) -> list[Row]:
+    """Return the operators with each one's own time, without those within it on its thread.
+
+    An operator that calls itself, which is how PyTorch passes it on from autograd to the kernel, is one.
+    """
+    kept, own = list[Row](), list[int]()
+    inside: dict[int, list[int]] = defaultdict(list)
+    for row in sorted(operators, key=lambda row: (row[2], -row[3])):
+        _, name, begin, end, thread, *_ = row
+        stack = inside[thread]
+        while stack and kept[stack[-1]][3] <= begin:
+            stack.pop()
+        if stack:
+            if kept[stack[-1]][1] == name:
+                continue
+            own[stack[-1]] -= end - begin
+        stack.append(len(kept))
+        kept.append(row)
+        own.append(end - begin)
+    return [(*row[:-1], time) for row, time in zip(kept, own, strict=True)]

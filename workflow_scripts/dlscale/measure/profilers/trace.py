@@ -1,145 +1,178 @@
-"""What a trace of some steps says, whichever profiler made it: time by range, device work, waits, idle times, overlaps.
+"""Events of some steps as one table, and its figures: time by range, device work, waits, idle times, overlaps.
 
-Times are nanoseconds from any zero. An event belongs to the step in which it began, the device's work to the step in
-which the host gave it out; a step lasts until the next begins. Device work belongs to the ranges that were open on the
-thread that gave it out, that of autograd's threads to those of the thread that makes the steps, which waits for them.
-What a loader's threads do is no part of a forward pass, but of the step.
-
-Events are tables with a row each, in any order: `begin`, `end`, `thread` (a number of the process's own), `name`.
+An event belongs to the step in which it began, device work to the step in which the host launched it. Device work
+belongs to the ranges that were open on the thread that launched it; autograd's threads work in those of the thread
+that makes the steps.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from dlscale.core.ranges import RANGES
-from dlscale.measure.profilers.intervals import Intervals, gaps, index_at, intersection, total, union
-from dlscale.measure.profilers.records import Activity, ProfiledTool, RangeTime, TopEntry
+from dlscale.measure.profiling import Activity, ProfiledTool, RangeTime, TopEntry
 
+#: Columns of a table of events; times are nanoseconds from any zero.
+#:
+#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), `blocked` and `system` (calls of
+#: the operating system, those in which a thread waits for another, and others), or one of `DEVICE`. `thread`: any
+#: number. `correlation`: what a call and the work that it launched share, 0 if none. `own`: time of an operator without
+#: that of those within it.
+COLUMNS = ("kind", "name", "begin", "end", "thread", "correlation", "bytes", "own")
+#: Kinds of work on the device.
+DEVICE = ("kernel", "copy", "memset")
 #: Calls in which the host waits for the device; copies that are not `Async` do, too.
 WAIT = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy(?!.*Async)|cuMemcpy(?!.*Async)")
 #: NCCL's kernels.
-NCCL = "(?i:nccl)"
-#: What the host was in where it was in no range.
+NCCL = re.compile("nccl", re.IGNORECASE)
+#: Copies from the host to the device, and those of them from memory that is not page-locked.
+TO_DEVICE, PAGEABLE = re.compile("HtoD|Host-to-"), re.compile(r"(HtoD|Host-to-\w+) \(pageable", re.IGNORECASE)
+#: Range of idle times in which the host was in no range.
 OUTSIDE = "outside of ranges"
-#: A thread, or a call, that is not known.
 UNKNOWN = -1
 SECOND = 1e9
 
-EVENTS = ("begin", "end", "thread", "name")
-#: `pushed`: whether a thread opened and closed it; those that may overlap others (`comm`) are not.
-RANGE = (*EVENTS, "pushed")
-#: `own`: the time of an operator without that of those within it.
-OPERATOR = (*EVENTS, "own")
-#: `kind`: `kernel`, `copy`, `memset`, `graph` (one that was traced as a whole); `launch`: when the host gave it out, or
-#: its begin; `call`: the number of the host's call, a graph's work has one; `to_device`: whether it is a copy from the
-#: host to the device, `pageable`: whether that is from memory that is not page-locked.
-WORK = (*EVENTS, "kind", "launch", "call", "bytes", "to_device", "pageable")
-
-Kind = Literal["range", "kernel", "operator", "copy", "gap"]
+#: Begins and ends, float64 [n, 2], in any order, overlapping or not.
+Intervals = np.ndarray
 
 
-def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = EVENTS) -> pd.DataFrame:
-    """Return a table of events."""
-    numbers = [name for name in columns if name not in ("name", "kind")]
-    return pd.DataFrame(list(rows), columns=list(columns)).astype(dict.fromkeys(numbers, np.int64))
+def union(x: Intervals) -> Intervals:
+    """Return the disjoint intervals, in order, that cover the same time; those that touch are merged."""
+    x = x[x[:, 1] > x[:, 0]]
+    if not len(x):
+        return x
+    x = x[np.argsort(x[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(x[:, 1])
+    first = np.r_[True, x[1:, 0] > ends[:-1]]  # begins after all before it have ended
+    return np.stack([x[first, 0], ends[np.r_[first[1:], True]]], axis=1)
+
+
+def total(x: Intervals) -> float:
+    """Return the time that is covered; what several intervals cover counts once."""
+    return float(np.diff(union(x)).sum())
+
+
+def overlap(a: Intervals, b: Intervals) -> float | None:
+    """Return the share of the time of `a` that `b` covers, too; None if `a` is empty."""
+    both = total(a) + total(b) - total(np.concatenate([a, b]))
+    return both / total(a) if len(union(a)) else None
+
+
+def index_at(x: Intervals, times: np.ndarray) -> np.ndarray:
+    """Return for each time [m] the number of the interval that holds it, begin and end included, int64 [m]; else -1.
+
+    The intervals are disjoint and in order.
+    """
+    if not len(x):
+        return np.full(len(times), -1)
+    found = np.searchsorted(x[:, 0], times, "right") - 1
+    return np.where((found >= 0) & (times <= x[found, 1]), found, -1)
 
 
 def spans(events: pd.DataFrame) -> Intervals:
-    """Return the time that events cover."""
+    """Return the disjoint intervals that events cover."""
     return union(events[["begin", "end"]].to_numpy(float))
 
 
-@dataclass(eq=False)
+def named(events: pd.DataFrame, pattern: re.Pattern[str]) -> pd.DataFrame:
+    """Return the events whose names contain a pattern."""
+    return events[np.array([bool(pattern.search(name)) for name in events.name], bool)]
+
+
 class Trace:
-    """The steps of one process, at least one, and what happened in them: what began in no step is left out."""
+    """The steps of one process, and what happened in them; events that began in no step are left out."""
 
-    ranges: pd.DataFrame  #: `RANGE`, with names of `RANGES`.
-    work: pd.DataFrame  #: `WORK` of the device.
-    threads: set[int]  #: That make the step beside the thread of the ranges `step`: autograd's.
-    waits: pd.DataFrame | None  #: The calls of any thread that wait for the device; None where they were not traced.
-    operators: pd.DataFrame | None = None  #: `OPERATOR`; None where they cannot be seen.
-    computing: Intervals | None = None  #: When a host without a device computed; None where that was not traced.
-
-    starts: np.ndarray = field(init=False)  #: Of the steps.
-    end: int = field(init=False)  #: Of the last step on the host.
-    main: int = field(init=False)  #: The thread of the steps.
-
-    def __post_init__(self) -> None:
-        steps = self.ranges[self.ranges.name == "step"]
+    def __init__(self, events: pd.DataFrame) -> None:
+        steps = events[(events.kind == "range") & (events.name == "step")].sort_values("begin")
         if steps.empty:
             raise ValueError("no step is in it: the profiler did not see the ranges of the process")
-        self.starts, self.end = np.sort(steps.begin), int(steps.end.max())
-        self.main = int(steps.sort_values("begin").thread.iloc[0])
-        self.ranges, self.work = self._stepped(self.ranges, "begin"), self._stepped(self.work, "launch")
-        if self.waits is not None:
-            makes_step = self.waits.thread.isin([self.main, *self.threads, UNKNOWN])
-            self.waits = self._stepped(self.waits[makes_step], "begin")
-        if self.operators is not None:
-            self.operators = self._stepped(self.operators, "begin")
+        self.starts, self.end, self.main = steps.begin.to_numpy(), int(steps.end.max()), int(steps.thread.iloc[0])
+        self.count = len(steps)
+        calls = events[(events.kind == "call") & (events.correlation > 0)].sort_values("begin")
+        calls = calls.drop_duplicates("correlation").set_index("correlation")
+        on_device, launch = events.kind.isin(DEVICE), events.correlation.map(calls.begin).fillna(events.begin)
+        thread = events.correlation.map(calls.thread).fillna(UNKNOWN)
+        events = events.assign(
+            launch=launch.where(on_device, events.begin),
+            thread=thread.where(on_device, events.thread),
+            length=events.own.where(events.kind == "operator", events.end - events.begin),
+        )
+        number = np.searchsorted(self.starts, events.launch, "right") - 1
+        inside = (number >= 0) & (events.launch <= self.end)
+        self.events = events.assign(step=number)[inside]
+        self.ranges, self.work, self.operators = self.of("range"), self.of(*DEVICE), self.of("operator")
+        self.engine = self._engine()
+        #: From the first step until the last is done on host and device.
+        self.window = int(self.starts[0]), max([self.end, *self.work.end])
+        #: A step, of which the host may be ahead of the device.
+        self.step_seconds = (self.window[1] - self.window[0]) / self.count / SECOND
 
-    def _stepped(self, events: pd.DataFrame, column: str) -> pd.DataFrame:
-        """Return the events that belong to steps by a time, with the number of each one's step."""
-        times = events[column].to_numpy()
-        step = np.where(times <= self.end, np.searchsorted(self.starts, times, "right") - 1, -1)
-        return events.assign(step=step)[step >= 0].reset_index(drop=True)
+    def of(self, *kinds: str) -> pd.DataFrame:
+        return self.events[self.events.kind.isin(kinds)]
+
+    def _engine(self) -> set[int]:
+        """Return autograd's threads.
+
+        Without operators, which name them, those that call the device in each range `backward` of the main thread and
+        nowhere else, and have no ranges.
+        """
+        if len(self.operators):
+            return set(named(self.operators, re.compile("^autograd::engine")).thread)
+        backward = self.ranges[(self.ranges.name == "backward") & (self.ranges.thread == self.main)]
+        passes, found = spans(backward), set[int]()
+        for thread, calls in self.of("call").groupby("thread"):
+            within = set(index_at(passes, calls.begin.to_numpy()).tolist())
+            if within == set(range(len(passes))) and thread not in self._pushed.thread.to_numpy():
+                found.add(thread)  # type: ignore[arg-type]
+        return found
 
     @property
-    def count(self) -> int:
-        """How many steps there are."""
-        return len(self.starts)
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """From the first step until the last is done on host and device."""
-        return int(self.starts[0]), max(self.end, int(self.work.end.max()) if len(self.work) else 0)
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step: the host may be ahead of the device, which is still at work when the last one ends."""
-        return (self.window[1] - self.window[0]) / self.count / SECOND
-
-    def named(self, name: str) -> pd.DataFrame:
-        return self.ranges[self.ranges.name == name]
+    def _pushed(self) -> pd.DataFrame:
+        """Ranges that nest on their thread; communication overlaps others."""
+        return self.ranges[self.ranges.name != "comm"]
 
     def device_seconds(self, name: str) -> float | None:
-        """Return the seconds a step of the device's work that was given out within a range; None without a device."""
+        """Return the seconds a step of the device's work that was launched within a range; None without a device."""
         if self.work.empty:
             return None
-        work, ranges = self.work, self.named(name)
-        inside = np.full(len(work), name == "step")  # to a step belongs all of it
+        work, ranges = self.work, self.ranges[self.ranges.name == name]
+        inside = np.full(len(work), name == "step")  # all work belongs to its step
         for thread in set(work.thread) - {UNKNOWN}:
-            of = ranges[(ranges.thread == self.main) & (ranges.pushed == 1)] if thread in self.threads else ranges[:0]
-            covered = union(np.concatenate([spans(ranges[ranges.thread == thread]), spans(of)]))
+            main = (ranges.thread == self.main) & (thread in self.engine) & (name != "comm")
+            covered = spans(ranges[(ranges.thread == thread) | main])
             inside |= (work.thread == thread) & (index_at(covered, work.launch.to_numpy()) >= 0)
-        return float((work.end - work.begin)[inside].sum()) / self.count / SECOND
+        return float(work.length[inside].sum()) / self.count / SECOND
 
-    def idle(self) -> dict[str, Intervals]:
-        """Return when the device did nothing, by the innermost range that the thread of the steps was in."""
-        if self.work.empty:
-            return {}
-        rows = self.ranges[(self.ranges.pushed == 1) & (self.ranges.thread == self.main)]
-        points = np.unique(np.r_[self.window, rows.begin, rows.end])
-        names = np.full(len(points), OUTSIDE, object)
-        # What lies within another range begins later, or ends earlier: of those that are open the last one counts.
+    def idle(self) -> pd.DataFrame:
+        """Return when the device did nothing as events, named by the innermost range that the main thread was in."""
+        busy, rows = spans(self.work), self._pushed[self._pushed.thread == self.main]
+        edges = np.unique(np.r_[self.window, rows.begin, rows.end, busy.ravel()]).clip(*self.window)
+        begins, ends, names = edges[:-1], edges[1:], np.full(len(edges) - 1, OUTSIDE, object)
+        # An inner range begins later, or ends earlier: of those that are open the last one counts.
         for row in rows.sort_values(["begin", "end"], ascending=[True, False]).itertuples():
-            names[(points >= row.begin) & (points < row.end)] = row.name
-        pieces = np.stack([points[:-1], points[1:]], axis=1).astype(float)
-        idle = gaps(spans(self.work), *self.window)
-        found = {name: intersection(idle, pieces[names[:-1] == name]) for name in dict.fromkeys(names[:-1])}
-        return {name: times for name, times in found.items() if len(times)}
+            names[(begins >= row.begin) & (begins < row.end)] = row.name
+        # The last step's work may outlive it.
+        step = np.searchsorted(self.starts, begins, "right") - 1
+        pieces = pd.DataFrame({"name": names, "begin": begins, "end": ends, "length": ends - begins, "step": step})
+        return pieces[(index_at(busy, (begins + ends) / 2) < 0) & (pieces.length > 0)]
 
 
-def summarise(trace: Trace, tool: str, rank: int = 0) -> tuple[ProfiledTool, list[TopEntry]]:
-    """Return what a profiler's trace of a rank says; with a device a step's time is that of `Trace.step_seconds`."""
+def summarise(events: pd.DataFrame, tool: str, rank: int = 0) -> tuple[ProfiledTool, list[TopEntry]]:
+    """Return what the events of a rank say, as `profile.json` and `profile_summary.csv` have it.
+
+    Raises
+    ------
+    ValueError
+        No step is among them.
+    """
+    trace = Trace(events)
+    idle = trace.idle() if len(trace.work) else None
+    rows = _rows(trace, tool, rank, idle)
     usual = float(np.median(np.diff(np.r_[trace.starts, trace.end]))) / SECOND
-    found = _rows(trace, tool, rank)
     summary = ProfiledTool(
         name=tool,
         steps=trace.count,
@@ -147,106 +180,106 @@ def summarise(trace: Trace, tool: str, rank: int = 0) -> tuple[ProfiledTool, lis
         seconds_per_step=trace.step_seconds if len(trace.work) else usual,
         ranges={
             row.name: RangeTime(seconds=row.seconds, std=row.std, device_seconds=trace.device_seconds(row.name))
-            for row in found
+            for row in rows
             if row.kind == "range"
         },
-        activity=_activity(trace),
+        activity=_activity(trace, idle),
     )
-    return summary, found
+    return summary, rows
 
 
-def _activity(trace: Trace) -> Activity:
+def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
     """Return means over the steps."""
-    count, work, waits = trace.count, trace.work, trace.waits
-    kernels = work[work.kind == "kernel"]
-    nccl = kernels.name.str.contains(NCCL).astype(bool)
-    sums = spans(kernels[nccl]) if len(work) else spans(trace.named("comm"))
-    beside = spans(kernels[~nccl]) if len(work) else trace.computing
-    found: dict[str, Any] = {
-        "items": None if trace.operators is None else _items(trace, trace.operators) / count,
-        "comm_seconds": total(sums) / count / SECOND if len(sums) else None,
-        "comm_overlap": None if beside is None else _share(sums, beside),
-    }
-    if work.empty:
-        return Activity(**found)
-    copies = work[work.to_device == 1]
-    begin, end = trace.window
+    each, work = trace.count * SECOND, trace.work
+    waits = named(trace.of("call"), WAIT)
+    waits = waits[waits.thread.isin([trace.main, *trace.engine])]
+    items = _items(trace, waits) / trace.count if len(trace.operators) else None
+    if idle is None:
+        sums = spans(trace.ranges[trace.ranges.name == "comm"])
+        seconds = total(sums) / each if len(sums) else None
+        return Activity(items=items, comm_seconds=seconds, comm_overlap=_beside_the_host(trace, sums))
+    kernels, copies = work[work.kind == "kernel"], named(work[work.kind == "copy"], TO_DEVICE)
+    nccl = named(kernels, NCCL)
     return Activity(
-        **found,
-        launches=len(set(work.call) - {UNKNOWN}) / count,
-        syncs=None if waits is None else len(waits) / count,
-        sync_seconds=None if waits is None else float((waits.end - waits.begin).sum()) / count / SECOND,
-        device_busy=total(spans(work)) / (end - begin),
-        idle_seconds={name: total(times) / count / SECOND for name, times in trace.idle().items()},
-        copy_bytes=float(copies.bytes.sum()) / count,
-        pageable_bytes=float(copies.bytes[copies.pageable == 1].sum()) / count,
-        copy_seconds=total(spans(copies)) / count / SECOND,
-        copy_overlap=_share(spans(copies), spans(kernels)),
+        items=items,
+        launches=work.correlation[work.thread != UNKNOWN].nunique() / trace.count,
+        syncs=len(waits) / trace.count,
+        sync_seconds=float(waits.length.sum()) / each,
+        device_busy=total(spans(work)) / (trace.window[1] - trace.window[0]),
+        idle_seconds={str(name): length / each for name, length in idle.groupby("name").length.sum().items()},
+        copy_bytes=float(copies.bytes.sum()) / trace.count,
+        pageable_bytes=float(named(copies, PAGEABLE).bytes.sum()) / trace.count,
+        copy_seconds=total(spans(copies)) / each,
+        copy_overlap=overlap(spans(copies), spans(kernels)),
+        comm_seconds=total(spans(nccl)) / each if len(spans(nccl)) else None,
+        comm_overlap=overlap(spans(nccl), spans(kernels.drop(nccl.index))),
     )
 
 
-def _rows(trace: Trace, tool: str, rank: int) -> list[TopEntry]:
-    """Return the rows of the summary: ranges, then the others by kind, the longest first."""
-    work, kernels = trace.work, spans(trace.work[trace.work.kind == "kernel"])
-
-    def row(kind: Kind, name: str, events: pd.DataFrame, lengths: pd.Series, note: str = "") -> TopEntry:
-        """Return the row of some events, which last so long."""
-        times = lengths.groupby(events.step).sum().reindex(range(trace.count), fill_value=0) / SECOND
-        mean, std = float(times.mean()), float(times.std()) if trace.count > 1 else 0.0
-        values = {"calls": len(events) / trace.count, "seconds": mean, "std": std, "share": mean / trace.step_seconds}
-        return TopEntry(tool=tool, rank=rank, kind=kind, name=name, note=note, **values)
-
-    def rows(kind: Kind, events: pd.DataFrame, lengths: pd.Series) -> list[TopEntry]:
-        groups = events.groupby("name")
-        return [row(kind, str(name), group, lengths[group.index], _copied(group)) for name, group in groups]
-
-    def _copied(group: pd.DataFrame) -> str:
-        if "kind" not in group or group.kind.iloc[0] not in ("copy", "memset"):
-            return ""
-        hidden, size = 100 * (_share(spans(group), kernels) or 0.0), group.bytes.sum() / trace.count / 1e6
-        return f"{size:.4g} MB a step, {hidden:.0f} % of the time beside kernels"
-
-    found = list[TopEntry]()
-    for name in RANGES:
-        if len(events := trace.named(name)):
-            # In which it was open on the host: those that overlap count once.
-            covered = events.groupby("step")[["begin", "end"]].apply(lambda each: total(each.to_numpy(float)))
-            opened = pd.DataFrame({"step": covered.index, "length": covered.to_numpy()})
-            device = trace.device_seconds(name)
-            note = "" if device is None else f"{1e3 * device:.4g} ms of work on the device"
-            one = row("range", name, opened, opened.length, note)
-            found.append(one.model_copy(update={"calls": len(events) / trace.count}))
-    others = list[TopEntry]()
-    if trace.operators is not None:
-        others += rows("operator", trace.operators, trace.operators.own)
-    for kind, of in (("kernel", ("kernel", "graph")), ("copy", ("copy", "memset"))):
-        some = work[work.kind.isin(of)]
-        others += rows(kind, some, some.end - some.begin)  # type: ignore[arg-type]
-    for name, idle in trace.idle().items():
-        lengths = pd.Series(idle[:, 1] - idle[:, 0])
-        step = np.searchsorted(trace.starts, idle[:, 0], "right") - 1  # the last step's work may outlive it
-        pieces = pd.DataFrame({"step": step})
-        others.append(row("gap", name, pieces, lengths, f"longest {lengths.max() / 1e6:.4g} ms"))
-    order = ["operator", "kernel", "copy", "gap"]
-    return [*found, *sorted(others, key=lambda each: (order.index(each.kind), -each.seconds))]
+def _beside_the_host(trace: Trace, sums: Intervals) -> float | None:
+    """Return the share of communication in which a host without a device computed as well; None if nothing tells."""
+    if len(trace.operators):
+        return overlap(sums, spans(named(trace.operators, re.compile("^aten::"))))
+    if len(trace.of("blocked", "system")) and len(sums):
+        blocked = trace.of("blocked")
+        return 1 - (overlap(sums, spans(blocked[blocked.thread == trace.main])) or 0.0)
+    return None
 
 
-def _items(trace: Trace, operators: pd.DataFrame) -> int:
-    """Return how many numbers were read from tensors, for which a host waits if they are a GPU's.
+def _items(trace: Trace, waits: pd.DataFrame) -> int:
+    """Return how many numbers were read from tensors and made the host wait.
 
-    With a device these are the reads in which the host did wait. On a CPU nothing tells them apart; a loader's and an
-    optimiser's own numbers are the host's everywhere: what is read within these ranges does not count.
+    Without a device nothing tells them apart: all count but those that the loader and the optimiser read.
     """
-    reads, waits = operators[operators.name == "aten::_local_scalar_dense"], trace.waits
-    if waits is None or trace.work.empty:
+    reads = trace.operators[trace.operators.name == "aten::_local_scalar_dense"]
+    if trace.work.empty:
         of_host = spans(trace.ranges[trace.ranges.name.isin(["data", "optimizer"])])
         return int((index_at(of_host, reads.begin.to_numpy()) < 0).sum())
     return sum(
-        bool(((waits.thread == thread) & (waits.begin >= begin) & (waits.begin <= end)).any())
-        for begin, end, thread in reads[["begin", "end", "thread"]].to_numpy().tolist()
+        bool(((waits.thread == thread) & waits.begin.between(begin, end)).any())
+        for thread, begin, end in reads[["thread", "begin", "end"]].to_numpy().tolist()
     )
 
 
-def _share(a: Intervals, b: Intervals) -> float | None:
-    """Return the share of the time of `a` in which `b` is, too."""
-    return total(intersection(a, b)) / whole if (whole := total(a)) else None
+def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list[TopEntry]:
+    """Return the rows of the summary: ranges, then operators, kernels, copies and gaps, each the longest first."""
+    found, kernels = list[TopEntry](), spans(trace.work[trace.work.kind == "kernel"])
+
+    def add(kind: Literal["range", "operator", "kernel", "copy", "gap"], events: pd.DataFrame, times: Any) -> None:
+        """Add a row for each name; `times` are ns by name and step."""
+        if events.empty:
+            return
+        table = times.unstack(fill_value=0).reindex(columns=range(trace.count), fill_value=0) / SECOND
+        means, spread = table.mean(axis=1), table.std(axis=1).fillna(0.0)
+        order = (
+            [name for name in RANGES if name in means] if kind == "range" else means.sort_values(ascending=False).index
+        )
+        groups = dict(iter(events.groupby("name")))
+        for name in order:
+            values = {"calls": len(groups[name]) / trace.count, "seconds": means[name], "std": spread[name]}
+            note = _note(trace, kind, name, groups[name], kernels)
+            share = means[name] / trace.step_seconds
+            found.append(TopEntry(tool=tool, rank=rank, kind=kind, name=name, note=note, share=share, **values))
+
+    def lengths(events: pd.DataFrame) -> Any:
+        return events.groupby(["name", "step"]).length.sum()
+
+    # In which a range was open on the host: those that overlap count once.
+    opened = trace.ranges.groupby(["name", "step"])[["begin", "end"]].apply(lambda each: total(each.to_numpy(float)))
+    add("range", trace.ranges, opened)
+    add("operator", trace.operators, lengths(trace.operators))
+    add("kernel", of := trace.of("kernel"), lengths(of))
+    add("copy", of := trace.of("copy", "memset"), lengths(of))
+    if idle is not None:
+        add("gap", idle, lengths(idle))
+    return found
+
+
+def _note(trace: Trace, kind: str, name: str, events: pd.DataFrame, kernels: Intervals) -> str:
+    if kind == "gap":
+        return f"longest {events.length.max() / 1e6:.4g} ms"
+    if kind == "copy":
+        beside, size = 100 * (overlap(spans(events), kernels) or 0.0), events.bytes.sum() / trace.count / 1e6
+        return f"{size:.4g} MB a step, {beside:.0f} % of the time beside kernels"
+    device = trace.device_seconds(name) if kind == "range" else None
+    return "" if device is None else f"{1e3 * device:.4g} ms of work on the device"

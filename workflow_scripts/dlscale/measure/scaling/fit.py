@@ -1,8 +1,6 @@
-"""The costs of a model of scaling, found from a few measurements and from what is known beforehand.
+"""Costs of the scaling model from a few measurements and log-normal priors: the maximum of the posterior.
 
-Costs are looked for in logarithms. Each has a prior, log-normal, and each measurement an error that is relative; the
-most probable costs are the least sum of squares (MAP), and a prediction is what they lead to. Near them all is taken as
-linear, and the posterior as normal: so is the logarithm of a prediction, whose band holds the middle 90 %.
+Near it the logarithms of costs and predictions are taken as normal (Laplace's approximation); bands hold 90 %.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ NAMES = tuple(field.name for field in fields(Costs))
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known of a cost beforehand: it is as likely above `middle` as below, and 68 % within the `factor`."""
+    """Prior of a cost: log-normal, with its median and the factor that is one standard deviation."""
 
     middle: float
     factor: float
@@ -58,8 +56,8 @@ PROCESSES = {
 NOISE = 0.03
 #: Of a validation, which is short: six on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
 VALIDATION_NOISE = 0.2
-#: What the model itself is wrong by: standard deviation, relative, when devices double, or those that share a model;
-#: of several doublings the square root. The published series' own: `tests/test_scaling_model.py` finds it.
+#: The model's own error: standard deviation, relative, of one doubling of devices, or of those that share a model; it
+#: grows with the root of their number. From the published series (`tests/test_scaling_model.py`).
 MISFIT = 0.06
 #: Of logarithms of costs, for slopes.
 STEP = 1e-4
@@ -83,21 +81,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A quantity: the median of what it may be, and what it is below and above with 5 %."""
+    """Median of a quantity, and its 5 % and 95 % quantiles."""
 
     value: float
     low: float
     high: float
 
     def widened(self, deviation: float) -> Prediction:
-        """Return it with a further error, of this standard deviation, relative."""
+        """Return it with a further relative error, of this standard deviation."""
         down, up = (math.hypot(math.log(end / self.value), BAND * deviation) for end in (self.low, self.high))
         return Prediction(self.value, self.value * math.exp(-down), self.value * math.exp(up))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Most probable costs, and how uncertain they are."""
+    """Most probable costs, and their uncertainty."""
 
     machine: Machine
     work: Workload
@@ -106,7 +104,7 @@ class Fit:
     points: tuple[Point, ...]
 
     def doublings(self, job: Job) -> float:
-        """Return how far a job is from what was measured: doublings of devices, and of those that share a model."""
+        """Return the doublings from the measured points to a job: of devices, and of those that share a model."""
         devices, shared = (
             max(sizes) for sizes in zip(*((p.job.devices, p.job.shared) for p in self.points), strict=True)
         )
@@ -122,7 +120,7 @@ class Fit:
         return Prediction(value, value, value).widened(math.sqrt(slopes @ self.covariance @ slopes))
 
     def rate(self, job: Job, of: Measure = STEPS, misfit: float = MISFIT) -> Prediction:
-        """Return samples/s over all devices, as they would be measured."""
+        """Return samples/s over all devices, as measured."""
         noise = VALIDATION_NOISE if of.mode == "VALIDATION" else NOISE
         found = self.predict(lambda costs: rate(self.machine, self.work, costs, job, of))
         return found.widened(math.hypot(noise, misfit * math.sqrt(self.doublings(job))))

@@ -1,9 +1,8 @@
-"""What devices pay to talk to each other: levels of topology, and the time of collectives on them.
+"""Time of collectives on the levels of a machine's topology.
 
 A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Collectives follow
-from that as in Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521). Of several levels each reduces
-what the one above sees (reduce-scatter in a node, all-reduce between nodes, all-gather in a node), and pieces of a
-message are on all levels at once, so that the slowest level counts, as in AMD's Primus and in ASTRA-sim.
+as in Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521): reduce-scatter in a node, all-reduce between
+nodes, all-gather in a node, on all levels at once, so that the slowest counts, as in AMD's Primus and in ASTRA-sim.
 """
 
 from __future__ import annotations
@@ -25,27 +24,13 @@ ANY = 2**31
 
 @dataclass(frozen=True)
 class Level:
-    """Links of one kind: between the devices of a node, the nodes of a group of switches, these groups.
-
-    Attributes
-    ----------
-    size
-        Units that it joins: devices of a node, nodes of a group. The last level may join any number.
-    latency
-        alpha, seconds a message.
-    seconds_per_byte
-        beta of one device while all devices talk at once, each by its own: of a network 1 / (bandwidth of a node /
-        devices of a node).
-    """
+    """Links of one kind: between the devices of a node, the nodes of a group of switches, these groups."""
 
     name: str
-    size: int
-    latency: float
+    size: int  #: Units that it joins: devices of a node, nodes of a group. The last level may join any number.
+    latency: float  #: alpha, seconds a message.
+    #: beta of one device while all send: of a network 1 / (bandwidth of a node / devices of a node).
     seconds_per_byte: float
-
-    def scaled(self, factor: float) -> Level:
-        """Return the level with `factor` times the time a byte."""
-        return replace(self, seconds_per_byte=self.seconds_per_byte * factor)
 
 
 @dataclass(frozen=True)
@@ -59,16 +44,18 @@ class Machine:
         """Devices of a node."""
         return self.levels[0].size
 
-    def nodes_of(self, per_node: int | None) -> Machine:
-        """Return the machine of which so many devices of a node are used; None: all of them.
+    def used(self, per_node: int | None = None, near: float = 1.0, far: float = 1.0) -> Machine:
+        """Return the machine with so many devices of a node in use (None: all), each with its own links.
 
-        A device's own links stay as they are: what the others of its node would send, it does not.
+        `near` and `far` are factors of the time a byte within a node and between nodes.
         """
         first, *others = self.levels
-        return Machine((replace(first, size=per_node or first.size), *others))
+        levels = [replace(first, size=per_node or first.size, seconds_per_byte=first.seconds_per_byte * near)]
+        levels += [replace(each, seconds_per_byte=each.seconds_per_byte * far) for each in others]
+        return Machine(tuple(levels))
 
     def measured(self, links: Links) -> Machine:
-        """Return the machine with what a run's self-test measured of levels in place of what was known of them."""
+        """Return the machine with the levels that a run's self-test measured."""
         found: dict[str, LinkLevel] = {level.name: level for level in links.levels}
         return Machine(
             tuple(
@@ -80,13 +67,9 @@ class Machine:
         )
 
     def members(self, ranks: int, stride: int = 1) -> list[int]:
-        """Return how many units a group has on each level; their product is at least `ranks`.
+        """Return a group's number of units on each level; their product is at least `ranks`.
 
-        Parameters
-        ----------
-        stride
-            Between the group's ranks: devices that share a model are neighbours (1), those with the same part of
-            different copies are as far apart as a copy has devices.
+        `stride` is the distance of its ranks: 1 of devices that share a model, of copies a copy's number of devices.
         """
         found, reach = list[int](), 1
         for level in self.levels[:-1]:
@@ -98,16 +81,15 @@ class Machine:
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
-        Below the top level: a reduce-scatter and an all-gather by rings, together 2 (n - 1) (alpha + size / n beta).
-        At the top the faster of a ring and a double binary tree (Sanders, Speck and Traeff 2009,
-        doi:10.1016/j.parco.2009.09.001), as NCCL chooses: 2 ceil(log2 n) alpha + 2 size beta.
+        By rings, 2 (n - 1) (alpha + size / n beta) on each level; at the top by a double binary tree where that is
+        faster (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001): 2 ceil(log2 n) alpha + 2 size beta.
         """
         return self._time(size, ranks, stride, sweeps=2)
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds in which each of `ranks` devices gets all `size` bytes, of which each had its part.
+        """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes as long.
 
-        By rings: (n - 1) (alpha + size / n beta) on each level. A reduce-scatter takes as long.
+        By rings: (n - 1) (alpha + size / n beta) on each level.
         """
         return self._time(size, ranks, stride, sweeps=1)
 
@@ -131,7 +113,7 @@ class Machine:
 
 
 class LevelSettings(Strict):
-    """A level, as it is written down."""
+    """A level in a file."""
 
     name: str
     size: PositiveInt = Field(ANY, description="Units of the level before that it joins; of the last one any number.")
@@ -143,7 +125,7 @@ class LevelSettings(Strict):
 
 
 class MachineSettings(Strict):
-    """A machine, as it is written down: in `machines.yaml`, or in a file of one's own."""
+    """A machine in `machines.yaml`, or in a file of one's own."""
 
     source: str = Field(description="Where the figures are from.")
     devices: list[str] = Field([], description="Parts of the names of devices that are taken to be in such a machine.")

@@ -1,7 +1,7 @@
-"""How long a step, an epoch and a training take on any number of devices, and what memory they need.
+"""Time of a step, an epoch and a training on any number of devices, and their memory, by arithmetic on `Costs`.
 
-All of it is arithmetic on a machine, a workload and eleven `Costs`, which `dlscale.measure.scaling.fit` finds. A step
-takes as long as the slowest device, and what communication does not hide behind the backward pass; loading bounds both.
+A step takes as long as the slowest device, and the communication that the backward pass does not hide; loading bounds
+both.
 """
 
 from __future__ import annotations
@@ -27,42 +27,21 @@ Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"
 
 @dataclass(frozen=True)
 class Costs:
-    """What a fit finds; all are positive.
+    """Costs that a fit finds; all are positive."""
 
-    Attributes
-    ----------
-    fixed, sample
-        Computing of a device, seconds a step and seconds a sample: launches and the update, and the rest.
-    load
-        Of a device's samples, seconds each.
-    blend
-        How well loading and computing hide each other: step^p = loading^p + computing^p with p = 1 + blend.
-    start
-        Seconds in which a loader starts one of its workers, which it does one after the other.
-    spread
-        Standard deviation of the devices' times of a step, relative to its mean.
-    host
-        What each further device of a node slows the loading of the others down by, relative: they share its processors.
-        Where devices are processes on these, the computing, too.
-    near, far
-        Times a byte within a node and between nodes, in multiples of the machine's own.
-    slowdown
-        Seconds that computing loses for each second of communication beside it.
-    split
-        What each doubling of the devices that share a model adds to their computing, relative.
-    """
-
-    fixed: float
-    sample: float
-    load: float
-    blend: float
-    start: float
-    spread: float
+    fixed: float  #: Computing of a device, s a step: launches and the update,
+    sample: float  #: and s a sample: the rest.
+    load: float  #: Loading of a device, s a sample.
+    blend: float  #: Overlap of loading and computing: step^p = loading^p + computing^p with p = 1 + blend.
+    start: float  #: Seconds in which a loader starts one worker, one after the other.
+    spread: float  #: Standard deviation of the devices' times of a step, relative.
+    #: Slowdown of loading by each further device of a node, relative: they share its processors. Where devices are
+    #: processes on these, of computing, too.
     host: float
-    near: float
-    far: float
-    slowdown: float
-    split: float
+    near: float  #: Time a byte within a node, in multiples of the machine's own;
+    far: float  #: between nodes.
+    slowdown: float  #: Seconds that computing loses for each second of communication beside it.
+    split: float  #: Increase of computing with each doubling of the devices that share a model, relative.
 
 
 @dataclass(frozen=True)
@@ -86,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: what it sends and keeps, whatever machine it is on."""
+    """Bytes that a training sends and keeps, whatever machine it is on."""
 
     gradients: float  #: Bytes that are averaged.
     buckets: tuple[float, ...]  #: Their shares of it, in the order in which they are ready.
@@ -107,15 +86,10 @@ class Workload:
 
 
 def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
-    """Return the shares of DistributedDataParallel's buckets: a small one first, so that sending begins early.
+    """Return the shares of DistributedDataParallel's buckets, a small one first.
 
     A bucket is full with the tensor that reaches its size (torch/csrc/distributed/c10d/reducer.cpp,
-    compute_bucket_assignment_by_size).
-
-    Parameters
-    ----------
-    tensors
-        Bytes of each gradient, in the order in which they are ready.
+    compute_bucket_assignment_by_size). `tensors` are the bytes of gradients in the order of readiness.
     """
     parts, filling, limit = list[float](), 0.0, first
     for size in tensors:
@@ -128,7 +102,7 @@ def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2*
 
 
 def evenly(size: float) -> list[float]:
-    """Return gradients of `size` bytes in all, of a mebibyte each: where their tensors are not known."""
+    """Return gradients of a mebibyte each, `size` bytes in all, where the tensors are not known."""
     count = max(1, round(size / 2**20))
     return [size / count] * count
 
@@ -161,7 +135,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured, and of an epoch or a validation the samples."""
+    """Quantity that is measured, and of an epoch or a validation the samples."""
 
     mode: Mode = "FULL"
     samples: float = 0.0
@@ -173,7 +147,7 @@ STEPS = Measure()
 
 @dataclass(frozen=True)
 class Step:
-    """Where the time of a step goes, seconds; their sum is the step."""
+    """Parts of a step, seconds."""
 
     compute: float  #: The mean device's.
     waiting: float  #: For the slowest device.
@@ -194,14 +168,14 @@ class Step:
 def expected_maximum(count: int) -> float:
     """Return the mean of the greatest of `count` standard normal numbers: the integral of x d(Phi(x)^n).
 
-    See David and Nagaraja 2003, Order Statistics, section 3.1. Right to 1e-6 for any count up to 1e9.
+    David and Nagaraja 2003, Order Statistics, section 3.1. Right to 1e-6 for counts up to 1e9.
     """
     x = np.linspace(-9, 9, 18001)
     return float(np.trapezoid(np.heaviside(x, 0.5) - np.exp(count * log_ndtr(x)), x))
 
 
 def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
-    """Return when the last of some buckets is sent: one after the other, none before it is ready."""
+    """Return when the last bucket is sent: one after the other, none before it is ready."""
     now = 0.0
     for begin, cost in zip(ready, costs, strict=True):
         now = max(now, begin) + cost
@@ -209,8 +183,8 @@ def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
 
 
 def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
-    """Return where the time of a step goes."""
-    compute, links = _compute(machine, work, costs, job), _links(machine, costs, job)
+    """Return the parts of a step."""
+    compute, links = _compute(machine, work, costs, job), machine.used(job.per_node, costs.near, costs.far)
     exposed, hidden = _gradients(links, work, job, compute)
     exposed += _model(links, work, job)
     waiting = compute * costs.spread * expected_maximum(job.devices)
@@ -218,13 +192,6 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     alone = compute + waiting + slowed + exposed
     load = _load(machine, work, costs, job)
     return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
-
-
-def _links(machine: Machine, costs: Costs, job: Job) -> Machine:
-    """Return the machine as the job uses it, with the links that it was found to have."""
-    used = machine.nodes_of(job.per_node)
-    levels = [level.scaled(costs.near if place == 0 else costs.far) for place, level in enumerate(used.levels)]
-    return Machine(tuple(levels))
 
 
 def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
@@ -241,18 +208,18 @@ def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
 
 
 def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    """Return the seconds to the first batch: workers start, and one that is one of many makes it alone."""
+    """Return the seconds to the first batch: workers start, and one of them makes it alone."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
 def _blended(first: float, second: float, blend: float) -> float:
-    """Return the seconds of two that hide each other: from their sum (0) to the longer one."""
+    """Return the seconds of two overlapping times: from their sum (blend 0) to the longer one."""
     most, power = max(first, second), 1 + blend
     return most * ((first / most) ** power + (second / most) ** power) ** (1 / power)
 
 
 def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tuple[float, float]:
-    """Return the seconds of communication over the copies of a model that nothing hides, and those that are hidden.
+    """Return the seconds of communication over the copies of a model, exposed and hidden.
 
     A share of the gradients' bytes is ready after the same share of the backward pass. With FSDP each unit's weights
     are gathered before it computes, forward and (unless they were kept) backward, and its gradients reduced after.
@@ -280,11 +247,11 @@ def _exposed(seconds: float, ends: np.ndarray, sent: Sequence[float]) -> float:
 
 
 def _model(machine: Machine, work: Workload, job: Job) -> float:
-    """Return the seconds in which devices that share a model send each other tokens; nothing hides them.
+    """Return the seconds of communication between devices that share a model; nothing hides them.
 
     Tensor-parallel devices sum the tokens twice in either half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
-    figure 3); the reduce-scatters and all-gathers of sequence parallelism take as long. Context-parallel ones gather
-    keys and values, and reduce their gradients. What computes its blocks again sends again what these take in.
+    figure 3); sequence parallelism takes as long. Context-parallel ones gather keys and values, and reduce their
+    gradients. Blocks that are computed again gather their inputs again.
     """
     if work.tokens is None or job.shared == 1:
         return 0.0
@@ -297,11 +264,13 @@ def _model(machine: Machine, work: Workload, job: Job) -> float:
 
 
 def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
-    """Return how long a step takes in a mode, or an epoch, a validation, or both."""
+    """Return the seconds of a step in a mode, of an epoch, a validation, or both."""
     if of.mode == "IO":
         return _load(machine, work, costs, job)
     if of.mode == "ALONE":
-        return _compute(machine, work, costs, job) + _model(_links(machine, costs, job), work, job)
+        return _compute(machine, work, costs, job) + _model(
+            machine.used(job.per_node, costs.near, costs.far), work, job
+        )
     if of.mode == "VALIDATION":
         forward = FORWARD * _compute(machine, work, replace(costs, fixed=0.0), job)
         each = _blended(forward, _load(machine, work, costs, job), costs.blend)
@@ -315,16 +284,16 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
 
 
 def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
-    """Return samples/s over all devices in a mode; of an epoch, a validation, or both those of its `samples`."""
+    """Return samples/s over all devices; of an epoch or a validation those of its `samples`."""
     done = of.samples if of.mode in ("EPOCH", "VALIDATION", "BOTH") else job.samples
     return done / seconds(machine, work, costs, job, of)
 
 
 def memory(work: Workload, job: Job) -> float | None:
-    """Return the bytes that a device needs; None if that is not known.
+    """Return the bytes that a device needs, without transient gathers and libraries' own; None if not known.
 
     Tensor-parallel devices divide the weights, with FSDP all devices do; those that share a model divide its
-    activations. What is gathered for a while, and what libraries keep, is left out.
+    activations.
     """
     if work.memory is None:
         return None

@@ -1,4 +1,4 @@
-"""Is the model of scaling right? Published series, fitted on few devices and predicted on many, beside Amdahl's law."""
+"""Published series, fitted on few devices and predicted on many, beside Amdahl's law."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import nnls
 
 from dlscale.config.records import Published, Series
@@ -20,10 +21,7 @@ from dlscale.measure.scaling.model import STEPS, Costs, Job, Measure, Mode, Toke
 
 @dataclass(frozen=True)
 class Check:
-    """A published figure that the model did not see, and what is predicted of it.
-
-    Times are samples/s, too; a share of communication is the rest of the time without it.
-    """
+    """A published figure that the fit did not see, and its prediction: samples/s, an efficiency, or a share of time."""
 
     series: str
     figure: Published
@@ -54,7 +52,7 @@ def check(name: str, series: Series, figures: Iterable[Published]) -> list[Check
 
 
 def workload(series: Series) -> Workload:
-    """Return what a series' program sends."""
+    """Return the workload of a series' program."""
     size, count = float(series.parameters * series.gradient_bytes), series.collectives
     parts = (1 / count,) * count if count else buckets(evenly(size))
     tokens = Tokens(*series.tokens) if series.tokens else None
@@ -75,7 +73,7 @@ def _measure(series: Series, figure: Published) -> Measure:
 
 
 def _rate(figure: Published) -> float:
-    """Return a figure as samples/s, whatever it was."""
+    """Return a figure as samples/s."""
     value = figure.samples_per_second or figure.value or math.nan
     return (figure.samples or 0) * (figure.epochs or 1) / value if figure.unit == "s" else value
 
@@ -135,24 +133,17 @@ def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
 
 def summary(checks: Sequence[Check]) -> list[str]:
     """Return in words how the model and Amdahl's law did, over what both predict."""
-    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for each in checks:
-        ours, law = each.errors
-        if law is not None:
-            errors[each.series].append((abs(ours), abs(law)))
-    every = _medians([pair for own in errors.values() for pair in own])
-    series = _medians([_medians(own) for own in errors.values()])
+    errors = pd.DataFrame([(each.series, *each.errors) for each in checks], columns=["series", "model", "Amdahl"])
+    known = errors.dropna().set_index("series").astype(float).abs()
+    means = {"error": known, "of the series' medians": known.groupby("series").median()}
     inside = sum(each.band.low <= each.published <= each.band.high for each in checks)
     return [
-        "median error: model {:.1%}, Amdahl {:.1%}".format(*every).replace("%", " %"),
-        "median of the series' medians: model {:.1%}, Amdahl {:.1%}".format(*series).replace("%", " %"),
+        *(
+            f"median {what}: model {100 * each.model.median():.1f} %, Amdahl {100 * each.Amdahl.median():.1f} %"
+            for what, each in means.items()
+        ),
         f"published figures within the 90 % band: {inside} of {len(checks)}",
     ]
-
-
-def _medians(errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    first, second = zip(*errors, strict=True)
-    return statistics.median(first), statistics.median(second)
 
 
 def _short(each: Check) -> str:

@@ -9,14 +9,7 @@ from pydantic import Field
 
 from dlscale.core.record import Record
 from dlscale.core.text import percent
-from dlscale.measure.records import SampleWork
 from dlscale.parallel.records import Device, Memory
-
-
-class Exchanged(Record):
-    """Bytes that a rank exchanges with others in a step, by kind (`all_reduce`, …), as nccl-tests count them."""
-
-    counted: dict[str, int]
 
 
 class RangeTime(Record):
@@ -28,7 +21,7 @@ class RangeTime(Record):
 
 
 class Activity(Record):
-    """What happened in a step, means over the profiled steps; None or absent where a profiler cannot see it."""
+    """Means over the profiled steps; None or absent where a profiler cannot see it."""
 
     launches: float | None = None  #: Kernels, copies and graphs that the host gave to the device.
     syncs: float | None = None  #: Times that the host waited for the device.
@@ -47,7 +40,7 @@ class Activity(Record):
 
 
 class Overhead(Record):
-    """What a profiler costs: its steps against plain ones just before and just after, by the same process."""
+    """Cost of a profiler: its steps against plain ones just before and just after, by the same process."""
 
     ratio: float  #: 1.1: a step takes a tenth longer with it.
     noise: float | None = None  #: Half of the 95 % interval of `ratio`; None where no spread is known: of one step.
@@ -84,7 +77,7 @@ class TopEntry(Record):
 
     tool: str
     rank: int = 0
-    kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function"]
+    kind: Literal["range", "kernel", "operator", "copy", "gap", "line"]
     name: str
     calls: float  #: A step.
     #: A step, on the device for kernels and copies, else on the host.
@@ -92,6 +85,12 @@ class TopEntry(Record):
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
     share: float = 0.0  #: Of the step's time.
     note: str = ""
+
+
+class Exchanged(Record):
+    """Bytes that a rank exchanges with others in a step, by kind (`all_reduce`, …), as nccl-tests count them."""
+
+    counted: dict[str, int]
 
 
 class Profile(Record):
@@ -104,7 +103,5 @@ class Profile(Record):
     seconds_per_step: list[float] = []  #: Of steps with no profiler at work, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
-    exchanged: Exchanged | None = Field(None, exclude_if=operator.not_)  #: By the first rank; of several ranks.
-    counted: SampleWork | None = None  #: From the operators of a step, beside `formula`.
-    formula: SampleWork | None = None
+    exchanged: Exchanged | None = None
     top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.

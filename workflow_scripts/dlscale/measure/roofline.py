@@ -1,0 +1,375 @@
+"""Both sides of a roofline: the work of a training step for one sample, and the peaks of a device.
+
+Work is known from a study's formula, and by counting operators. Both count *model* FLOPs, of which MFU is made
+(Chowdhery et al. 2022, arXiv:2204.02311, appendix B): products and convolutions, a multiplication and an addition being
+two, without recomputation. A formula's backward pass is twice the forward pass; counted, it lacks the input's gradient.
+
+Peaks are the rates of a large matrix product and of a copy in memory (Williams, Waterman and Patterson 2009,
+doi:10.1145/1498765.1498785), on a processor the sums over threads that work each for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
+
+from dlscale.core.errors import brief
+from dlscale.data.loaders.base import Batch
+from dlscale.measure.records import Peaks, SampleWork
+from dlscale.parallel.world import World, synchronize
+from dlscale.train.build import Session
+from dlscale.train.memory import fake_step
+from dlscale.train.precision import compute_dtype
+
+aten = torch.ops.aten
+Found = TypeVar("Found")
+
+#: Beyond this share of the forward pass, which has one convention, the two ways of counting contradict each other.
+TOLERANCE = 0.02
+
+
+def attempt(what: str, work: Callable[[], Found]) -> Found | None:
+    """Return a result; None, and `what` with the error in the log, if the work fails: no measurement is lost by it."""
+    try:
+        return work()
+    except Exception as error:  # a model may do anything
+        logging.info("%s: %s: %s", what, type(error).__name__, brief(error))
+        return None
+
+
+def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
+    """Return the work of a sample, counted and by formula; None, with a line in the log, where that fails."""
+    work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
+    formula = attempt("the study's formula of FLOPs fails", lambda: by_formula(session, work))
+    if work and formula and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
+        both = formula.forward_flops, work.forward_flops
+        logging.warning("FLOPs of a forward pass: %.4g by the study's formula, %.4g counted; one is wrong", *both)
+    return work, formula
+
+
+def by_formula(session: Session, counted: SampleWork | None = None) -> SampleWork | None:
+    """Return the work by the study's formula, if it has one, with the bytes and operators of `counted`."""
+    forward = session.study.flops(session.run, session.manifest)
+    if forward is None:
+        return None
+    return SampleWork(
+        forward_flops=forward,
+        backward_flops=2 * forward,
+        bytes=counted.bytes if counted else None,
+        operators=counted.operators if counted else None,
+        source="formula",
+    )
+
+
+def counted(session: Session, batch: Batch) -> SampleWork:
+    """Return the work of the operators of a step, for each sample of the batch."""
+    run = session.run
+
+    def count(checkpointing: bool) -> OperatorCount:
+        one = run.model_copy(update={"activation_checkpointing": checkpointing})
+        count = OperatorCount()
+        fake = fake_step(one, session.manifest, session.world.device, session.step.attention)
+        x, y = map(fake.like, batch)
+        fake.train(x, y, count.phase, count)
+        return count
+
+    plain = count(False)
+    moved = (count(True) if run.activation_checkpointing else plain).bytes
+    samples = len(batch[0])
+    return SampleWork(
+        forward_flops=plain.flops["forward"] / samples,
+        backward_flops=plain.flops["backward"] / samples,
+        bytes=moved.total() / samples,
+        operators=plain.calls,
+        source="counted",
+    )
+
+
+class OperatorCount(TorchDispatchMode):
+    """Sum of the FLOPs and bytes of all operators within it, by phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.bytes, self.calls = Counter[str](), Counter[str](), 0
+        self._phase = ""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is within for the phase `name`."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.calls += 1
+        if formula := FORMULAS.get(func._overloadpacket):
+            self.flops[self._phase] += formula(*args, **kwargs, out_val=result)
+        self.bytes[self._phase] += bytes_moved(func, args, kwargs, result)
+        return result
+
+
+# ---- FLOPs of operators: PyTorch's formulas, and what they miss --------------------------------------
+
+
+def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(
+    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any
+) -> int:
+    """Return four products, twice the forward pass; the fifth computes the scores again."""
+    return 2 * int(sdpa_flop_count(query, key, value))
+
+
+def _convolution_backward(
+    gradient: torch.Size, x: torch.Size, weight: torch.Size, *rest: Any, out_shape: Any = None, **more: Any
+) -> int:
+    """Return as many as the forward pass for each wanted gradient; PyTorch's own formula forgets groups."""
+    transposed, wanted = rest[4], rest[7]
+    places = (x if transposed else gradient)[2:].numel() * x[0]
+    return 2 * places * weight.numel() * (int(wanted[0]) + int(wanted[1]))
+
+
+def _vector(matrix: torch.Size, *rest: Any, **more: Any) -> int:
+    return 2 * matrix.numel()
+
+
+FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    **{
+        packet: shape_wrapper(formula)
+        for formula, names in (
+            (_attention, ("_scaled_dot_product_flash_attention_for_cpu",)),
+            (
+                _attention_backward,
+                (
+                    "_scaled_dot_product_flash_attention_for_cpu_backward",
+                    "_scaled_dot_product_flash_attention_backward",
+                    "_scaled_dot_product_efficient_attention_backward",
+                    "_scaled_dot_product_cudnn_attention_backward",
+                ),
+            ),
+            (_convolution_backward, ("convolution_backward",)),
+            (_vector, ("mv", "dot", "vdot")),
+        )
+        for name in names
+        if (packet := getattr(aten, name, None))
+    },
+}
+
+
+# ---- bytes of operators ------------------------------------------------------------------------------
+
+#: Operators that write their first argument and do not read it, beside `..._like` and `new_...`, which read its shape.
+WRITE_ONLY = {
+    "copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_",
+    "_foreach_copy_", "_foreach_zero_",
+}  # fmt: skip
+#: Operators that read of their first argument, or of a table, only what they write.
+GATHER = {"gather": "self", "index": "self", "index_select": "self", "embedding": "weight"}
+
+
+def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the bytes that one call of an operator reads and writes: each of its tensors once, views for nothing.
+
+    Tensors that change in place are read and written.
+    """
+    name = func._overloadpacket.__name__
+    arguments, returns = func._schema.arguments, func._schema.returns
+    if func.namespace != "aten" and not any(value is not None for value in _tensors(result)):
+        return 0  # a question, a range of a profiler
+    if name.startswith(("empty", "new_empty")) or name == "_unsafe_view":
+        return 0
+    if any(each.alias_info and not each.alias_info.is_write for each in returns):
+        return 0  # a view
+    written = sum(_size(value) for value in _tensors(result)) if not any(each.alias_info for each in returns) else 0
+    total = written
+    shape_alone = name.endswith("_like") or name.startswith("new_")
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    for place, argument in enumerate(arguments):
+        size = sum(_size(value) for value in _tensors(given.get(argument.name)))
+        changed = bool(argument.alias_info and argument.alias_info.is_write)
+        if argument.name == "grads" and name.startswith("_fused_") and given.get("grad_scale") is None:
+            changed = False  # as the schema says, but they change only with a loss scale
+        if GATHER.get(name) == argument.name:
+            size = written
+        reads = not shape_alone and not (place == 0 and name in WRITE_ONLY)
+        total += size * (reads + changed)
+    return total
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's different elements: expanded dimensions count once."""
+    sizes = [size if stride or not size else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return math.prod(sizes) * tensor.element_size()
+
+
+# ---- peaks of a device -----------------------------------------------------------------------------
+
+#: Seconds of the products, and of the copies.
+PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
+COPY_SECONDS = 0.2
+#: Edges of the matrices; a size is left out where a call of it takes more than a quarter of the time.
+EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
+#: Bytes of a buffer, of a device or of all threads together, and of each thread at least: far more than caches hold. A
+#: thread's is copied piece by piece.
+BUFFER = {"cpu": 2**28, "cuda": 2**30}
+LEAST, PIECE = 2**24, 2**23
+#: Rates of a record of peaks.
+RATES = ("flops", "bytes_per_second", "operator_seconds")
+
+
+def common_peaks(precision: str, world: World) -> Peaks | None:
+    """Return the mean peaks of all of a run's devices, at work at once; None where a rank lacks the memory for it."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    world.barrier()
+    own = attempt("the device's peaks cannot be measured", lambda: measure_peaks(precision, world.device))
+    found = [peaks for peaks in world.gather(own) if peaks]
+    if len(found) < world.size:
+        return None
+    means = {name: statistics.fmean(getattr(peaks, name) or 0.0 for peaks in found) for name in RATES}
+    return Peaks(dtype=found[0].dtype, **means)
+
+
+def measure_peaks(precision: str, device: torch.device) -> Peaks:
+    """Return the peaks of a device in a run's precision."""
+    return Peaks(
+        dtype=precision.partition("_")[0],
+        flops=product_rate(compute_dtype(precision), device),
+        bytes_per_second=copy_rate(device),
+        operator_seconds=operator_seconds(device),
+    )
+
+
+def at_least(peaks: Peaks, flops: float) -> Peaks:
+    """Return peaks that are not below the FLOP/s that the run itself reached on a device."""
+    if flops <= peaks.flops:
+        return peaks
+    both = flops / 1e9, peaks.flops / 1e9
+    logging.warning(
+        "the run reached %.4g GFLOP/s on a device, more than a matrix product (%.4g): this is the peak", *both
+    )
+    return peaks.model_copy(update={"flops": flops})
+
+
+def product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of square matrix products, of a device, or of all threads of this process."""
+    work = partial(_best_product, dtype, device)
+    return _at_once(work) if device.type == "cpu" else work()
+
+
+def _best_product(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of the best of all calls, of all sizes in turn; the best rate tells how long a size takes.
+
+    A slow first call, while threads and clocks wake, leaves a size out for a while, not for good.
+    """
+    limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
+    end = time.perf_counter() + limit
+    while time.perf_counter() < end or not best:
+        for edge in EDGES[device.type]:
+            if best and 2 * edge**3 / best > limit / 4:
+                break
+            if edge not in products:
+                a, b, c = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
+                products[edge] = partial(torch.mm, a, b, out=c)
+                products[edge]()
+            best = max(best, 2 * edge**3 / _seconds(products[edge], device))
+    return best
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return the bytes/s of copies, read and written, of a device, or of all threads of this process."""
+    if device.type == "cpu":
+        return _at_once(partial(_own_copies, max(LEAST, BUFFER["cpu"] // _threads())))
+    source, target = (torch.ones(BUFFER["cuda"], dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * BUFFER["cuda"] / best_of(partial(target.copy_, source), device, COPY_SECONDS)
+
+
+def _own_copies(size: int) -> float:
+    """Return the bytes/s that a thread copies while others do, by its own processor time.
+
+    The median: the best call is one in which the others paused.
+    """
+    # Ones: of zeros that nobody has written a system has but one page.
+    source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
+    rates, end = list[float](), time.perf_counter() + COPY_SECONDS
+    for here, there in itertools.cycle(zip(source, target, strict=True)):
+        begin = time.thread_time()
+        there.copy_(here)
+        rates.append(2 * len(here) / max(time.thread_time() - begin, 1e-9))
+        if time.perf_counter() >= end:
+            break
+    return statistics.median(rates)
+
+
+def _at_once(work: Callable[[], float]) -> float:
+    """Return the sum of the results of all threads, each of which does this work by itself."""
+    before, count = torch.get_num_threads(), _threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return sum(each.result() for each in [pool.submit(work) for _ in range(count)])
+    finally:
+        torch.set_num_threads(before)  # of threads to come, too
+
+
+def _threads() -> int:
+    """Return PyTorch's threads in this process, at most as many as there are cores."""
+    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+
+
+def operator_seconds(device: torch.device) -> float:
+    """Return the seconds of the host to call one operator, from a chain of products of numbers and its gradients."""
+    x = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(100):
+            y = y * x
+        y.backward()
+
+    with OperatorCount() as counted:
+        chain()
+    return best_of(chain, device, 0.05) / counted.calls
+
+
+def best_of(function: Callable[[], object], device: torch.device, limit: float) -> float:
+    """Return the least seconds of a call, after one to warm up, within `limit`, of three at least."""
+    start = time.perf_counter()
+    times: list[float] = []
+    while not times or time.perf_counter() - start + times[-1] < limit or len(times) < 4:
+        times.append(_seconds(function, device))
+    return min(times[1:])
+
+
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call and of its work on the device."""
+    synchronize(device)
+    begin = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - begin
