@@ -36,8 +36,7 @@ def looked():
     """Print what a dry run found; return its status. Or tell the process that asked."""
     reasons = why.found(reasons_to_run(), why.remembered(SOURCES, TABLES))
     reasons.lost += CALL.lost(files_to_make())
-    if dryrun.asked():
-        dryrun.answer({**asdict(reasons), "lines": reasons.lines()})
+    if answer({**asdict(reasons), "lines": reasons.lines()}):
         return 0
     why.show(reasons)
     if SITE.scheduler:

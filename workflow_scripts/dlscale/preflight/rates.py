@@ -1,15 +1,16 @@
-"""How fast a run will be, in samples/s of all its devices, and what that stands on; and how large its dataset is.
+"""Samples/s of a run before it runs, what that stands on, and the size of its dataset.
 
-A rate counts for a run only if it is of the same work on the same device: measured with the same compute settings, or
-published for the run, or predicted by the model of scaling from measurements of the same work on other numbers of
-devices. Where there is none of these, `bound` says how slow a run may be; a time limit stands on that.
+A rate counts only if it is of the same work on the same device (docs/sites.md); without one, `bound` says how long the
+run may take.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,8 +26,6 @@ from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.measure.records import Throughput
-from dlscale.parallel.records import Device
-from dlscale.report import published
 
 if TYPE_CHECKING:
     from dlscale.measure.scaling.fit import Fit
@@ -46,25 +45,61 @@ DATA_RATE = 0.3e6
 DOUBLINGS = 3.0
 
 
-# ---- the device ------------------------------------------------------------------------------------
-
-
 def device_kind(scheduler: Scheduler | None) -> Literal["cuda", "cpu"]:
     """Return what runs compute on: on the site's nodes or, without a scheduler, here."""
     return "cuda" if (gpus() if scheduler is None else scheduler.gpu_nodes.gpus) else "cpu"
 
 
-def on_the_site(device: Device, scheduler: Scheduler | None) -> bool:
-    """Whether what was measured on a device was measured on one as the site's: of its kind and, where it says, name."""
-    name = scheduler.gpu_nodes.gpu_name if scheduler else ""
-    return device.kind == device_kind(scheduler) and name.lower() in device.name.lower()
+# ---- measurements ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Throughput of a run, with the settings beside it."""
+
+    folder: Path
+    settings: dict[str, Any]
+    record: Throughput
+
+    @property
+    def current(self) -> bool:
+        """Whether it was measured with these settings."""
+        return self.record.compute == compute_digest(self.settings)
+
+
+def read_measured(folder: Path) -> Measured | None:
+    """Read the throughput of a run; None where none was measured."""
+    files = folder / "config.yaml", folder / "throughput.json"
+    return _read(folder, *(file.stat().st_mtime_ns for file in files)) if all(map(Path.exists, files)) else None
+
+
+@functools.cache
+def _read(folder: Path, *times: int) -> Measured:
+    return Measured(folder, read_yaml(folder / "config.yaml"), Throughput.read(folder / "throughput.json"))
+
+
+def alone(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the compute settings that runs fitted together have in common."""
+    return {key: each for key, each in compute_settings(settings).items() if key not in ("geometry", "batch_size")}
+
+
+def _measurements(results: Path, scheduler: Scheduler | None) -> Iterator[tuple[float, Measured]]:
+    """Yield samples/s, FULL, that were measured on devices as the site's; files that cannot be read tell no rate."""
+    kind, gpu = device_kind(scheduler), scheduler.gpu_nodes.gpu_name.lower() if scheduler else ""
+    for path in sorted(results.glob("plans/*/*/throughput.json")):
+        with contextlib.suppress(UserError):
+            found = read_measured(path.parent)
+            record = found.record if found else Throughput()
+            here = record.device.kind == kind and gpu in record.device.name.lower()
+            if found and here and record.full and record.full.mean:
+                yield record.full.mean, found
 
 
 # ---- rates -----------------------------------------------------------------------------------------
 
 
 def rate(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> tuple[float, Basis] | None:
-    """Return samples/s of all devices of the run `plan`.`name` together, and what they stand on; None if unknown."""
+    """Return samples/s of all devices of the run `plan`.`name` together, and its basis; None if unknown."""
     if found := _measured(plan, name, run, results, scheduler):
         return found, "measured"
     if device_kind(scheduler) == "cuda" and (found := _published(plan, name, run)):
@@ -73,36 +108,15 @@ def rate(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | N
     return (found, "model") if found else None
 
 
-@functools.cache
-def _record(path: Path, changed: int) -> Throughput | None:
-    try:
-        return Throughput.read(path)
-    except UserError:  # torn
-        return None
-
-
-def _records(results: Path, scheduler: Scheduler | None) -> Iterator[tuple[Path, Throughput]]:
-    """Yield what was measured on devices as the site's, with the run's folder."""
-    for path in sorted(results.glob("plans/*/*/throughput.json")):
-        record = _record(path, path.stat().st_mtime_ns)
-        if record and record.full and record.full.mean and on_the_site(record.device, scheduler):
-            yield path.parent, record
-
-
 def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
-    """Return what was measured with the run's compute settings: of itself or else, the slowest, of other runs."""
+    """Return the run's own rate with its compute settings or else the slowest of other runs."""
     digest = compute_digest(run.model_dump(mode="json"))
-    alike = {folder: record for folder, record in _records(results, scheduler) if record.compute == digest}
-    own = alike.get(results / "plans" / plan / name)
-    return min((record.full.mean for record in ([own] if own else alike.values()) if record.full), default=None)
+    alike = {each.folder: rate for rate, each in _measurements(results, scheduler) if each.record.compute == digest}
+    return alike.get(results / "plans" / plan / name) or min(alike.values(), default=None)
 
 
 def _published(plan: str, name: str, run: Run) -> float | None:
-    """Return the slowest samples/s published for the run, for all its devices: a job shall not end before its work.
-
-    A figure counts for each of its devices, and is of the full size: tables set it beside runs of the demo, which are
-    of another size.
-    """
+    """Return the slowest samples/s published for the run at full size, for all its devices."""
     study = study_files()[run.study]
     settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
     full_size = (
@@ -110,24 +124,16 @@ def _published(plan: str, name: str, run: Run) -> float | None:
         and all(getattr(run.model, key) == value for key, value in settings["model"].items())
         and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
     )
-    rates = [figure.speed / figure.gpus for figure in published.speeds_of(study.published, plan, name)]
+    rates = [figure.speed / figure.gpus for figure in study.published if figure.speed_of(f"{plan}.{name}")]
     return min(rates) * run.geometry.world_size if full_size and rates else None
 
 
 def _modelled(run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
-    """Return the lower end of what the model of scaling predicts from runs alike but in devices and batch size.
-
-    None where none was measured, where the model does not know the run's form, or is asked for too many devices.
-    """
+    """Return the lower end of a prediction from runs alike but in devices and batch size; None if that is too far."""
     wanted = alone(run.model_dump(mode="json"))
-    folders = []
-    for folder, record in _records(results, scheduler):
-        path = folder / "config.yaml"
-        kept, digest = _settings(path, path.stat().st_mtime_ns) if path.exists() else (None, "")
-        # What was measured before the settings changed is of other settings.
-        if kept == wanted and record.compute == digest:
-            folders.append((folder, (folder / "throughput.json").stat().st_mtime_ns))
-    if not folders or (fit := _fit(tuple(folders))) is None:
+    alike = [each for _, each in _measurements(results, scheduler) if each.current and alone(each.settings) == wanted]
+    times = tuple((each.folder, (each.folder / "throughput.json").stat().st_mtime_ns) for each in alike)
+    if not times or (fit := _fit(times)) is None:
         return None
     from dlscale.measure.scaling.model import Job
 
@@ -138,25 +144,10 @@ def _modelled(run: Run, results: Path, scheduler: Scheduler | None) -> float | N
     return fit.rate(job).low if fit.doublings(job) <= DOUBLINGS else None
 
 
-def alone(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the compute settings of a run but those in which runs that are fitted together differ."""
-    return {key: each for key, each in compute_settings(settings).items() if key not in ("geometry", "batch_size")}
-
-
-@functools.cache
-def _settings(path: Path, changed: int) -> tuple[dict[str, Any] | None, str]:
-    """Return the settings of a run that are compared, and the digest of all; None of a file that is torn."""
-    try:
-        settings = read_yaml(path)
-    except UserError:
-        return None, ""
-    return alone(settings), compute_digest(settings)
-
-
 @functools.cache
 def _fit(folders: tuple[tuple[Path, int], ...]) -> Fit | None:
-    """Return the model fitted to runs in these folders, each with the time of its measurement; None if it cannot be."""
-    from dlscale.preflight.measured import read  # seconds, with PyTorch: only where there is something to fit
+    """Return the model fitted to runs, by folder and time of measurement; None if it cannot be."""
+    from dlscale.preflight.predict import read  # seconds, with PyTorch: only where there is something to fit
 
     try:
         return read([folder for folder, _ in folders], None, math.inf, trained=False).fit
@@ -168,10 +159,7 @@ def _fit(folders: tuple[tuple[Path, int], ...]) -> Fit | None:
 
 
 def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Manifest | None:
-    """Return a dataset's manifest or, before it is made, what its settings say of it, without values; None if nothing.
-
-    A manifest that is torn, or of another version, is none.
-    """
+    """Return a dataset's manifest; before it is made what its settings say of it, or None."""
     try:
         return Manifest.read(results / "data" / name / "manifest.json")
     except UserError:
@@ -201,7 +189,7 @@ def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Ma
 def samples_of(
     run: Run, split: Literal["train", "valid"], results: Path, dataset: DatasetSettings | None = None
 ) -> int | None:
-    """Return the samples of a split in an epoch: those asked for, and at most as many as the files hold, or will."""
+    """Return the samples of a split in an epoch: those asked for, at most those of the files."""
     asked: int | None = getattr(run.samples, split, None)
     manifest = manifest_of(run.dataset, dataset, results)
     files = manifest.splits.get(split) if manifest else None
@@ -216,12 +204,10 @@ def samples_of(
 
 
 def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Scheduler) -> float | None:
-    """Return seconds that computing so many training samples may take on the site, where nothing was measured.
+    """Return an upper bound, s, on computing so many training samples; None without a formula of FLOPs or data.
 
-    seconds = steps · s + samples · (l + F / f) / devices, with s and l the seconds of `STEP_SECONDS` and
-    `LOADING_SECONDS`, f the FLOP/s that a device is trusted to do, and F the FLOPs of a training sample: three times a
-    forward pass by the study's formula, four with activation checkpointing. None where there is no formula, or nothing
-    is known of the data.
+    steps · `STEP_SECONDS` + samples · (`LOADING_SECONDS` + F / `TRUSTED`) / devices, with F the FLOPs of a training
+    sample: three forward passes, four with activation checkpointing.
     """
     try:
         forward = registry.study(run.study).flops(run, manifest) if manifest else None
@@ -235,10 +221,7 @@ def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Schedu
 
 
 def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | None:
-    """Return seconds that a data stage may take: all that is simulated, or was stored, at `DATA_RATE`.
-
-    None where neither settings nor a manifest say how much that is.
-    """
+    """Return an upper bound, s, on a data stage: all bytes simulated or stored at `DATA_RATE`; None if unknown."""
     if outline := parts.kind_of(dataset).outline(dataset):
         return 4 * outline.values / DATA_RATE
     manifest = manifest_of(name, None, results)
