@@ -712,7 +712,7 @@ MUTATIONS = [
     ),
     Mutation(
         "published_rate_of_all_devices",
-        "preflight/rates.py",
+        "preflight/cost.py",
         "figure.speed / figure.gpus for figure",
         "figure.speed for figure",
         "test_cost.py::test_a_published_figure_of_several_devices_counts_once",
@@ -987,13 +987,6 @@ MUTATIONS = [
         "cost.expected_runs(configuration.plans[plan], results).items()",
         "configuration.plans[plan].items()",
         "test_status.py::test_of_successive_halving_it_expects_what_will_train",
-    ),
-    Mutation(
-        "settings_of_a_set_kept",
-        "preflight/run.py",
-        'kept |= held and plan.kind == "ladder"',
-        "kept |= held",
-        "test_run.py::test_what_runs_say_themselves_is_told",
     ),
 ]
 

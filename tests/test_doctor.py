@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 from dlscale.config import resolve as config
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.resolve import Configuration
-from dlscale.config.run import Run
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.core import machine
 from dlscale.data import parts
@@ -118,6 +117,8 @@ def test_account(
     nobody: Any = None
     found = environment.probe_account(nobody, [nobody] * len(wanted), ["data"])
     assert found.status == status
+    command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
+    assert environment.probe_account(nobody, [], ["data"]).status == "skip"
     for word in words:
         assert word in found.text + found.remedy
 
@@ -162,30 +163,22 @@ def test_nodes_have_what_the_site_says(
     assert found.status == status and word in found.text
 
 
-def test_nodes_are_those_of_their_partition(tmp_path: Path, command: Callable[[str, str], None]) -> None:
+def test_nodes_are_those_of_their_partition(command: Callable[[str, str], None]) -> None:
     """Nodes of a partition that is not the site's do not count, and a name that is not there is told."""
-    command("sbatch", "")
-    command("scontrol", "echo 'Slurmctld(primary) at login is UP'")
     command(
         "sinfo",
         """case "$*" in
 *'-p old '*) echo '(null)|64|gpu:4|8|256000' ;;
 *'-p new '*) echo '(null)|64|gpu:8|2|512000' ;;
-*'-p '*) ;;
-*) echo '(null)|64|(null)|4|128000' ;;
 esac""",
     )
-    site: dict[str, Any] = {"scheduler": {"cpu_nodes": {"cpus": 64}, "gpu_nodes": {"cpus": 64, "gpus": 8}}}
-    expected = {
-        "new": ("ok", "2 of 64 CPUs, 8 GPUs, partition new"),
-        "old": ("FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs, 256,000 MB)"),
-        "newer": ("FAIL", "sinfo has 0 (of features none)"),
-    }
-    for name, (status, text) in expected.items():
-        site["scheduler"]["gpu_nodes"]["partition"] = name
-        found = doctor.check(load(tmp_path / "results", site))
-        assert named(found, "GPU nodes").status == status and text in named(found, "GPU nodes").text
-        assert named(found, "CPU nodes").status == "ok"
+    for name, status, text in (
+        ("new", "ok", "2 of 64 CPUs, 8 GPUs, partition new"),
+        ("old", "FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs, 256,000 MB)"),
+        ("newer", "FAIL", "sinfo has 0 (of features none)"),
+    ):
+        found = environment.probe_nodes(Nodes(cpus=64, gpus=8, partition=name), 1)
+        assert found.status == status and text in found.text
 
 
 @pytest.mark.parametrize(
@@ -217,16 +210,6 @@ def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     assert named(found, "Slurm").status == "FAIL" and "no route to host" in named(found, "Slurm").text
     assert [named(found, name).status for name in ("account", "GPU nodes")] == ["warn"] * 2
     assert "sinfo: gone" in named(found, "GPU nodes").text
-
-
-def test_a_cluster_that_keeps_no_accounts(
-    tmp_path: Path, command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
-    site = {"scheduler": {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4, "gpus": 2}}}
-    found = doctor.check(load(tmp_path / "results", site))
-    assert named(found, "account").status == "skip"
 
 
 def test_a_command_that_hangs(
@@ -302,6 +285,7 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     assert environment.probe_image(site).status == "ok"
     assert environment.probe_image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
     assert environment.probe_image(site.model_copy(update={"image": None})).status == "FAIL"
+    assert "no such command" in environment.probe_image(Site(engine="shifter", image="mine:1")).text
 
 
 @pytest.mark.slow
@@ -309,12 +293,6 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
 def test_migrated(command: Callable[[str, str], None], listed: str, status: str) -> None:
     command("podman-hpc", f'[ "$1" = images ] && echo "{listed}" || echo sha256:01')
     assert environment.probe_image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
-
-
-def test_no_engine(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    found = doctor.check(load(tmp_path / "results", {"engine": "shifter", "image": "mine:1"}))
-    assert named(found, "image").status == "FAIL" and "no such command" in named(found, "image").text
-    assert named(found, "environment").status == "skip"
 
 
 @pytest.mark.parametrize(
@@ -334,27 +312,6 @@ def test_which_driver_a_cuda_needs(cuda: str, driver: str, needed: int | None) -
     said = machine.too_old(driver, cuda)
     assert (said is None) == (needed is None)
     assert said is None or {f"{cuda},", str(needed), driver} < set(said.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("facts", "status", "word"),
-    [
-        ({"gpus": 0, "driver": "570.195.03"}, "FAIL", "needs NVIDIA's driver 580 or later, and this is 570.195.03"),
-        ({"gpus": 0}, "ok", "13.0, 0 GPUs"),  # a login node
-        ({"driver": "580.1"}, "ok", "13.0 on driver 580.1, 4 GPUs"),
-        ({"cuda": None}, "FAIL", "CPUs only"),
-    ],
-)
-def test_where_the_site_says_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], status: str, word: str
-) -> None:
-    monkeypatch.setattr(environment, "FACTS", f"print({json.dumps(FACTS | facts)!r})")
-    found = named(doctor.check(load(tmp_path / "results", {"gpu": True}), stages_wanted=["train"]), "CUDA")
-    assert found.status == status and word in found.text
-    assert (
-        named(doctor.check(load(tmp_path / "results", {"gpu": True}), stages_wanted=["data"]), "CUDA").status != "FAIL"
-    )
 
 
 def test_the_image_is_asked_with_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,19 +337,6 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- versions ----------------------------------------------------------------------------------------
 
 
-def runs(tmp_path: Path, plan: str) -> list[Run]:
-    """Return a plan's runs, whatever this machine lacks."""
-    configuration = load(tmp_path)
-    return [found.run for found in configuration.plans[plan].values()]
-
-
-def test_environment() -> None:
-    found = environment.environment(FACTS, [])
-    assert {f.status for f in found} == {"ok"}
-    assert named(found, "cuDNN").text == "9.17.0"
-    assert named(found, "CUDA").text == "13.0, 4 GPUs seen by torch"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "name", "plan", "status"),
@@ -414,13 +358,18 @@ def test_environment() -> None:
         ({"dali": None}, "dali", "cosmo_published", "FAIL"),
         ({"cuda": None}, "CUDA", "cosmo_demo", "skip"),
         ({"gpus": 0, "driver": "570.195.03"}, "CUDA", "cosmo_demo", "warn"),
+        ({"gpus": 0}, "CUDA", "cosmo_demo", "ok"),  # a login node
         ({"driver": "550.54.15"}, "CUDA", "cosmo_demo", "ok"),  # by CUDA's compat libraries
     ],
 )
 def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:
-    found = named(environment.environment({**FACTS, **facts}, runs(tmp_path, plan)), name)
+    """Where the site says that runs are on GPUs, a torch that cannot use any fails."""
+    runs = [found.run for found in load(tmp_path).plans[plan].values()]
+    found = named(environment.environment({**FACTS, **facts}, runs), name)
     assert found.status == status, found
     assert found.status in ("ok", "skip") or found.remedy
+    on_gpus = named(environment.environment({**FACTS, **facts}, runs, on_gpus=True), name)
+    assert on_gpus.status == ("FAIL" if name == "CUDA" and status != "ok" else status)
 
 
 # ---- data --------------------------------------------------------------------------------------------
@@ -472,6 +421,9 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     two.write_bytes(b"2")
     assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
     made(tmp_path)
+    describe(tmp_path / "data/mine", File(path=str(one), rows=1, bytes=7, digest=""))
+    found = data.probe_data("mine", files(one, two, kind=kind), tmp_path)
+    assert found.status == "warn" and "another size" in found.text, "it is described again"
     one.unlink()  # nobody knows what was made of it
     assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
     recorded = files(one, two, kind=kind).model_dump(mode="json")
@@ -482,16 +434,6 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     else:
         assert found.status == "warn" and f"{one}: no such file" in found.text and "stays as it is" in found.text
         assert data.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
-
-
-def test_changed_prepared_files_are_described_again(tmp_path: Path) -> None:
-    (one := tmp_path / "one.h5").write_bytes(b"1")
-    (two := tmp_path / "two.h5").write_bytes(b"2")
-    folder = tmp_path / "data/mine"
-    folder.mkdir(parents=True)
-    describe(folder, File(path=str(one), rows=1, bytes=7, digest=""))
-    found = data.probe_data("mine", files(one, two, kind="prepared"), tmp_path)
-    assert found.status == "warn" and "another size" in found.text
 
 
 def test_prepared_files(tmp_path: Path) -> None:
@@ -511,13 +453,6 @@ def test_prepared_files(tmp_path: Path) -> None:
 def store(where: str) -> DatasetSettings:
     periods = {"train": ["2019-01-01", "2019-01-02"], "valid": ["2020-01-01", "2020-01-02"]}
     return dataset({"kind": "era5", "source": {"kind": "zarr", "store": where}, "channels": ["t2m"], "split": periods})
-
-
-def test_a_store_is_read_once(tmp_path: Path) -> None:
-    here = store(str(tmp_path / "store.zarr"))
-    assert data.probe_data("mine", here, tmp_path).status == "FAIL"
-    made(tmp_path)
-    assert data.probe_data("mine", here, tmp_path).status == "ok"
 
 
 # ---- network -----------------------------------------------------------------------------------------

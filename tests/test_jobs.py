@@ -117,14 +117,11 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: p
     assert "5 jobs; about " in capsys.readouterr().err
 
 
-def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options and files of other names are none."""
+def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
+    """Options are none."""
     configuration = jobs(tmp_path).configuration
     words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
     found = named_targets(words, configuration)
     assert [(each.plans, each.datasets) for each in found] == [(("p",), ()), ((), ("d",)), (("p",), ())]
     with pytest.raises(UserError, match="no plan is called 'other'"):
         named_targets(["plan_other"], configuration)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan_other").mkdir()
-    assert named_targets(["plan_other"], configuration) == []

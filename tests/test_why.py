@@ -142,7 +142,7 @@ def test_what_is_replaced_is_told() -> None:
 def test_what_other_data_replace_is_told(why: dict[str, Any]) -> None:
     """Whether the same call makes them again or another one did."""
     assert found([job(**why)], TABLES.get).lines()[-1] == (
-        "replaces the results of p.r (train); to keep them: a dataset of its own, and a run that uses it (from: p.r)"
+        "replaces the results of p.r (train); to keep them: a run of its own (from: p.r)"
     )
 
 

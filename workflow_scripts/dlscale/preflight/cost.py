@@ -1,12 +1,14 @@
 """`dlscale cost`: the time of jobs before they run, the nodes that they take, and the charge.
 
-An estimate stands on a rate in samples/s (`dlscale.preflight.rates`); where there is none the time limit bounds it,
-which «≤» marks. Retries are in no figure.
+An estimate stands on a rate in samples/s, measured or published, of the same work on the same device (docs/sites.md).
+Where there is none the time limit bounds it, which «≤» marks. Retries are in no figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -14,28 +16,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dlscale.config.compute import compute_digest
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.places import check_plans
-from dlscale.config.resolve import Configuration, ResolvedRun
+from dlscale.config.resolve import Configuration, ResolvedRun, study_files
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
+from dlscale.core import registry
 from dlscale.core.errors import UserError
+from dlscale.core.machine import gpus
 from dlscale.core.stages import STAGES
 from dlscale.core.text import aligned, duration, many
 from dlscale.data import parts
+from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.launch import slurm
-from dlscale.preflight import rates
-from dlscale.preflight.rates import Basis
+from dlscale.measure.records import Throughput
 
+Basis = Literal["measured", "published", "limit"]
+
+#: FLOP/s that a device is trusted to do where nothing was measured: a twentieth of an A100's peak in fp32
+#: (19.5 TFLOP/s, NVIDIA's data sheet); of a process on some cores a tenth of what one core of today does in fp32.
+TRUSTED = {"cuda": 1e12, "cpu": 1e10}
+#: Seconds that a step takes beside its products, and that a process takes to load a sample. Judgements: thousands of
+#: launches and a collective take some 0.01 s; one core decodes about a hundred photographs a second.
+STEP_SECONDS, LOADING_SECONDS = 0.25, 0.01
+#: Bytes/s at which a data stage is trusted to simulate and preprocess: less than a tenth of what the simulators of the
+#: demo's datasets made on a core of a shared AMD EPYC, 4 to 32 MB/s.
+DATA_RATE = 0.3e6
 Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
 
 #: Seconds from a job's start to its first step: interpreter, libraries, data, first batches; on a site, and here.
 START_UP, START_UP_HERE = 120.0, 5.0
 #: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
 COMPILING = 600.0
-#: Jobs that make a dataset and come one after the other: acquire, preprocess, assemble, describe.
-DATA_STEPS = 4
 #: Seconds of a job of the demo, by stage: means of a demo of six minutes, on two cores of a shared AMD EPYC. `tune`,
 #: which it lacks, is a judgement.
 TYPICAL = {"train": 16.0, "throughput": 13.0, "profile": 8.0, "tune": 60.0, "report": 8.0}
@@ -69,6 +83,132 @@ class Estimate:
     basis: Basis = "limit"
 
 
+def device_kind(scheduler: Scheduler | None) -> Literal["cuda", "cpu"]:
+    """Return what runs compute on: on the site's nodes or, without a scheduler, here."""
+    return "cuda" if (gpus() if scheduler is None else scheduler.gpu_nodes.gpus) else "cpu"
+
+
+# ---- rates -----------------------------------------------------------------------------------------
+
+
+def read_measured(folder: Path) -> Throughput | None:
+    """Read the throughput of a run; None where none was measured."""
+    path = folder / "throughput.json"
+    return _read(path, path.stat().st_mtime_ns) if path.exists() else None
+
+
+@functools.cache
+def _read(path: Path, changed: int) -> Throughput:
+    return Throughput.read(path)
+
+
+def rate(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> tuple[float, Basis] | None:
+    """Return samples/s of all devices of the run `plan`.`name` together, and its basis; None if unknown."""
+    if found := _measured(plan, name, run, results, scheduler):
+        return found, "measured"
+    found = _published(plan, name, run) if device_kind(scheduler) == "cuda" else None
+    return (found, "published") if found else None
+
+
+def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
+    """Return the run's own rate with its compute settings on devices as the site's, or else the slowest of others."""
+    digest, kind = compute_digest(run.model_dump(mode="json")), device_kind(scheduler)
+    gpu, alike = scheduler.gpu_nodes.gpu_name.lower() if scheduler else "", dict[Path, float]()
+    for path in results.glob("plans/*/*/throughput.json"):
+        with contextlib.suppress(UserError):  # torn: it tells no rate
+            found = read_measured(path.parent)
+            here = found and found.device.kind == kind and gpu in found.device.name.lower()
+            if found and here and found.full and found.compute == digest:
+                alike[path.parent] = found.full.mean
+    return alike.get(results / "plans" / plan / name) or min(alike.values(), default=None)
+
+
+def _published(plan: str, name: str, run: Run) -> float | None:
+    """Return the slowest samples/s published for the run at full size, for all its devices."""
+    study = study_files()[run.study]
+    settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
+    full_size = (
+        run.dataset == settings["dataset"]
+        and all(getattr(run.model, key) == value for key, value in settings["model"].items())
+        and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
+    )
+    rates = [figure.speed / figure.gpus for figure in study.published if figure.speed_of(f"{plan}.{name}")]
+    return min(rates) * run.geometry.world_size if full_size and rates else None
+
+
+# ---- the dataset -----------------------------------------------------------------------------------
+
+
+def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Manifest | None:
+    """Return a dataset's manifest; before it is made what its settings say of it, or None."""
+    try:
+        return Manifest.read(results / "data" / name / "manifest.json")
+    except UserError:
+        outline = parts.kind_of(dataset).outline(dataset) if dataset else None
+    if outline is None or dataset is None:
+        return None
+    fields = {
+        field: FieldInfo(
+            channels=list(map(str, range(channels))),
+            units=[""] * channels,
+            grid=list(grid),
+            transforms=[],
+            stored="model",
+            mean=[],
+            std=[],
+            channel_axis=0,
+            classes=outline.classes.get(field),
+        )
+        for field, (channels, grid) in outline.fields.items()
+    }
+    splits = {
+        split: [File(path="", rows=count, bytes=0, digest="") for count in rows] for split, rows in outline.rows.items()
+    }
+    return Manifest(kind=dataset.kind, fields=fields, splits=splits)
+
+
+def samples_of(
+    run: Run, split: Literal["train", "valid"], results: Path, dataset: DatasetSettings | None = None
+) -> int | None:
+    """Return the samples of a split in an epoch: those asked for, at most those of the files."""
+    asked: int | None = getattr(run.samples, split, None)
+    manifest = manifest_of(run.dataset, dataset, results)
+    files = manifest.splits.get(split) if manifest else None
+    if not files:
+        return asked
+    kind = registry.kind(registry.study(run.study).dataset)
+    there: int | None = kind.available(run.samples, [file.rows for file in files])
+    return asked if there is None else min(asked or there, there)
+
+
+# ---- how long it may take at most ------------------------------------------------------------------
+
+
+def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Scheduler) -> float | None:
+    """Return an upper bound, s, on computing so many training samples; None without a formula of FLOPs or data.
+
+    steps · `STEP_SECONDS` + samples · (`LOADING_SECONDS` + F / `TRUSTED`) / devices, with F the FLOPs of a training
+    sample: three forward passes, four with activation checkpointing.
+    """
+    try:
+        forward = registry.study(run.study).flops(run, manifest) if manifest else None
+    except (KeyError, ValueError, UserError):  # a dataset that does not fit, which the stage will say
+        forward = None
+    if forward is None:
+        return None
+    flops = forward * (4 if run.activation_checkpointing else 3)
+    each = LOADING_SECONDS + flops / TRUSTED[device_kind(scheduler)]
+    return samples / run.batch_size * STEP_SECONDS * run.accumulation_steps + samples * each / run.geometry.world_size
+
+
+def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | None:
+    """Return an upper bound, s, on a data stage: all bytes simulated or stored at `DATA_RATE`; None if unknown."""
+    if outline := parts.kind_of(dataset).outline(dataset):
+        return 4 * outline.values / DATA_RATE
+    manifest = manifest_of(name, None, results)
+    return sum(file.bytes for files in manifest.splits.values() for file in files) / DATA_RATE if manifest else None
+
+
 # ---- how long --------------------------------------------------------------------------------------
 
 
@@ -87,24 +227,24 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, star
     run, samples = work.run, _samples(work, results)
     if run is None or samples is None:
         return Estimate()
-    found = rates.rate(work.plan, work.run_name, run, results, scheduler)
+    found = rate(work.plan, work.run_name, run, results, scheduler)
     return Estimate(samples / found[0] + _aside(work, start_up), found[1]) if found else Estimate()
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
     """Return the time limit to ask for: 1.5 × the estimate + 10 minutes, at least 15; None if nothing is known.
 
-    Without an estimate it is an upper bound (`dlscale.preflight.rates`), at most the site's own limit. Compiling is in.
+    Without an estimate it is an upper bound (`bound`), at most the site's own limit. Compiling is in.
     """
     compiling = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
     seconds = estimate(work, results, scheduler).seconds
     if seconds is not None:
         return _limit(seconds + compiling)
     if work.run is None:
-        seconds = rates.data_bound(work.plan, work.dataset, results) if work.dataset else None
+        seconds = data_bound(work.plan, work.dataset, results) if work.dataset else None
     elif (samples := _samples(work, results)) is not None:
-        manifest = rates.manifest_of(work.run.dataset, work.dataset, results)
-        seconds = rates.bound(work.run, samples, manifest, scheduler)
+        manifest = manifest_of(work.run.dataset, work.dataset, results)
+        seconds = bound(work.run, samples, manifest, scheduler)
     return None if seconds is None else min(_limit(seconds + compiling + _aside(work)), scheduler.limit(work.stage))
 
 
@@ -117,7 +257,7 @@ def _samples(work: Work, results: Path) -> float | None:
     run, stage = work.run, STAGES.get(work.stage)
     if run is None or stage is None or stage.work is None:
         return None
-    return stage.work(run, *(rates.samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
+    return stage.work(run, *(samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
 
 
 def _aside(work: Work, start_up: float = START_UP) -> float:
@@ -230,7 +370,6 @@ class Row:
     hours: dict[Hours, float] = field(default_factory=dict)
     partition: str | None = None
     qos: str | None = None
-    job_hours: float = 0.0  #: Of one of its jobs, on a site.
 
 
 @dataclass(frozen=True)
@@ -240,26 +379,15 @@ class Table:
     rows: tuple[Row, ...]
     kinds: tuple[Hours, ...]
 
-    def total(self, kind: Hours) -> float:
-        """Return the sum of what is known, in hours."""
-        return math.fsum(row.hours.get(kind, 0.0) for row in self.rows)
+    def total(self, kind: Hours) -> float | None:
+        """Return the sum of the known rows, in hours; None if none is known."""
+        known = [row.hours[kind] for row in self.rows if kind in row.hours]
+        return math.fsum(known) if known else None
 
     @property
-    def bounds(self) -> int:
-        """Rows that are upper bounds: time limits."""
-        return sum(row.estimate.basis == "limit" and bool(row.hours) for row in self.rows)
-
-    @property
-    def unknown(self) -> int:
-        """Rows without any figure."""
-        return sum(not row.hours for row in self.rows)
-
-    @property
-    def longest(self) -> float:
-        """Hours until the last result, where nothing waits for nodes: a run, and what makes its data."""
-        made = {row.work.plan: DATA_STEPS * row.job_hours for row in self.rows if not row.work.run}
-        runs = [row.job_hours + made.get(row.work.run.dataset, 0.0) for row in self.rows if row.work.run]
-        return max([*runs, *made.values()], default=0.0)
+    def bound(self) -> str:
+        """Mark of an upper bound, where time limits are among the rows."""
+        return "≤" if any(row.estimate.basis == "limit" and row.hours for row in self.rows) else ""
 
 
 def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> Table:
@@ -270,14 +398,14 @@ def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> 
     """
     kinds: tuple[Hours, ...] = ("node_hours", "gpu_hours", "charged_hours")
     if scheduler is None:
-        kinds = ("gpu_hours",) if rates.device_kind(None) == "cuda" else ("process_hours",)
+        kinds = ("gpu_hours",) if device_kind(None) == "cuda" else ("process_hours",)
     return Table(tuple(_price(work, scheduler, results, kinds[0]) for work in works), kinds)
 
 
 def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -> Row:
     geometry = work.run.geometry if work.run else None
     time = estimate(work, results, scheduler)
-    on_gpus = rates.device_kind(scheduler) == "cuda"
+    on_gpus = device_kind(scheduler) == "cuda"
     shown = slurm.shown(work.run.geometry, work.run.processes, on_gpus) if work.run else many(work.jobs, "job")
     if scheduler is None:
         if time.seconds is None or geometry is None:
@@ -285,8 +413,7 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -
         return Row(work, time, shown, {own: time.seconds / 3600 * geometry.world_size})
     limit = minutes(work, results, scheduler)
     asked = slurm.request(scheduler, work.stage, geometry, limit, work.run.processes if work.run else None)
-    job_hours = time.seconds / 3600 if time.seconds is not None else asked["runtime"] / 60
-    hours = work.jobs * job_hours
+    hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     qos = asked.get("qos")
     shown += "" if geometry else f" x {asked['cpus_per_task']} CPUs"
@@ -296,7 +423,7 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -
         "gpu_hours": hours * (geometry.world_size if geometry and nodes.gpus else 0),
         "charged_hours": node_hours * scheduler.qos.get(qos or "", Qos()).charge,
     }
-    return Row(work, time, shown, priced, nodes.partition, qos, job_hours)
+    return Row(work, time, shown, priced, nodes.partition, qos)
 
 
 def lines(table: Table) -> list[str]:
@@ -310,26 +437,21 @@ def lines(table: Table) -> list[str]:
         hours = [_hours(row.hours.get(kind), bound) for kind in table.kinds]
         queue = row.partition or "-", row.qos or "-"
         rows.append([name, row.work.stage, row.geometry, *queue, row.estimate.basis, *hours])
-    bound, known = "≤" if table.bounds else "", table.unknown < len(table.rows)
-    rows.append(["total", *[""] * 5, *(_hours(table.total(kind) if known else None, bound) for kind in table.kinds)])
+    rows.append(["total", *[""] * 5, *(_hours(table.total(kind), table.bound) for kind in table.kinds)])
     hidden = {place for place, cells in enumerate(zip(*rows[1:-1], strict=True)) if set(cells) == {"-"}}
     cells = [[cell for place, cell in enumerate(row) if place not in hidden] for row in rows]
     text = aligned(cells, right=range(6 - len(hidden), len(cells[0])))
-    if table.bounds:
-        text.append(f"≤: {table.bounds} of {len(table.rows)} rows at their whole time limit, for want of an estimate")
-    if table.unknown:
-        text.append(f"?: {table.unknown} of {len(table.rows)} rows without an estimate; they are not in the total")
-    return text
+    text += ["≤: the whole time limit, for want of an estimate"] if table.bound else []
+    unknown = any(not row.hours for row in table.rows)
+    return text + (["?: no estimate; such rows are not in the total"] if unknown else [])
 
 
 def outlook(table: Table, jobs: int, seconds: float | None) -> str:
     """Return the sum of a dry run: jobs, their cost on a site, or `seconds` until all is done on this machine."""
     if seconds is not None:
         return f"{many(jobs, 'job')}; about {duration(seconds)} until the end"
-    bound = "≤ " if table.bounds else ""
-    node_hours, charged = (f"{bound}{table.total(kind):,.2f}" for kind in ("node_hours", "charged_hours"))
-    end = f"{bound}{duration(3600 * table.longest)} until the end, beside the time in the queue"
-    return f"{many(jobs, 'job')}; {node_hours} node-hours (charged {charged}); {end}"
+    node_hours, charged = (_hours(table.total(kind) or 0.0, table.bound) for kind in ("node_hours", "charged_hours"))
+    return f"{many(jobs, 'job')}; {node_hours} node-hours (charged {charged})"
 
 
 def _hours(value: float | None, bound: str) -> str:
@@ -342,17 +464,19 @@ def over(table: Table, budget: Budget) -> str | None:
     Without a scheduler only `gpu_hours` can be exceeded, and without a GPU nothing.
     """
     caps = budget.model_dump(exclude_none=True)
-    exceeded = [(kind, hours) for kind in WORDS if (hours := table.total(kind)) > caps.get(kind, math.inf)]
+    totals = {kind: table.total(kind) or 0.0 for kind in WORDS}
+    exceeded = {kind: hours for kind, hours in totals.items() if hours > caps.get(kind, math.inf)}
     if not exceeded:
         return None
-    bound = "≤ " if table.bounds else ""
-    what = [f"{bound}{hours:,.2f} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}" for kind, hours in exceeded]
-    keys = [f"budget.{kind} to {math.ceil(hours)}" for kind, hours in exceeded]
-    rows = f"{table.bounds} of {len(table.rows)} rows are counted at their time limit (site.scheduler.minutes)"
+    what = [
+        f"{_hours(hours, table.bound)} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}"
+        for kind, hours in exceeded.items()
+    ]
+    keys = [f"budget.{kind} to {math.ceil(hours)}" for kind, hours in exceeded.items()]
+    limits = "; ≤ counts jobs at their time limit (site.scheduler.minutes)" if table.bound else ""
     return (
-        f"budget: what would run is estimated at {' and '.join(what)}{f'; {rows}' if bound else ''}; raise "
-        f"{' and '.join(keys)}, drop runs or plans, or shorten them (training.epochs or steps, samples.train, "
-        "throughput.trials)"
+        f"budget: what would run is estimated at {' and '.join(what)}{limits}; raise {' and '.join(keys)}, drop runs "
+        "or plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
     )
 
 

@@ -67,9 +67,9 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     changed = [path for path, size in files if path.is_file() and path.stat().st_size != size]
     if changed:
         text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
-        if changed[0].resolve().is_relative_to(manifest.parent.resolve()):
-            return found("FAIL", text, f"delete {changed[0]} and run the workflow again")
-        return found("warn", text, "if that is meant, go on: it is described again")
+        own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
+        remedy = f"delete {changed[0]} and run the workflow again" if own else "go on: it is described again"
+        return found("FAIL" if own else "warn", text, remedy)
     if gone:
         return found("warn", f"{gone[0]}: gone ({len(gone)} of {len(files)} files)", "go on: it will be made again")
     for split in ("train", "valid"):

@@ -218,7 +218,7 @@ def slurm_probes(scheduler: Scheduler, runs: list[Run], stages: Collection[Job])
     kinds = [scheduler.cpu_nodes] if "data" in stages else []
     kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages) else []
     most = max((run.geometry.nodes for run in runs), default=1)
-    return found + [(_called(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds]
+    return found + [(_name(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds]
 
 
 def probe_slurm() -> Finding:
@@ -279,14 +279,14 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
     which = {"partition": kind.partition, "constraint": constraint, "--gres": kind.gres if kind.gpus else ""}
     what = _has(*asks) + "".join(f", {word} {name}" for word, name in which.items() if name)
     if fitting >= wanted:
-        return Finding(_called(kind), "ok", f"{fitting} of {what}")
+        return Finding(_name(kind), "ok", f"{fitting} of {what}")
     there = "; ".join(dict.fromkeys(seen)) or f"of features {', '.join(sorted(known)) or 'none'}"
     remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
     text = f"{many(wanted, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
-    return Finding(_called(kind), "FAIL", text, remedy)
+    return Finding(_name(kind), "FAIL", text, remedy)
 
 
-def _called(kind: Nodes) -> str:
+def _name(kind: Nodes) -> str:
     return "GPU nodes" if kind.gpus else "CPU nodes"
 
 

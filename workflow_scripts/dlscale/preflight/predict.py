@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlscale.config.compute import compute_digest, compute_settings
 from dlscale.config.parallel import DDP, DP, FSDP
 from dlscale.config.places import folder
 from dlscale.config.resolve import study_files
@@ -43,7 +44,7 @@ from dlscale.measure.scaling.model import (
     step,
 )
 from dlscale.parallel.records import Links
-from dlscale.preflight.rates import alone, read_measured, samples_of
+from dlscale.preflight.cost import read_measured, samples_of
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 #: Options that are numbers, and the greatest value of one.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
 MOST = 1e15
+#: Settings in which runs that are fitted together differ.
+FREE = "geometry", "batch_size"
 #: Error of the fit from which on it is printed.
 MISSED = 0.1
 
@@ -71,7 +74,7 @@ class Study:
     links: Links | None  #: As a self-test measured them, if the machine is the device's own.
 
 
-def read(folders: Sequence[Path], machine: str | None, storage: float, trained: bool = True) -> Study:
+def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
     """Return the model fitted to the runs in these folders.
 
     Parameters
@@ -80,8 +83,6 @@ def read(folders: Sequence[Path], machine: str | None, storage: float, trained: 
         Name or file of a machine. None: that of the device, with the links that the largest run's self-test found.
     storage
         Samples/s that the storage serves.
-    trained
-        Whether epochs of trainings count, whose devices and settings are not recorded.
     """
     folders = list({each.resolve(): each for each in folders}.values())
     above = folders[0].resolve().parents
@@ -91,17 +92,17 @@ def read(folders: Sequence[Path], machine: str | None, storage: float, trained: 
     for path in folders:
         if not getattr(load_run(path / "config.yaml", "train").parallel, "sync", True):
             raise UserError(f"{path}: parallel.sync is false, and such a run sends nothing; name one that averages")
-        measured = read_measured(path)
+        measured, settings = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
-        own = flat(alone(read_yaml(path / "config.yaml")))
+        own = flat({key: each for key, each in compute_settings(settings).items() if key not in FREE})
         if measured:
-            device = measured.record.device
+            device = measured.device
             own |= {"device": device.name or device.kind} if device.kind else {}
             own |= {"threads": device.threads} if device.kind == "cpu" else {}
-            records.append(measured.record)
+            records.append(measured)
         first = first or own
         for key in sorted([*first, *own], key=lambda key: not key.endswith(".kind")):
             if first.get(key) != own.get(key):
@@ -109,12 +110,12 @@ def read(folders: Sequence[Path], machine: str | None, storage: float, trained: 
                     f"{path}: {key} differs from that of {folders[0]}: {own.get(key)}, not {first.get(key)}; runs that "
                     "are fitted together differ in devices and batch size alone: ask for them one by one"
                 )
-        if measured and not measured.current:
+        if measured and measured.compute != compute_digest(settings):
             raise UserError(
                 f"{path / 'throughput.json'}: measured with other settings than config.yaml beside it has; run the "
                 "throughput stage again"
             )
-        points += _points(load_run(path / "config.yaml", "train"), path, measured and measured.record, results, trained)
+        points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
     if any(point.rate <= 0 for point in points):
         raise UserError(f"{', '.join(map(str, folders))}: a rate of 0 was measured; run the stages again")
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
@@ -133,7 +134,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float, trained: 
     return Study(run, fit(on, work, points), device_name or "CPU", whose, batch, epoch, links)
 
 
-def _points(run: Any, path: Path, measured: Throughput | None, results: Path, trained: bool) -> Iterator[Point]:
+def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
     """Yield the measured modes of a run, and its epochs after the first, which warms up."""
     at = run.geometry
     job = Job(at.world_size, run.batch_size * at.model_size / at.world_size, at.tp, at.cp, at.gpus_per_node)
@@ -141,7 +142,7 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path, tr
     for mode in modes:
         if measured and (trials := measured.mode(mode)):
             yield Point(job, trials.mean, Measure(mode))
-    if not (trained and (path / "metrics.jsonl").exists()):
+    if not (path / "metrics.jsonl").exists():
         return
     epochs = [epoch for epoch in read_epochs(path / "metrics.jsonl") if epoch.made_with is not None][1:]
     training, validating = (samples_of(run, split, results) for split in ("train", "valid"))

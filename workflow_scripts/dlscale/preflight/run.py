@@ -24,7 +24,7 @@ from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
 from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.files import read_json, write_json
-from dlscale.core.settings import Raw, flat, holds, nested, typed
+from dlscale.core.settings import Raw, nested, typed
 from dlscale.preflight import live
 
 HELP = """\
@@ -52,7 +52,9 @@ From the first other option on, all words are Snakemake's (`snakemake --help`): 
 
 #: A setting: a dotted key, and its value. A file of that name has a slash before it.
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
-#: Ends of files of settings, of which further ones may follow `--configfile`.
+#: Options of ours.
+OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|config|configfile|profile(=.*)?)")
+#: Ends of files of settings, of which several may follow `--configfile`.
 SETTINGS_FILE = (".yaml", ".yml", ".json")
 #: Begins of a target's name, and their kinds in words.
 KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
@@ -127,17 +129,8 @@ def typed_target(word: str, configuration: Configuration) -> Target:
 
 
 def named_targets(words: Iterable[str], configuration: Configuration) -> list[Target]:
-    """Return the targets among the words of a call of Snakemake; options, and files of such names, are none."""
-    found = list[Target]()
-    for word in words:
-        try:
-            target = read_target(word, configuration)
-        except UserError:
-            if Path(word).exists() and not Path(word).is_relative_to(configuration.workflow.results):
-                continue
-            raise
-        found += [target] if target else []
-    return found
+    """Return the targets among the words of a call of Snakemake."""
+    return [target for word in words if (target := read_target(word, configuration))]
 
 
 def _known(word: str, what: str, name: str, configuration: Configuration) -> str:
@@ -171,31 +164,25 @@ class Call:
 
 def sort(words: Iterable[str]) -> Call:
     """Sort words: from the first option that is not one of ours on, all are Snakemake's."""
-    call, left = Call(), list(words)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if word in ("-h", "--help"):
-            call.help = True
-        elif word in ("--dry-run", "--dryrun", "--printshellcmds") or re.fullmatch("-[np]+", word):
-            call.dry |= word.startswith("--dry") or (word[1] != "-" and "n" in word)
-            call.commands |= word == "--printshellcmds" or (word[1] != "-" and "p" in word)
-        elif name in ("--profile", "--configfile"):
-            if not equals and not left:
-                raise UserError(f"{word}: expected {'a name' if name == '--profile' else 'a file'} after it")
-            given = value if equals else left.pop(0)
-            if name == "--profile":
-                call.profile = given
-                continue
-            call.files.append(given)
-            while left and left[0].endswith(SETTINGS_FILE) and not SETTING.fullmatch(left[0]):
-                call.files.append(left.pop(0))
-        elif word.startswith("-") and word not in ("--", "--config"):  # these Snakemake alone needs
-            call.rest = [word, *left]
-            break
-        elif not word.startswith("-"):
-            (call.settings if SETTING.fullmatch(word) else call.targets).append(word)
-    return call
+    all_ = [part for word in words for part in (word.split("=", 1) if word.startswith("--configfile=") else [word])]
+    theirs = (place for place, word in enumerate(all_) if word.startswith("-") and not OURS.fullmatch(word))
+    end = next(theirs, len(all_))
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-n", "--dry-run", "--dryrun", action="store_true", dest="dry")
+    parser.add_argument("-p", "--printshellcmds", action="store_true", dest="commands")
+    parser.add_argument("--profile")
+    parser.add_argument("--configfile", nargs="+", action="extend", default=[])
+    parser.add_argument("words", nargs="*")
+    try:  # `--` and `--config` Snakemake alone needs
+        args = parser.parse_intermixed_args([word for word in all_[:end] if word not in ("--", "--config")])
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error.argument_name}: {error.message}") from None
+    files = [word for word in args.configfile if word.endswith(SETTINGS_FILE) and not SETTING.fullmatch(word)]
+    typed_ = [word for word in [*args.configfile, *args.words] if word not in files]
+    settings = [word for word in typed_ if SETTING.fullmatch(word)]
+    targets = [word for word in typed_ if word not in settings]
+    return Call(targets, settings, files, args.profile, args.dry, args.commands, args.help, all_[end:])
 
 
 def is_whole(word: str) -> bool:
@@ -227,24 +214,6 @@ def configured(call: Call) -> tuple[Configuration, list[Target], Raw]:
     if len(whole) < len(layers):
         configuration = load_files(*files, site=call.profile, over=layers)
     return configuration, asked, functools.reduce(merge, layers, Raw())
-
-
-def hidden(call: Call, plans: Iterable[str], configuration: Configuration) -> list[str]:
-    """Return a line for each setting that does not reach some runs of a plan, which have their own."""
-    lines, plans = [], dict.fromkeys(plans)
-    for word in [word for word in call.settings if not is_whole(word)]:
-        key, given = typed(word)
-        leaves = [tuple(leaf.split(".")) for leaf in flat({key: given})]
-        for name in plans:
-            plan, own, kept = configuration.workflow.plans[name], list[str](), False
-            for run, settings in plan.runs.items():
-                held = any(holds(part, leaf) for _, part in plan.parts(run) for leaf in leaves)
-                kept |= held and plan.kind == "ladder"  # by the rungs after it
-                if held or kept or "use" in (settings or {}):
-                    own.append(f"{name}.{run}")
-            if own:
-                lines.append(f"{word}: as before in {', '.join(own)}, which have their own")
-    return lines
 
 
 # ---- calls of Snakemake ----------------------------------------------------------------------------
@@ -306,9 +275,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
         raise UserError("Snakefile: no such file here; call it in the folder of the repository")
-    configuration, asked, over = configured(call)
-    for line in hidden(call, (plan for target in asked for plan in target.plans), configuration):
-        print(line, file=sys.stderr)
+    _, asked, over = configured(call)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
         signal.signal(number, signal.SIG_DFL)
     words = command(call, [target.name for target in asked], over)

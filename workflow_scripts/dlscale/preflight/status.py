@@ -94,7 +94,6 @@ def _data(results: Path, name: str) -> list[Row]:
 
 
 def _row(results: Path, plan: str, run: str, stage: str) -> Row:
-    """Return the row of a run's stage."""
     folder, log = results / "plans" / plan / run, results / "logs" / stage / plan / f"{run}.log"
     doing = read(Path(f"{log}{SUFFIX}"))
     state: State = "done" if (folder / STAGES[stage].outputs[0]).exists() else "waiting"

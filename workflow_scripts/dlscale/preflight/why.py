@@ -57,7 +57,6 @@ def stage_of(rule: str) -> str:
 
 
 def _order(rule: str) -> int:
-    """Return the place of a rule in the workflow; what is no stage comes last."""
     return [*STAGES, stage_of(rule)].index(stage_of(rule))
 
 
@@ -112,20 +111,19 @@ def found(jobs: Iterable[Waiting], sources: Sources) -> Reasons:
 
 def replaced(jobs: Iterable[Waiting]) -> str:
     """Return a line on runs whose results are replaced by those of other settings or inputs; else an empty text."""
-    names, rules, inputs = set(), set(), False
+    names, rules = set(), set()
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)
         others = bool(_settings(before.get("settings"), now.get("settings")))
-        read = not (before or now) and (job.follows or bool(job.newer))
-        if job.rule in RUN_STAGES and job.known and not job.missing and (others or read):
+        # New sources, or another image, make all inputs again, too: that is no change of what was asked for.
+        others |= not (before or now) and (job.follows or bool(job.newer))
+        if job.rule in RUN_STAGES and job.known and not job.missing and others:
             names.add("{plan}.{run}".format_map(job.wildcards))
             rules.add(job.rule)
-            inputs |= read
     if not names:
         return ""
     runs = f"{_some(sorted(names))} ({', '.join(sorted(rules, key=_order))})"
-    own = "a dataset of its own, and a run that uses it" if inputs else "a run of its own"
-    return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
+    return f"replaces the results of {runs}; to keep them: a run of its own (from: {min(names)})"
 
 
 def lost(
