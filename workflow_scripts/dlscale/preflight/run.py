@@ -136,8 +136,12 @@ def named_targets(words: Iterable[str], configuration: Configuration) -> list[Ta
 def _known(word: str, what: str, name: str, configuration: Configuration) -> str:
     """Return a name that is known, or refuse it; where it has results, the message says where those are from."""
     workflow = configuration.workflow
-    every: dict[str, Collection[str]] = {"plan": configuration.plans, "data": workflow.datasets}
-    known = every.get(what) or studies(configuration)
+    kinds: dict[str, Collection[str]] = {
+        "plan": configuration.plans,
+        "data": workflow.datasets,
+        "study": studies(configuration),
+    }
+    known = kinds[what]
     if name not in known:
         file = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
         other = of_another(Path(workflow.results, file)) if file else ""
