@@ -88,33 +88,28 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
     above = folders[0].resolve().parents
     results = above[min(2, len(above) - 1)]
     run = load_run(folders[0] / "config.yaml", "train")
-    points, records, first = list[Point](), list[Throughput](), dict[str, Any]()
+    points, records, settings, computed = list[Point](), list[Throughput](), dict[Path, Any](), dict[Path, Any]()
     for path in folders:
         if not getattr(load_run(path / "config.yaml", "train").parallel, "sync", True):
             raise UserError(f"{path}: parallel.sync is false, and such a run sends nothing; name one that averages")
-        measured, settings = read_measured(path), read_yaml(path / "config.yaml")
+        measured, raw = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
-        own = flat({key: each for key, each in compute_settings(settings).items() if key not in FREE})
-        if measured:
+        settings[path] = flat({key: each for key, each in compute_settings(raw).items() if key not in FREE})
+        if measured and measured.device.kind:
             device = measured.device
-            own |= {"device": device.name or device.kind} if device.kind else {}
-            own |= {"threads": device.threads} if device.kind == "cpu" else {}
-            records.append(measured)
-        first = first or own
-        for key in sorted([*first, *own], key=lambda key: not key.endswith(".kind")):
-            if first.get(key) != own.get(key):
-                raise UserError(
-                    f"{path}: {key} differs from that of {folders[0]}: {own.get(key)}, not {first.get(key)}; runs that "
-                    "are fitted together differ in devices and batch size alone: ask for them one by one"
-                )
-        if measured and measured.compute != compute_digest(settings):
+            threads = {"threads": device.threads} if device.kind == "cpu" else {}
+            computed[path] = {"device": device.name or device.kind, **threads}
+        for own in filter(None, (settings, computed)):
+            _check_alike(own)
+        if measured and measured.compute != compute_digest(raw):
             raise UserError(
                 f"{path / 'throughput.json'}: measured with other settings than config.yaml beside it has; run the "
                 "throughput stage again"
             )
+        records += [measured] if measured else []
         points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
     if any(point.rate <= 0 for point in points):
         raise UserError(f"{', '.join(map(str, folders))}: a rate of 0 was measured; run the stages again")
@@ -132,6 +127,18 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
     batch = min(points, key=lambda point: point.job.devices).job.batch
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
     return Study(run, fit(on, work, points), device_name or "CPU", whose, batch, epoch, links)
+
+
+def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
+    """Refuse the last of some runs where its settings differ from those of the first."""
+    first, last = next(iter(settings)), next(reversed(settings))
+    expected, found = settings[first], settings[last]
+    for key in sorted([*expected, *found], key=lambda key: not key.endswith(".kind")):
+        if found.get(key) != expected.get(key):
+            raise UserError(
+                f"{last}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)}; runs that are "
+                "fitted together differ in devices and batch size alone: ask for them one by one"
+            )
 
 
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
