@@ -38,7 +38,8 @@ def looked():
     reasons.lost += CALL.lost(files_to_make())
     if answer({**asdict(reasons), "lines": reasons.lines()}):
         return 0
-    why.show(reasons)
+    if lines := reasons.lines():
+        print("", "Why:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
     if SITE.scheduler:
         show_requests(requests_to_show())
     return CALL.verdict(jobs_to_run(), workflow.config_settings.configfiles)

@@ -804,7 +804,7 @@ def test_a_plan_of_devices_that_share_a_model(results: Path, capsys: pytest.Capt
     [
         ([], "RUN: expected runs that were measured"),
         (["cosmo_unet.three"], "cosmo_unet.three: no such run; expected PLAN.RUN"),
-        (["cosmo_unet.one", "era5_vit.one"], "study differs from that of"),
+        (["cosmo_unet.one", "era5_vit.one"], "model.kind differs from that of"),
         (["cosmo_unet.one", "--machine", "perlmuter"], "did you mean 'perlmutter'"),
         (["cosmo_unet.one", "--machine", "mine.yaml"], "mine.yaml: levels.0.latency"),
         (["cosmo_unet.one", "--machine", "none.yaml"], "none.yaml: no such file"),

@@ -140,9 +140,9 @@ def environment(
     """
     runs, findings = list(runs), list[Finding]()
     for name, least in LEAST.items():
-        known, error = facts.get(name), facts.get("error") if name == "torch" else None
+        known, error = str(facts.get(name) or ""), facts.get("error") if name == "torch" else None
         remedy = "install dlscale's requirements there (pip install dlscale), or build the image anew"
-        numbers = re.match(r"\d+(\.\d+)*", known or "")
+        numbers = re.match(r"\d+(\.\d+)*", known)
         if not numbers or tuple(map(int, numbers.group().split("."))) < least:
             known = f"{known or 'not installed where the stages run'}, expected at least {'.'.join(map(str, least))}"
             findings.append(Finding(name, "FAIL", known, remedy))

@@ -271,9 +271,3 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     nothing = [] if reasons["reasons"] else [f"Nothing would run{rest}"]
     print("\n".join([*nothing, *reasons["lines"]]))
     return 0
-
-
-def show(reasons: Reasons) -> None:
-    """Print the reasons of a dry run."""
-    if lines := reasons.lines():
-        print("", "Why:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
