@@ -13,7 +13,8 @@ from dlscale.core.fingerprint import remember
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
-from dlscale.preflight import doctor, targets
+from dlscale.preflight import doctor
+from dlscale.preflight.run import named_targets, studies
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
@@ -66,7 +67,7 @@ def rung_file(name, rung):
 
 def asked_targets():
     """The targets that are named on the command line; a job of a scheduler is a call of its own, and names none."""
-    return targets.asked(sys.argv[1:], CONFIG) if workflow.is_main_process else []
+    return named_targets(sys.argv[1:], CONFIG) if workflow.is_main_process else []
 
 
 try:
@@ -85,7 +86,7 @@ except Exception as error:
 RESULTS = CONFIG.workflow.results
 #: The page of all targets.
 PAGE = f"{RESULTS}/{resolve.report_page(LAYERS)}"
-STUDIES = targets.studies(CONFIG)
+STUDIES = studies(CONFIG)
 FETCHED = [name for name, dataset in CONFIG.workflow.datasets.items() if parts.fetched(dataset)]
 ASKED_DATASETS = [name for name in CONFIG.workflow.datasets if any(name in each.datasets for each in ASKED)]
 ASKED_PLANS = [plan for plan in CONFIG.plans if any(plan in each.plans for each in ASKED)]

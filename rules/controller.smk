@@ -34,7 +34,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.process import only_writer
 from dlscale.launch import slurm
-from dlscale.preflight import dryrun, live, why
+from dlscale.preflight import live, why
+from dlscale.preflight.run import LOOKING, LOUD, answer
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 from snakemake.persistence import PersistenceBase
@@ -50,7 +51,7 @@ if not workflow.is_main_process:
 
 def be_quiet_in_a_dry_run():
     """Have a dry run show no jobs one by one, unless it is asked how much it says: its end says what would run."""
-    if workflow.output_settings.dryrun and not any(re.fullmatch(dryrun.LOUD, word) for word in sys.argv[1:]):
+    if workflow.output_settings.dryrun and not any(re.fullmatch(LOUD, word) for word in sys.argv[1:]):
         # With these two, and no other, Snakemake leaves out what it says after the jobs, too.
         workflow.output_settings.quiet = {Quietness.RULES, Quietness.PROGRESS}
         for each in [each for handler in logger.handlers for each in handler.filters if hasattr(each, "quiet")]:
@@ -235,7 +236,7 @@ def have_the_last_word(looked, nothing, failed):
 
 def looking():
     """Whether this call makes nothing."""
-    return any(re.fullmatch(dryrun.LOOKING, word) for word in sys.argv)
+    return any(re.fullmatch(LOOKING, word) for word in sys.argv)
 
 
 HELD = []

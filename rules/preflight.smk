@@ -36,10 +36,10 @@ def looked():
     """Print what a dry run found; return its status. Or tell the process that asked."""
     reasons = why.found(reasons_to_run(), why.remembered(SOURCES, TABLES))
     reasons.lost += CALL.lost(files_to_make())
-    if dryrun.asked():
-        dryrun.answer({**asdict(reasons), "lines": reasons.lines()})
+    if answer({**asdict(reasons), "lines": reasons.lines()}):
         return 0
-    why.show(reasons)
+    if lines := reasons.lines():
+        print("", "Why:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
     if SITE.scheduler:
         show_requests(requests_to_show())
     return CALL.verdict(jobs_to_run(), workflow.config_settings.configfiles)

@@ -712,7 +712,7 @@ MUTATIONS = [
     ),
     Mutation(
         "published_rate_of_all_devices",
-        "preflight/rates.py",
+        "preflight/cost.py",
         "figure.speed / figure.gpus for figure",
         "figure.speed for figure",
         "test_cost.py::test_a_published_figure_of_several_devices_counts_once",
@@ -720,8 +720,8 @@ MUTATIONS = [
     Mutation(
         "planned_hours_of_one_node",
         "preflight/predict.py",
-        "hours = None if total is None else nodes * total / 3600",
-        "hours = None if total is None else total / 3600",
+        "node_hours=None if total is None else nodes * total / 3600",
+        "node_hours=None if total is None else total / 3600",
         "test_scaling_model.py::test_an_hour_of_a_node_and_a_gigabyte",
     ),
     # ---- report ----------------------------------------------------------------------------------
@@ -970,13 +970,13 @@ MUTATIONS = [
     Mutation(
         "call_goes_on_unseen",
         "preflight/live.py",
-        "    machine.with_parent(parent, signal.SIGTERM)\n",
+        "            preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),\n",
         "",
         "test_live.py::test_nothing_goes_on_unseen",
     ),
     Mutation(
         "jobs_wait_for_each_other",
-        "preflight/expected.py",
+        "preflight/cost.py",
         "sum(seconds * share for",
         "sum(seconds for",
         "test_status.py::test_what_runs_side_by_side_takes_the_time_of_one",
@@ -987,13 +987,6 @@ MUTATIONS = [
         "cost.expected_runs(configuration.plans[plan], results).items()",
         "configuration.plans[plan].items()",
         "test_status.py::test_of_successive_halving_it_expects_what_will_train",
-    ),
-    Mutation(
-        "settings_of_a_set_kept",
-        "preflight/run.py",
-        'kept |= held and plan.kind == "ladder"',
-        "kept |= held",
-        "test_run.py::test_what_runs_say_themselves_is_told",
     ),
 ]
 

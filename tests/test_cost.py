@@ -18,13 +18,13 @@ from dlscale.config import resolve as config
 from dlscale.config.compute import compute_digest
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.resolve import Configuration
-from dlscale.config.run import Geometry, Run, load_run
+from dlscale.config.run import Geometry, load_run
 from dlscale.config.site import Nodes, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.data import parts
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import slurm
-from dlscale.preflight import cost, expected, rates
+from dlscale.preflight import cost
 from dlscale.preflight.cost import Estimate, Work
 from tests.conftest import COSMO, ERA5, ROOT, TINY, stage
 
@@ -91,10 +91,7 @@ def test_epochs(tmp_path: Path) -> None:
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path, scheduler())
     assert found.basis == "published"
     assert found.seconds == pytest.approx((16384 + 2560 / 3) / 85.2 + 120) == pytest.approx(322.3, abs=0.1)
-
-
-def test_throughput(tmp_path: Path) -> None:
-    """6 trials of 50 batches of 64, in three modes; by the clock 18 trials of a second, and 30 s of turns."""
+    # 6 trials of 50 batches of 64, in three modes; by the clock 18 trials of a second, and 30 s of turns.
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120 + 18 + 30)
 
@@ -112,15 +109,6 @@ def test_profile(tmp_path: Path) -> None:
     without = load(tmp_path, plans={"cosmo_profile": {"settings": {"profile": {"tools": ["torch"]}}}})
     found = cost.estimate(work(without, "cosmo_profile.four", "profile"), tmp_path, scheduler())
     assert found.seconds == pytest.approx((10 + 3 * 20) * 256 / 6000 + 120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("steps", "epochs"), [(128, 4), (129, 5), (32, 1)])
-def test_steps(tmp_path: Path, steps: int, epochs: int) -> None:
-    """Of 16 samples each, 32 to an epoch, 128 to validate first and after each; the slowest of what was published."""
-    configuration = load(tmp_path, plans={"era5_ladder": {"settings": {"training": {"steps": steps}}}})
-    found = cost.estimate(work(configuration, "era5_ladder.baseline"), tmp_path, scheduler())
-    assert found.seconds == pytest.approx((steps * 16 + (epochs + 1) * 128 / 3) / 8.8 + 120)
 
 
 def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:
@@ -233,14 +221,10 @@ def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     manifest(tmp_path, "era5_uk", train=[100, 50, 5], valid=[30])
     found = cost.estimate(here, tmp_path, scheduler())
     assert found.basis == "measured" and found.seconds == pytest.approx((25 * 138 + 26 * 24 / 3) / 10 + 120)
-
-
-def test_no_more_samples_than_there_are(tmp_path: Path) -> None:
     here = work(load(tmp_path), "era5_demo.baseline")
     measured(tmp_path, here, 10.0)
     manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 256 and 64 are asked for
-    found = cost.estimate(here, tmp_path, scheduler())
-    assert found.seconds == pytest.approx((3 * 100 + 4 * 64 / 3) / 10 + 120)
+    assert cost.estimate(here, tmp_path, scheduler()).seconds == pytest.approx((3 * 100 + 4 * 64 / 3) / 10 + 120)
 
 
 @pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17237.3334 / 480, 25)])
@@ -251,16 +235,11 @@ def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
     assert cost.minutes(here, tmp_path, scheduler()) == minutes
 
 
-def test_minutes_of_what_is_not_known(tmp_path: Path) -> None:
-    """Of files that nobody has seen yet neither samples nor channels are known."""
-    configuration = load(tmp_path)
-    assert cost.minutes(work(configuration, "cosmo_ladder.compile"), tmp_path, scheduler()) is None
-    assert cost.minutes(cost.data_work(configuration, "era5_uk", 1), tmp_path, scheduler()) is None
-
-
 def test_minutes_of_the_shipped_demo(tmp_path: Path) -> None:
     """Before anything is made or measured they are minutes, not 12 hours; of more work more, to the site's limit."""
-    configuration = load(tmp_path)
+    configuration = load(tmp_path)  # of files that nobody has seen yet neither samples nor channels are known
+    for unknown in work(configuration, "cosmo_ladder.compile"), cost.data_work(configuration, "era5_uk", 1):
+        assert cost.minutes(unknown, tmp_path, scheduler()) is None
     waiting = cost.works(configuration)
     assert {work.stage for work in waiting} == {"data", "train", "throughput", "profile"}
     limits = {(work.plan, work.run_name, work.stage): cost.minutes(work, tmp_path, scheduler()) for work in waiting}
@@ -278,11 +257,11 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
     """A forward pass of `cosmo_demo` takes 2 x 64 x (16^3 x 8 (4 + 2 x 5) + 8^3 x 16 (8 + 8)) FLOPs a crop of 32^3."""
     here = work(load(tmp_path), "cosmo_demo.baseline")
     assert here.run and here.dataset
-    data = rates.manifest_of("cosmo_demo", here.dataset, tmp_path)
+    data = cost.manifest_of("cosmo_demo", here.dataset, tmp_path)
     forward = 2 * 64 * (16**3 * 8 * (4 + 2 * 5) + 8**3 * 16 * (8 + 8))
     samples = 4 * 256
     expected = samples / 8 * 0.25 + samples * (0.01 + 3 * forward / 1e12)
-    assert rates.bound(here.run, samples, data, scheduler()) == pytest.approx(expected)
+    assert cost.bound(here.run, samples, data, scheduler()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("study", TINY)
@@ -291,7 +270,7 @@ def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[
     folder = tiny_data(study)
     made = Manifest.read(folder / "manifest.json")
     settings = parts.load_dataset(json.dumps(TINY[study]["dataset"]))
-    outline = rates.manifest_of("none", settings, tmp_path)
+    outline = cost.manifest_of("none", settings, tmp_path)
     assert outline is not None
     for name, field in outline.fields.items():
         there = made.fields[name]
@@ -302,57 +281,10 @@ def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[
 
 def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
     source = {"kind": "simulated", "latitudes": 16, "longitudes": 32, "train": [2000, 2001], "valid": [2004]}
-    outline = rates.manifest_of("none", parts.load_dataset(json.dumps({"kind": "era5", "source": source})), tmp_path)
+    outline = cost.manifest_of("none", parts.load_dataset(json.dumps({"kind": "era5", "source": source})), tmp_path)
     assert outline is not None
     rows = {split: [file.rows for file in files] for split, files in outline.splits.items() if files}
     assert rows == {"train": [4 * 366, 4 * 365], "valid": [4 * 366]}
-
-
-def model_of_scaling(results: Path, data: Path, run: Run) -> Work:
-    """Leave behind measurements on one GPU and on two; return the same work on four."""
-    (results / "data").mkdir()
-    (results / "data" / run.dataset).symlink_to(data)
-    works = {}
-    for count in (1, 2, 4):
-        changed = {"geometry": Geometry(gpus_per_node=count), "batch_size": 2 * count}
-        works[count] = Work("throughput", "scaled", f"on{count}", run.model_copy(update=changed))
-    for count in (1, 2):
-        measured(results, works[count], 100.0 * count**0.9)
-    return works[4]
-
-
-def test_the_model_of_scaling(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """It is fitted to the same work on other numbers of these devices, and no other; what it says is marked."""
-    plan = {"study": "starter_cnn", "settings": {**TINY["starter_cnn"]["run"], "dataset": "starter_small"}}
-    run = load(tmp_path, plans={"scaled": {**plan, "runs": {"one": {}}}}).plans["scaled"]["one"].run
-    four = model_of_scaling(tmp_path, tiny_data("starter_cnn"), run)
-    found = cost.estimate(four, tmp_path, scheduler())
-    rate = rates.rate("scaled", "on4", four.run, tmp_path, scheduler()) if four.run else None
-    assert found.basis == "model" and rate and 200 < rate[0] < 400
-    assert four.run
-    for nodes, basis in ((4, "model"), (8, "limit")):  # 16 devices are three doublings from two, 32 are four
-        changed = {"geometry": Geometry(nodes=nodes, gpus_per_node=4), "batch_size": 8 * nodes}
-        wide = Work("train", "scaled", "wide", four.run.model_copy(update=changed))
-        assert cost.estimate(wide, tmp_path, scheduler()).basis == basis
-    table = cost.price([four], scheduler(), tmp_path)
-    assert any(line.startswith("model: ") for line in cost.lines(table)) and " model " in cost.lines(table)[1]
-    file = tmp_path / "plans/scaled/on1/throughput.json"
-    for name in ("on1", "on2"):  # elsewhere
-        file = tmp_path / "plans/scaled" / name / "throughput.json"
-        file.write_text(file.read_text().replace("A100", "RTX 4060"))
-    assert cost.estimate(four, tmp_path, scheduler()).basis == "limit"
-
-
-def test_what_was_measured_before_settings_changed_is_not_fitted(
-    tmp_path: Path, tiny_data: Callable[[str], Path]
-) -> None:
-    plan = {"study": "starter_cnn", "settings": {**TINY["starter_cnn"]["run"], "dataset": "starter_small"}}
-    run = load(tmp_path, plans={"scaled": {**plan, "runs": {"one": {}}}}).plans["scaled"]["one"].run
-    four = model_of_scaling(tmp_path, tiny_data("starter_cnn"), run)
-    for name in ("on1", "on2"):
-        file = tmp_path / "plans/scaled" / name / "throughput.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "compute": "another"}))
-    assert cost.estimate(four, tmp_path, scheduler()).basis == "limit"
 
 
 # ---- hours -------------------------------------------------------------------------------------------
@@ -380,39 +312,27 @@ def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) 
 
 
 def test_what_a_dry_run_comes_to(tmp_path: Path) -> None:
-    """The last result waits for its data, whose four steps follow one another; here for a part of the machine."""
     known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
-    assert known.run
-    site = scheduler(minutes={"train": 720, "data": 120})
-    other, own = (Work("data", name, "data", jobs=5) for name in ("another", known.run.dataset))
-    for data, hours in ((other, 12), (own, 8 + 12)):
-        table = cost.price([unknown, data], site, tmp_path)
-        assert cost.outlook(table, 9, None).replace("\u00a0", " ") == (
-            f"9 jobs; ≤ 4.25 node-hours (charged ≤ 4.25); ≤ {hours} h 0 min until the end, beside the time in the queue"
-        )
-    table = cost.price([known], site, tmp_path)
-    assert "≤" not in cost.outlook(table, 1, None)
-    here = cost.price([known], None, tmp_path)
-    assert cost.outlook(here, 1, 90.0).replace("\u00a0", " ") == "1 job; about 1 min 30 s until the end"
+    table = cost.price([known, unknown], scheduler(minutes={"train": 720, "data": 120}), tmp_path)
+    assert cost.outlook(table, 9, None) == "9 jobs; ≤3.02 node-hours (charged ≤3.02)"
+    assert cost.outlook(table, 1, 90.0).replace("\u00a0", " ") == "1 job; about 1 min 30 s until the end"
 
 
 def test_what_a_job_here_takes(tmp_path: Path) -> None:
     """As long as others of its stage; as it took the last time; as its rate says."""
     train = work(load(tmp_path), "cosmo_ladder.baseline")
-    assert expected.seconds("train", train, tmp_path) == expected.TYPICAL["train"]
+    assert cost.seconds_here("train", train, tmp_path) == cost.TYPICAL["train"]
     file = tmp_path / "benchmarks/train/cosmo_ladder/baseline.tsv"
     file.parent.mkdir(parents=True)
-    for text, seconds in (("s\th:m:s\n", expected.TYPICAL["train"]), ("s\th:m:s\n7.5\t0:00:07\n", 7.5)):
+    for text, seconds in (("s\th:m:s\n", cost.TYPICAL["train"]), ("s\th:m:s\n7.5\t0:00:07\n", 7.5)):
         file.write_text(text)
-        assert expected.seconds("train", train, tmp_path) == seconds
+        assert cost.seconds_here("train", train, tmp_path) == seconds
     measured(tmp_path, train, (16384 + 2560 / 3) / 3480, {"kind": "cpu"})
-    assert expected.seconds("train", train, tmp_path) == pytest.approx(3480 + expected.START_UP)
-    assert expected.seconds("collect", None, tmp_path, file) == 7.5
-    assert expected.seconds("collect", None, tmp_path, tmp_path / "no.tsv") == expected.OTHERS
-    assert (
-        expected.in_all((seconds, expected.share(threads, 2)) for seconds, threads in ((10, 64), (4, 1), (4, 1))) == 14
-    )
-    assert expected.in_all([(10, expected.share(1, 4))]) == 10 and expected.share(None, 4) == 1
+    assert cost.seconds_here("train", train, tmp_path) == pytest.approx(3480 + cost.START_UP_HERE)
+    assert cost.seconds_here("collect", None, tmp_path, file) == 7.5
+    assert cost.seconds_here("collect", None, tmp_path, tmp_path / "no.tsv") == cost.OTHERS
+    assert cost.in_all((seconds, cost.share(threads, 2)) for seconds, threads in ((10, 64), (4, 1), (4, 1))) == 14
+    assert cost.in_all([(10, cost.share(1, 4))]) == 10 and cost.share(None, 4) == 1
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:
@@ -431,7 +351,7 @@ def test_cpu_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("gpus", "word"), [(0, "process"), (1, "GPU")])
 def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, word: str) -> None:
     """Hours of this machine's own devices, of which a rate has to be; a GPU's published figure needs a GPU."""
-    monkeypatch.setattr("dlscale.preflight.rates.gpus", lambda: gpus)
+    monkeypatch.setattr("dlscale.preflight.cost.gpus", lambda: gpus)
     works = [work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
     works.append(cost.data_work(load(tmp_path), "cosmo_demo", 1))
     assert cost.estimate(works[0], tmp_path).basis == ("published" if gpus else "limit")
@@ -439,10 +359,9 @@ def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gp
         measured(tmp_path, each, (16384 + 2560 / 3) / 3480, {"kind": kind})
     table = cost.price(works, None, tmp_path)
     assert table.total("gpu_hours" if gpus else "process_hours") == pytest.approx(1.0)
-    assert table.total("process_hours" if gpus else "gpu_hours") == 0
-    assert table.total("node_hours") == table.total("charged_hours") == 0
+    assert table.total("process_hours" if gpus else "gpu_hours") is table.total("node_hours") is None
     text = "\n".join(cost.lines(table))
-    assert table.unknown == 2 and "?: 2 of 3 rows" in text and "QOS" not in text and "≤" not in text
+    assert "?: no estimate" in text and "QOS" not in text and "≤" not in text
     assert f"{word}-hours" in text and f"1 node x 1 {word} = 1 rank" in text
     assert ("GPU" in text) == bool(gpus) and bool(cost.over(table, Budget(gpu_hours=0.5))) == bool(gpus)
 
@@ -545,7 +464,7 @@ def test_lines(tmp_path: Path) -> None:
     works = [Work("data", "cosmo_demo", "data", jobs=10)]
     works += [work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
     site = scheduler(minutes={"train": 720, "data": 120})
-    *table, stands, note = cost.lines(cost.price(works, site, tmp_path))
+    *table, note = cost.lines(cost.price(works, site, tmp_path))
     shown = slurm.shown(Geometry())
     assert [re.split("  +", line) for line in table] == [
         ["run", "stage", "geometry", "QOS", "basis", "node-hours", "GPU-hours", "charged hours"],
@@ -556,14 +475,13 @@ def test_lines(tmp_path: Path) -> None:
     ]
     assert len({len(line) for line in table}) == 1  # figures end in one column
     assert {line.index("shared") for line in table[1:4]} == {table[0].index("QOS")}
-    assert stands == "published: at the slowest rate that was published for the run"
-    assert note == "≤: 2 of 3 rows at their whole time limit, for want of an estimate"
+    assert note == "≤: the whole time limit, for want of an estimate"
 
 
 def test_over(tmp_path: Path) -> None:
     """The message names the cap, the estimate, and what to do; a cap that just holds is none."""
     table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
-    gpu = table.total("gpu_hours")
+    gpu = table.total("gpu_hours") or 0.0
     assert cost.over(table, Budget()) is None
     assert cost.over(table, Budget(gpu_hours=gpu, node_hours=1, charged_hours=1)) is None
     message = cost.over(table, Budget(gpu_hours=gpu * 0.999, node_hours=1)) or ""
@@ -573,18 +491,14 @@ def test_over(tmp_path: Path) -> None:
     message = cost.over(table, Budget(node_hours=0.01, charged_hours=0)) or ""
     assert "0.02 node-hours where budget.node_hours allows 0.01 and 0.04 charged hours where" in message
     assert "raise budget.node_hours to 1 and budget.charged_hours to 1" in message
-
-
-def test_over_says_what_are_bounds(tmp_path: Path) -> None:
     table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
     message = cost.over(table, Budget(gpu_hours=10)) or ""
-    assert "≤ 12.00 GPU-hours" in message and "allows 10;" in message
-    assert "1 of 1 rows are counted at their time limit (site.scheduler.minutes)" in message
+    assert "≤12.00 GPU-hours" in message and "at their time limit (site.scheduler.minutes)" in message
 
 
 @pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files go over config.yaml, as the workflow reads them; 2 for an unknown plan and for too much."""
+    """Files go over config.yaml, as the workflow reads them; 2 for too much."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     mine = tmp_path / "mine.yaml"
@@ -597,8 +511,3 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{node_hours: 0.5}}\n")
     assert stage(*asked) == 2
     assert "dlscale cost: budget: what would run" in capsys.readouterr().err
-    assert stage("cost", "cosmo_lader") == 2
-    assert "did you mean 'cosmo_ladder'?" in capsys.readouterr().err
-    monkeypatch.chdir(tmp_path)
-    assert stage("cost") == 2
-    assert "config.yaml: no such file here" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
-from dlscale.preflight import targets
+from dlscale.preflight.run import named_targets
 from dlscale.rules.calls import Call
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
@@ -117,14 +117,11 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: p
     assert "5 jobs; about " in capsys.readouterr().err
 
 
-def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options and files of other names are none."""
+def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
+    """Options are none."""
     configuration = jobs(tmp_path).configuration
     words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
-    found = targets.asked(words, configuration)
+    found = named_targets(words, configuration)
     assert [(each.plans, each.datasets) for each in found] == [(("p",), ()), ((), ("d",)), (("p",), ())]
     with pytest.raises(UserError, match="no plan is called 'other'"):
-        targets.asked(["plan_other"], configuration)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan_other").mkdir()
-    assert targets.asked(["plan_other"], configuration) == []
+        named_targets(["plan_other"], configuration)

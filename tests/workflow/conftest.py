@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlscale.preflight.dryrun import ASKED
+from dlscale.preflight.run import ASKED
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 

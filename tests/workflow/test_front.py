@@ -36,7 +36,7 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
     assert rest.returncode == 2 and "unrecognized arguments: --no-such-option" in rest.stderr
     for words, said in (
         ("era6", "era6: no target is called 'era6' (did you mean 'era5'?)"),
-        ("era5 training.epoch=3", "training.epoch=3: plans.era5.settings.training: unknown key 'epoch' (did you mean"),
+        ("era5 training.epoch=3", "configuration: plans.era5.settings.training: unknown key 'epoch' (did you mean"),
         ("data_boxes training.epochs=3", "training.epochs=3: of which plan? Name it, as in dlscale run PLAN"),
     ):
         wrong = tree.shell(f"{run} {words}")

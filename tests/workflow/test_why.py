@@ -42,8 +42,7 @@ def test_what_changed_is_named(clone: Tree) -> None:
     assert further == ["and what follows from that: collect, report_plan", replaced]
     undo()
     undo = configure("datasets.years.source.days", 4)(clone)
-    keep = "to keep them: a dataset of its own, and a run that uses it (from: era5.vit)"
-    assert reasons(clone)[-1] == f"replaces the results of era5.vit (train, throughput); {keep}"
+    assert reasons(clone)[-1] == replaced.replace("(train)", "(train, throughput)")
     undo()
     undo = append(f"{PACKAGE}/studies/era5_vit/model.py")(clone)
     (line, _) = reasons(clone)
@@ -62,6 +61,17 @@ def test_what_changed_is_named(clone: Tree) -> None:
     undo = configure("plans.era5.runs.more", {"model": {"depth": 1}})(clone)
     assert "era5.more (train, throughput): never made" in reasons(clone)
     undo()
+
+
+@pytest.mark.slow
+def test_a_measurement_prices_the_same_work(clone: Tree) -> None:
+    """More epochs are the same step; a wider model is another one."""
+    (clone.results / "plans/era5/vit/provenance.json").unlink()
+    for key, value, basis in (("training.epochs", 3, "measured"), ("model.embed_dim", 96, "limit")):
+        configure(f"plans.era5.settings.{key}", value)(clone)
+        done = clone.shell("python -m dlscale cost --configfile tiny.yaml -- era5")
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith("era5.vit") and " train " in line]
+        assert basis in row.split() and "1 node x 1 process" in row and "GPU" not in done.stdout, done
 
 
 @pytest.mark.slow

@@ -48,6 +48,10 @@ class Published(Record):
         """FULL samples/s of all GPUs together; 0 if the figure is another one."""
         return (self.samples_per_second or 0.0) if self.kind == "FULL" else 0.0
 
+    def speed_of(self, run: str) -> bool:
+        """Whether it is the FULL throughput of the run PLAN.RUN, or of one that takes the same step."""
+        return bool(self.speed) and run in (*self.runs, *self.like)
+
     @property
     def devices(self) -> str:
         """What it was measured on."""

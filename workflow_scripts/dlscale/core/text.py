@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
 #: Stands for a value that is not known.
@@ -87,6 +88,17 @@ def size(bytes_: float | None, space: str = _SPACE) -> str:
             break
         bytes_ /= 1000
     return f"{number(bytes_)}{space}{name}"
+
+
+def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines of aligned columns, those numbered in `right` to the right."""
+    rows = list(rows)
+    sides = [(">" if place in right else "<") for place in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def shorten(text: str, length: int) -> str:

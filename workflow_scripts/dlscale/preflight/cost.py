@@ -1,14 +1,14 @@
-"""The cost of runs before they run: how long each takes, on which part of which nodes, and what that is charged.
+"""`dlscale cost`: the time of jobs before they run, the nodes that they take, and the charge.
 
-An estimate stands on a rate in samples/s, and says on which: `measured` with the same compute settings on the same
-number of the same devices, or else `published` for the run, or else what the `model` of scaling predicts from
-measurements of the same work on other numbers of devices. Where there is none, the time limit that is asked for bounds
-the cost of a job; such figures are printed with «≤». Retries are in no figure.
+An estimate stands on a rate in samples/s, measured or published, of the same work on the same device (docs/sites.md).
+Where there is none the time limit bounds it, which «≤» marks. Retries are in no figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -16,38 +16,50 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dlscale.config.compute import compute_digest
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.places import check_plans
-from dlscale.config.resolve import Configuration, ResolvedRun
+from dlscale.config.resolve import Configuration, ResolvedRun, study_files
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
+from dlscale.core import registry
 from dlscale.core.errors import UserError
+from dlscale.core.machine import gpus
 from dlscale.core.stages import STAGES
-from dlscale.core.text import duration, many
+from dlscale.core.text import aligned, duration, many
 from dlscale.data import parts
+from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.launch import slurm
-from dlscale.preflight import rates
-from dlscale.preflight.rates import Basis
+from dlscale.measure.records import Throughput
 
+Basis = Literal["measured", "published", "limit"]
+
+#: FLOP/s that a device is trusted to do where nothing was measured: a twentieth of an A100's peak in fp32
+#: (19.5 TFLOP/s, NVIDIA's data sheet); of a process on some cores a tenth of what one core of today does in fp32.
+TRUSTED = {"cuda": 1e12, "cpu": 1e10}
+#: Seconds that a step takes beside its products, and that a process takes to load a sample. Judgements: thousands of
+#: launches and a collective take some 0.01 s; one core decodes about a hundred photographs a second.
+STEP_SECONDS, LOADING_SECONDS = 0.25, 0.01
+#: Bytes/s at which a data stage is trusted to simulate and preprocess: less than a tenth of what the simulators of the
+#: demo's datasets made on a core of a shared AMD EPYC, 4 to 32 MB/s.
+DATA_RATE = 0.3e6
 Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
 
-#: Seconds from a job's start to its first step: interpreter, libraries, data, first batches.
-START_UP = 120.0
+#: Seconds from a job's start to its first step: interpreter, libraries, data, first batches; on a site, and here.
+START_UP, START_UP_HERE = 120.0, 5.0
 #: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
 COMPILING = 600.0
-#: Jobs that make a dataset and come one after the other: acquire, preprocess, assemble, describe.
-DATA_STEPS = 4
+#: Seconds of a job of the demo, by stage: means of a demo of six minutes, on two cores of a shared AMD EPYC. `tune`,
+#: which it lacks, is a judgement.
+TYPICAL = {"train": 16.0, "throughput": 13.0, "profile": 8.0, "tune": 60.0, "report": 8.0}
+#: The same of all other stages, most of it the start.
+OTHERS = 1.2
 WORDS: dict[Hours, str] = {
     "node_hours": "node-hours",
     "gpu_hours": "GPU-hours",
     "charged_hours": "charged hours",
     "process_hours": "process-hours",
-}
-#: Notes on estimates that were not measured for the very run.
-MARKED: dict[Basis, str] = {
-    "published": "at the slowest rate that was published for the run",
-    "model": "as the model of scaling predicts, at least, from the same work on other numbers of these devices",
 }
 
 
@@ -55,62 +67,184 @@ MARKED: dict[Basis, str] = {
 class Work:
     """A job that would run, or several alike."""
 
-    stage: Job  #: `data` stands for acquire, preprocess, assemble and describe.
-    plan: str  #: Of data: the dataset.
-    run_name: str  #: Of data: in a word what is done.
+    stage: Job  #: `data` stands for all stages that make a dataset.
+    plan: str  #: For data the dataset.
+    run_name: str  #: For data `data`.
     run: Run | None = None  #: None for data.
-    jobs: int = 1  #: How many of the kind.
+    jobs: int = 1  #: Number of jobs.
     dataset: DatasetSettings | None = None  #: That is made, or that the run has.
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds that one job takes, None where nothing is known but the time `limit`; and what that stands on."""
+    """Seconds of one job, None where its time `limit` alone is known, and the basis."""
 
     seconds: float | None = None
     basis: Basis = "limit"
+
+
+def device_kind(scheduler: Scheduler | None) -> Literal["cuda", "cpu"]:
+    """Return what runs compute on: on the site's nodes or, without a scheduler, here."""
+    return "cuda" if (gpus() if scheduler is None else scheduler.gpu_nodes.gpus) else "cpu"
+
+
+# ---- rates -----------------------------------------------------------------------------------------
+
+
+def read_measured(folder: Path) -> Throughput | None:
+    """Read the throughput of a run; None where none was measured."""
+    path = folder / "throughput.json"
+    return _read(path, path.stat().st_mtime_ns) if path.exists() else None
+
+
+@functools.cache
+def _read(path: Path, changed: int) -> Throughput:
+    return Throughput.read(path)
+
+
+def rate(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> tuple[float, Basis] | None:
+    """Return samples/s of all devices of the run `plan`.`name` together, and its basis; None if unknown."""
+    if found := _measured(plan, name, run, results, scheduler):
+        return found, "measured"
+    found = _published(plan, name, run) if device_kind(scheduler) == "cuda" else None
+    return (found, "published") if found else None
+
+
+def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
+    """Return the run's own rate with its compute settings on devices as the site's, or else the slowest of others."""
+    digest, kind = compute_digest(run.model_dump(mode="json")), device_kind(scheduler)
+    gpu, alike = scheduler.gpu_nodes.gpu_name.lower() if scheduler else "", dict[Path, float]()
+    for path in results.glob("plans/*/*/throughput.json"):
+        with contextlib.suppress(UserError):  # torn: it tells no rate
+            found = read_measured(path.parent)
+            here = found and found.device.kind == kind and gpu in found.device.name.lower()
+            if found and here and found.full and found.compute == digest:
+                alike[path.parent] = found.full.mean
+    return alike.get(results / "plans" / plan / name) or min(alike.values(), default=None)
+
+
+def _published(plan: str, name: str, run: Run) -> float | None:
+    """Return the slowest samples/s published for the run at full size, for all its devices."""
+    study = study_files()[run.study]
+    settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
+    full_size = (
+        run.dataset == settings["dataset"]
+        and all(getattr(run.model, key) == value for key, value in settings["model"].items())
+        and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
+    )
+    rates = [figure.speed / figure.gpus for figure in study.published if figure.speed_of(f"{plan}.{name}")]
+    return min(rates) * run.geometry.world_size if full_size and rates else None
+
+
+# ---- the dataset -----------------------------------------------------------------------------------
+
+
+def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Manifest | None:
+    """Return a dataset's manifest; before it is made what its settings say of it, or None."""
+    try:
+        return Manifest.read(results / "data" / name / "manifest.json")
+    except UserError:
+        outline = parts.kind_of(dataset).outline(dataset) if dataset else None
+    if outline is None or dataset is None:
+        return None
+    fields = {
+        field: FieldInfo(
+            channels=list(map(str, range(channels))),
+            units=[""] * channels,
+            grid=list(grid),
+            transforms=[],
+            stored="model",
+            mean=[],
+            std=[],
+            channel_axis=0,
+            classes=outline.classes.get(field),
+        )
+        for field, (channels, grid) in outline.fields.items()
+    }
+    splits = {
+        split: [File(path="", rows=count, bytes=0, digest="") for count in rows] for split, rows in outline.rows.items()
+    }
+    return Manifest(kind=dataset.kind, fields=fields, splits=splits)
+
+
+def samples_of(
+    run: Run, split: Literal["train", "valid"], results: Path, dataset: DatasetSettings | None = None
+) -> int | None:
+    """Return the samples of a split in an epoch: those asked for, at most those of the files."""
+    asked: int | None = getattr(run.samples, split, None)
+    manifest = manifest_of(run.dataset, dataset, results)
+    files = manifest.splits.get(split) if manifest else None
+    if not files:
+        return asked
+    kind = registry.kind(registry.study(run.study).dataset)
+    there: int | None = kind.available(run.samples, [file.rows for file in files])
+    return asked if there is None else min(asked or there, there)
+
+
+# ---- how long it may take at most ------------------------------------------------------------------
+
+
+def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Scheduler) -> float | None:
+    """Return an upper bound, s, on computing so many training samples; None without a formula of FLOPs or data.
+
+    steps · `STEP_SECONDS` + samples · (`LOADING_SECONDS` + F / `TRUSTED`) / devices, with F the FLOPs of a training
+    sample: three forward passes, four with activation checkpointing.
+    """
+    try:
+        forward = registry.study(run.study).flops(run, manifest) if manifest else None
+    except (KeyError, ValueError, UserError):  # a dataset that does not fit, which the stage will say
+        forward = None
+    if forward is None:
+        return None
+    flops = forward * (4 if run.activation_checkpointing else 3)
+    each = LOADING_SECONDS + flops / TRUSTED[device_kind(scheduler)]
+    return samples / run.batch_size * STEP_SECONDS * run.accumulation_steps + samples * each / run.geometry.world_size
+
+
+def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | None:
+    """Return an upper bound, s, on a data stage: all bytes simulated or stored at `DATA_RATE`; None if unknown."""
+    if outline := parts.kind_of(dataset).outline(dataset):
+        return 4 * outline.values / DATA_RATE
+    manifest = manifest_of(name, None, results)
+    return sum(file.bytes for files in manifest.splits.values() for file in files) / DATA_RATE if manifest else None
 
 
 # ---- how long --------------------------------------------------------------------------------------
 
 
 def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, start_up: float = START_UP) -> Estimate:
-    """Return how long one job of `work` takes: what its stage computes, in training samples, ÷ rate + `start_up` (s) a
-    start + what it takes at any rate.
+    """Return the time of one job: training samples ÷ rate + `start_up` (s) a start + what it takes by the clock.
 
-    The table of stages (`dlscale.core.stages`) says what a stage computes, and how many processes start one after the
-    other; `dlscale.preflight.rates` how fast. Compilation is left out. Only the `limit` is known of data stages, and
-    where the rate or the number of samples is not known.
+    The table of stages says how many samples and starts. Compilation is left out. Data stages have no estimate.
 
     Parameters
     ----------
     results
-        Folder of results: earlier measurements, and manifests that tell how many samples a dataset has.
+        Folder with earlier measurements and manifests.
     scheduler
-        Tells what the nodes compute on, of which a rate has to be; None: this machine.
+        Its nodes tell what a rate has to be measured on. None: this machine.
     """
     run, samples = work.run, _samples(work, results)
     if run is None or samples is None:
         return Estimate()
-    found = rates.rate(work.plan, work.run_name, run, results, scheduler)
+    found = rate(work.plan, work.run_name, run, results, scheduler)
     return Estimate(samples / found[0] + _aside(work, start_up), found[1]) if found else Estimate()
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
     """Return the time limit to ask for: 1.5 × the estimate + 10 minutes, at least 15; None if nothing is known.
 
-    Without an estimate it is what the stage may take at most (`dlscale.preflight.rates`), cut to the site's own limit.
-    A run that compiles has time for that, too.
+    Without an estimate it is an upper bound (`bound`), at most the site's own limit. Compiling is in.
     """
     compiling = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
     seconds = estimate(work, results, scheduler).seconds
     if seconds is not None:
         return _limit(seconds + compiling)
     if work.run is None:
-        seconds = rates.data_bound(work.plan, work.dataset, results) if work.dataset else None
+        seconds = data_bound(work.plan, work.dataset, results) if work.dataset else None
     elif (samples := _samples(work, results)) is not None:
-        manifest = rates.manifest_of(work.run.dataset, work.dataset, results)
-        seconds = rates.bound(work.run, samples, manifest, scheduler)
+        manifest = manifest_of(work.run.dataset, work.dataset, results)
+        seconds = bound(work.run, samples, manifest, scheduler)
     return None if seconds is None else min(_limit(seconds + compiling + _aside(work)), scheduler.limit(work.stage))
 
 
@@ -119,25 +253,54 @@ def _limit(seconds: float) -> int:
 
 
 def _samples(work: Work, results: Path) -> float | None:
-    """Return what a job computes, in training samples; None of data, and where it is not known."""
+    """Return the work of a job in training samples; None for data, and where it is unknown."""
     run, stage = work.run, STAGES.get(work.stage)
     if run is None or stage is None or stage.work is None:
         return None
-    return stage.work(run, *(rates.samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
+    return stage.work(run, *(samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
 
 
 def _aside(work: Work, start_up: float = START_UP) -> float:
-    """Return the seconds that a job takes whatever the rate: before its first step, and by the clock."""
+    """Return the seconds of a job that no rate changes."""
     stage = STAGES.get(work.stage)
     by_clock = stage.seconds(work.run) if stage and stage.seconds and work.run else 0.0
     return start_up * (stage.starts(work.run) if stage and stage.starts else 1) + by_clock
+
+
+def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> float:
+    """Return the time of a job on this machine, s: by its measured rate, its last `benchmark`, or the demo's jobs."""
+    if work:
+        benchmark = results / "benchmarks" / stage / work.plan / f"{work.run_name}.tsv"
+        known = estimate(work, results, start_up=START_UP_HERE)
+        if known.basis == "measured" and known.seconds:
+            return known.seconds
+    return (took(benchmark) if benchmark else None) or TYPICAL.get(stage, OTHERS)
+
+
+def took(benchmark: Path) -> float | None:
+    """Return the time of a job, s, by the file that Snakemake writes; None where that is not there, or torn."""
+    try:
+        return float(benchmark.read_text().splitlines()[1].split("\t")[0])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def in_all(jobs: Iterable[tuple[float, float]]) -> float:
+    """Return the time of jobs together, s, from the seconds of each and its share of the machine."""
+    jobs = list(jobs)
+    return max([sum(seconds * share for seconds, share in jobs), *(seconds for seconds, _ in jobs)], default=0.0)
+
+
+def share(threads: int | None, cores: int) -> float:
+    """Return the share of a machine that a job with so many threads takes: all of it where it does not say."""
+    return min(threads or cores, cores) / cores
 
 
 # ---- what would run --------------------------------------------------------------------------------
 
 
 def data_work(configuration: Configuration, name: str, jobs: int) -> Work:
-    """Return so many jobs that make a dataset."""
+    """Return `jobs` jobs that make a dataset."""
     return Work("data", name, "data", jobs=jobs, dataset=configuration.workflow.datasets[name])
 
 
@@ -148,10 +311,9 @@ def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> 
 
 
 def works(configuration: Configuration, plans: Iterable[str] = (), trials: Collection[str] = ()) -> list[Work]:
-    """Return the jobs that lack their results: of the plans named, or of the target plans; each run once.
+    """Return the jobs that lack their results, of these plans or the targets; each run once.
 
-    Only whether a result is there counts, not whether its settings or sources have changed since: that is for the
-    workflow to say. `trials` of sweeps that train again have none of their results.
+    Changed settings or sources do not count. `trials` of sweeps that train again have none of their results.
     """
     workflow = configuration.workflow
     results = Path(workflow.results)
@@ -171,7 +333,7 @@ def works(configuration: Configuration, plans: Iterable[str] = (), trials: Colle
 
 
 def expected_runs(runs: dict[str, ResolvedRun], results: Path, trials: Collection[str] = ()) -> dict[str, ResolvedRun]:
-    """Return runs; of each rung of successive halving, whose trials are not chosen yet, so many as it will have."""
+    """Return the runs that will be: of a rung of successive halving as many as it will have."""
 
     def done(run: ResolvedRun) -> bool:
         return run.trial not in trials and (results / "plans" / run.plan / run.name / "provenance.json").exists()
@@ -187,7 +349,7 @@ def expected_runs(runs: dict[str, ResolvedRun], results: Path, trials: Collectio
 
 
 def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
-    """Return how many jobs make a dataset: acquire, preprocess by piece, assemble by part, describe."""
+    """Return the number of jobs that make a dataset: acquire, preprocess by piece, assemble by part, describe."""
     made = [] if parts.kind_of(dataset).prepared(dataset) else parts.parts(dataset)
     acquired = [raw for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
     if scheduler and scheduler.acquire == "here" and parts.fetched(dataset):
@@ -200,7 +362,7 @@ def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """The cost of one `work`, all its jobs together; a kind of hours that is not known is none of `hours`."""
+    """Cost of one `work`, all its jobs together; `hours` lack the kinds that are unknown."""
 
     work: Work
     estimate: Estimate
@@ -208,62 +370,42 @@ class Row:
     hours: dict[Hours, float] = field(default_factory=dict)
     partition: str | None = None
     qos: str | None = None
-    job_hours: float = 0.0  #: That one of its jobs takes; of a site.
 
 
 @dataclass(frozen=True)
 class Table:
-    """The cost of all; `kinds`: the hours that there are. Without nodes and queues it is one kind."""
+    """Cost of all works, in the kinds of hours that there are: one without nodes and queues."""
 
     rows: tuple[Row, ...]
     kinds: tuple[Hours, ...]
 
-    @property
-    def scheduled(self) -> bool:
-        """Whether there are nodes and queues to price it by."""
-        return "node_hours" in self.kinds
-
-    def total(self, kind: Hours) -> float:
-        """Return the sum of what is known, in hours."""
-        return math.fsum(row.hours.get(kind, 0.0) for row in self.rows)
+    def total(self, kind: Hours) -> float | None:
+        """Return the sum of the known rows, in hours; None if none is known."""
+        known = [row.hours[kind] for row in self.rows if kind in row.hours]
+        return math.fsum(known) if known else None
 
     @property
-    def bounds(self) -> int:
-        """Rows that are upper bounds: time limits."""
-        return sum(row.estimate.basis == "limit" and bool(row.hours) for row in self.rows)
-
-    @property
-    def unknown(self) -> int:
-        """Rows without any figure."""
-        return sum(not row.hours for row in self.rows)
-
-    @property
-    def longest(self) -> float:
-        """Hours until the last result, where nothing waits for nodes: a run, and what makes its data."""
-        made = {row.work.plan: DATA_STEPS * row.job_hours for row in self.rows if not row.work.run}
-        runs = [row.job_hours + made.get(row.work.run.dataset, 0.0) for row in self.rows if row.work.run]
-        return max([*runs, *made.values()], default=0.0)
+    def bound(self) -> str:
+        """Mark of an upper bound, where time limits are among the rows."""
+        return "≤" if any(row.estimate.basis == "limit" and row.hours for row in self.rows) else ""
 
 
 def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> Table:
-    """Return what the works cost on the site's nodes and queues; without a scheduler GPU-hours or process-hours alone.
+    """Return the cost of works on the site's nodes and queues; without a scheduler GPU-hours or process-hours alone.
 
-    Node-hours = hours × nodes × part of a node, which is GPUs ÷ GPUs of a node, or CPUs ÷ CPUs of a node. In the QOS
-    for whole nodes a part costs all of the node. Charged hours = node-hours × charge of the QOS. GPU-hours = hours ×
-    GPUs that are used. Where the time is unknown it is the time limit that is asked for. A geometry that the site's
-    nodes or queues cannot hold is a `UserError`.
+    Node-hours = hours × nodes × part of a node (by GPUs, or by CPUs); the QOS for whole nodes costs all of a node.
+    Charged hours = node-hours × charge of the QOS. A geometry that the site cannot hold is a `UserError`.
     """
     kinds: tuple[Hours, ...] = ("node_hours", "gpu_hours", "charged_hours")
     if scheduler is None:
-        kinds = ("gpu_hours",) if rates.device_kind(None) == "cuda" else ("process_hours",)
+        kinds = ("gpu_hours",) if device_kind(None) == "cuda" else ("process_hours",)
     return Table(tuple(_price(work, scheduler, results, kinds[0]) for work in works), kinds)
 
 
 def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -> Row:
-    """Return the row of one work; without a scheduler its hours are of the kind `own`."""
     geometry = work.run.geometry if work.run else None
     time = estimate(work, results, scheduler)
-    on_gpus = rates.device_kind(scheduler) == "cuda"
+    on_gpus = device_kind(scheduler) == "cuda"
     shown = slurm.shown(work.run.geometry, work.run.processes, on_gpus) if work.run else many(work.jobs, "job")
     if scheduler is None:
         if time.seconds is None or geometry is None:
@@ -271,8 +413,7 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -
         return Row(work, time, shown, {own: time.seconds / 3600 * geometry.world_size})
     limit = minutes(work, results, scheduler)
     asked = slurm.request(scheduler, work.stage, geometry, limit, work.run.processes if work.run else None)
-    job_hours = time.seconds / 3600 if time.seconds is not None else asked["runtime"] / 60
-    hours = work.jobs * job_hours
+    hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     qos = asked.get("qos")
     shown += "" if geometry else f" x {asked['cpus_per_task']} CPUs"
@@ -282,7 +423,7 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -
         "gpu_hours": hours * (geometry.world_size if geometry and nodes.gpus else 0),
         "charged_hours": node_hours * scheduler.qos.get(qos or "", Qos()).charge,
     }
-    return Row(work, time, shown, priced, nodes.partition, qos, job_hours)
+    return Row(work, time, shown, priced, nodes.partition, qos)
 
 
 def lines(table: Table) -> list[str]:
@@ -293,39 +434,24 @@ def lines(table: Table) -> list[str]:
     for row in table.rows:
         bound = "≤" if row.estimate.basis == "limit" else ""
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
-        queue = [row.partition or "-", row.qos or "-"]
         hours = [_hours(row.hours.get(kind), bound) for kind in table.kinds]
+        queue = row.partition or "-", row.qos or "-"
         rows.append([name, row.work.stage, row.geometry, *queue, row.estimate.basis, *hours])
-    bound = "≤" if table.bounds else ""
-    known = table.unknown < len(table.rows)
-    rows.append(["total", *[""] * 5, *(_hours(table.total(kind) if known else None, bound) for kind in table.kinds)])
-    hidden = [] if table.scheduled else ["QOS"]
-    hidden += [] if any(row.partition for row in table.rows) else ["partition"]
-    columns = [
-        [f"{cell:{'<' if number < 6 else '>'}{max(map(len, column))}}" for cell in column]  # hours to the right
-        for number, column in enumerate(zip(*rows, strict=True))
-        if column[0] not in hidden
-    ]
-    text = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-    text += [f"{basis}: {MARKED[basis]}" for basis in MARKED if any(row.estimate.basis == basis for row in table.rows)]
-    if table.bounds:
-        text.append(f"≤: {table.bounds} of {len(table.rows)} rows at their whole time limit, for want of an estimate")
-    if table.unknown:
-        text.append(f"?: {table.unknown} of {len(table.rows)} rows without an estimate; they are not in the total")
-    return text
+    rows.append(["total", *[""] * 5, *(_hours(table.total(kind), table.bound) for kind in table.kinds)])
+    hidden = {place for place, cells in enumerate(zip(*rows[1:-1], strict=True)) if set(cells) == {"-"}}
+    cells = [[cell for place, cell in enumerate(row) if place not in hidden] for row in rows]
+    text = aligned(cells, right=range(6 - len(hidden), len(cells[0])))
+    text += ["≤: the whole time limit, for want of an estimate"] if table.bound else []
+    unknown = any(not row.hours for row in table.rows)
+    return text + (["?: no estimate; such rows are not in the total"] if unknown else [])
 
 
 def outlook(table: Table, jobs: int, seconds: float | None) -> str:
-    """Return what a dry run comes to: how many jobs, what they cost, and how long that takes on this machine (s)."""
-    told = [many(jobs, "job")]
-    if table.scheduled:
-        bound = "≤ " if table.bounds else ""
-        node_hours, charged = (f"{bound}{table.total(kind):,.2f}" for kind in ("node_hours", "charged_hours"))
-        told.append(f"{node_hours} node-hours (charged {charged})")
-        told.append(f"{bound}{duration(3600 * table.longest)} until the end, beside the time in the queue")
-    elif seconds is not None:
-        told.append(f"about {duration(seconds)} until the end")
-    return "; ".join(told)
+    """Return the sum of a dry run: jobs, their cost on a site, or `seconds` until all is done on this machine."""
+    if seconds is not None:
+        return f"{many(jobs, 'job')}; about {duration(seconds)} until the end"
+    node_hours, charged = (_hours(table.total(kind) or 0.0, table.bound) for kind in ("node_hours", "charged_hours"))
+    return f"{many(jobs, 'job')}; {node_hours} node-hours (charged {charged})"
 
 
 def _hours(value: float | None, bound: str) -> str:
@@ -333,28 +459,29 @@ def _hours(value: float | None, bound: str) -> str:
 
 
 def over(table: Table, budget: Budget) -> str | None:
-    """Return the one message when the estimate exceeds a cap, or None.
+    """Return the message where the estimate exceeds a cap, or None.
 
-    Without a scheduler there are no node-hours and no charge, so that only `gpu_hours` can be exceeded; without a GPU
-    nothing can.
+    Without a scheduler only `gpu_hours` can be exceeded, and without a GPU nothing.
     """
     caps = budget.model_dump(exclude_none=True)
-    exceeded = [(kind, hours) for kind in WORDS if (hours := table.total(kind)) > caps.get(kind, math.inf)]
+    totals = {kind: table.total(kind) or 0.0 for kind in WORDS}
+    exceeded = {kind: hours for kind, hours in totals.items() if hours > caps.get(kind, math.inf)}
     if not exceeded:
         return None
-    bound = "≤ " if table.bounds else ""
-    what = [f"{bound}{hours:,.2f} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}" for kind, hours in exceeded]
-    keys = [f"budget.{kind} to {math.ceil(hours)}" for kind, hours in exceeded]
-    rows = f"{table.bounds} of {len(table.rows)} rows are counted at their time limit (site.scheduler.minutes)"
+    what = [
+        f"{_hours(hours, table.bound)} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}"
+        for kind, hours in exceeded.items()
+    ]
+    keys = [f"budget.{kind} to {math.ceil(hours)}" for kind, hours in exceeded.items()]
+    limits = "; ≤ counts jobs at their time limit (site.scheduler.minutes)" if table.bound else ""
     return (
-        f"budget: what would run is estimated at {' and '.join(what)}{f'; {rows}' if bound else ''}; raise "
-        f"{' and '.join(keys)}, drop runs or plans, or shorten them (training.epochs or steps, samples.train, "
-        "throughput.trials)"
+        f"budget: what would run is estimated at {' and '.join(what)}{limits}; raise {' and '.join(keys)}, drop runs "
+        "or plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
     )
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what the plans in `args.plans`, or the targets, will cost yet; more than the budget is a `UserError`."""
+    """Print the cost of `args.plans`, or the targets; more than the budget is a `UserError`."""
     plans = check_plans(args.plans, configuration)
     assert configuration
     workflow = configuration.workflow

@@ -1,11 +1,16 @@
-"""The files of datasets, and the servers that they are fetched from."""
+"""Checks of datasets: their files, the servers that they are fetched from, and the disks that hold them."""
 
 from __future__ import annotations
 
+import datetime as dt
+import itertools
 import os
+import re
+import shutil
 import socket
+import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,24 +22,33 @@ from dlscale.core.settings import read_yaml
 from dlscale.core.text import size
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
-from dlscale.preflight.probe import Finding, Status
+from dlscale.preflight.probe import Finding, Status, said
 
-#: What is said of raw files that are gone, and were read.
-STAYS = "what was made of it stays as it is"
+#: Servers of stores without a host in their name.
+STORES = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
+#: Free bytes below which nothing can run, and below which a warning is given.
+LEAST, LITTLE = 0.5e9, 20e9
+#: Days before a file's removal from scratch from which on a warning is given.
+PURGE_SOON = 7
+#: Greatest number of files whose age is looked at.
+MANY = 20_000
+
+
+# ---- files -----------------------------------------------------------------------------------------
 
 
 def manifest_of(results: Path, name: str) -> Path:
-    """Return the file that describes a dataset, and is there once it is made."""
+    """Return the manifest's path of a dataset."""
     return results / "data" / name / "manifest.json"
 
 
 def local_files(dataset: DatasetSettings) -> list[str]:
-    """Return the raw files that are read where they lie, and folders of them."""
+    """Return the raw files, and folders of them, that are read in place."""
     return [origin for origin in parts.kind_of(dataset).origins(dataset) if "://" not in origin]
 
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
-    """Judge a dataset: the files it is made from, those that were made of them, and what runs' `samples` find there."""
+    """Check a dataset's raw files, its own files, and that they have samples for each run's `samples`."""
     manifest, kind = manifest_of(results, name), parts.kind_of(dataset)
 
     def found(status: Status, text: str, remedy: str = "") -> Finding:
@@ -53,47 +67,34 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     changed = [path for path, size in files if path.is_file() and path.stat().st_size != size]
     if changed:
         text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
-        if changed[0].resolve().is_relative_to(manifest.parent.resolve()):
-            return found("FAIL", text, f"delete {changed[0]} and run the workflow again")
-        return found("warn", text, "if that is meant, go on: it is described again")
+        own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
+        remedy = f"delete {changed[0]} and run the workflow again" if own else "go on: it is described again"
+        return found("FAIL" if own else "warn", text, remedy)
     if gone:
-        text = f"{gone[0]}: gone, perhaps removed from scratch ({len(gone)} of {len(files)} files)"
-        return found("warn", text, "it will be made again, which takes its time")
+        return found("warn", f"{gone[0]}: gone ({len(gone)} of {len(files)} files)", "go on: it will be made again")
     for split in ("train", "valid"):
         rows = [file.rows for file in described.splits[split]]
         if any(kind.available(each, rows) == 0 for each in samples):
-            text = (
-                f"{split}: no sample as a run's `samples` asks for, in files of {', '.join(map(str, rows))} {kind.rows}"
-            )
+            text = f"{split}: no sample as a run's `samples` asks for, in files of "
+            text += f"{', '.join(map(str, rows))} {kind.rows}"
             return found("FAIL", text, "change samples of the plan, or give the dataset more")
-    total = size(sum(bytes_ for _, bytes_ in files), " ")
-    return found("ok", f"{len(files)} files, {total}, of the size that was described")
+    return found("ok", f"{len(files)} files, {size(sum(bytes_ for _, bytes_ in files), ' ')}, as described")
 
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
-    """Judge the raw files that a dataset still needs: None if they are there."""
-    # What raw files are made from is read once; files that are read where they lie are missed at any time.
-    read_once = parts.kind_of(dataset).acquirer(dataset) is not None and manifest_of(results, name).exists()
-    trouble = None if read_once else _trouble(dataset)
-    if trouble and _made_of_these(name, dataset, results):
-        return Finding(f"data {name}", "warn", f"{trouble}; {STAYS}", "if that is meant, go on; else put it back")
-    remedy = f"put it there, or name its place in datasets.{name}.source"
-    return Finding(f"data {name}", "FAIL", trouble, remedy) if trouble else None
-
-
-def probe_kept(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
-    """Warn where what is looked at for changes is gone: what was made of it stays as it is. None if it is there."""
-    trouble = _trouble(dataset) if getattr(dataset.source, "watch", False) else None
-    if not trouble or not manifest_of(results, name).exists():
+    """Check the raw files that a dataset still needs, or watches for changes; None if they are there."""
+    made, kind = manifest_of(results, name).exists(), parts.kind_of(dataset)
+    read_once = made and kind.acquirer(dataset) is not None
+    if (read_once and not getattr(dataset.source, "watch", False)) or not (trouble := _trouble(dataset)):
         return None
-    remedy = "if that is meant, go on; elsewhere, put it back: only what is there shows changes"
-    return Finding(f"data {name}", "warn", f"{trouble}; {STAYS}", remedy)
+    if read_once or (made and not kind.prepared(dataset) and _made_of_these(name, dataset, results)):
+        text = f"{trouble}; what was made of it stays as it is"
+        return Finding(f"data {name}", "warn", text, "if that is meant, go on; else put it back")
+    return Finding(f"data {name}", "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
 
 
 def _made_of_these(name: str, dataset: DatasetSettings, results: Path) -> bool:
-    """Whether a dataset was made of the very files that it names: who needs the room may then remove them."""
-    if parts.kind_of(dataset).prepared(dataset) or not manifest_of(results, name).exists():
-        return False
+    """Whether a dataset was made of the very files that it names."""
     try:
         made = read_yaml(manifest_of(results, name).with_name("config.yaml"))
     except UserError:
@@ -102,19 +103,18 @@ def _made_of_these(name: str, dataset: DatasetSettings, results: Path) -> bool:
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:
-    """Return what is wrong with the first local raw file that is not as it has to be."""
+    """Return the fault of the first local raw file that has one."""
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else local_files(dataset)
     for path in [Path(file) for file in files if "://" not in file]:
-        if not path.is_file() and not path.is_dir():  # a pipe, say, or a link that leads nowhere
+        if not path.is_file() and not path.is_dir():
             return f"{path}: no such file or folder"
         if not os.access(path, os.R_OK) or (path.is_file() and path.stat().st_size == 0):
             return f"{path}: empty, or no permission to read it"
     return None
 
 
-#: Servers of stores without a host in their name.
-STORES = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
+# ---- network ---------------------------------------------------------------------------------------
 
 
 def hosts(dataset: DatasetSettings) -> list[str]:
@@ -128,7 +128,7 @@ def hosts(dataset: DatasetSettings) -> list[str]:
 
 
 def probe_network(server: str, scheduler: Scheduler | None) -> Finding:
-    """Try to reach a server; by way of a proxy only whoever fetches can tell."""
+    """Try to reach a server, unless a proxy stands between."""
     host, _, port = server.rpartition(":")
     if urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
         return Finding("network", "skip", f"{server}: there is a proxy; the download will tell")
@@ -139,3 +139,43 @@ def probe_network(server: str, scheduler: Scheduler | None) -> Finding:
         remedy = "fetch where there is a network (site.scheduler.acquire), or put the files there by hand"
         return Finding("network", status, f"{server} does not answer from here: {error}", remedy)
     return Finding("network", "ok", f"{server} answers from here")
+
+
+# ---- disks -----------------------------------------------------------------------------------------
+
+
+def probe_space(folder: Path) -> Finding:
+    """Check the room where a folder is, or will be."""
+    folder = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
+    usage = shutil.disk_usage(folder)
+    little = usage.free < LITTLE or usage.free < usage.total / 10
+    status: Status = "FAIL" if usage.free < LEAST else "warn" if little else "ok"
+    text = f"{size(usage.free, ' ')} of {size(usage.total, ' ')} free at {folder}"
+    return Finding("space", status, text, "free some, or choose a larger place for `results`")
+
+
+def probe_quota() -> Finding:
+    """Check the user's shares in use by the table of NERSC's `showquota`: per cent in cells, a file system a row."""
+    used = {}
+    for line in said(["showquota"]).splitlines():
+        name, *cells = line.strip(" |").split("|")
+        if shares := [float(share) for cell in cells for share in re.findall(r"([\d.]+) ?%", cell)]:
+            used[name.strip()] = max(shares)
+    full = max(used.values(), default=0.0)
+    status: Status = "FAIL" if full >= 100 else "warn" if full >= 90 else "ok"
+    text = ", ".join(f"{name} {share:.0f} %" for name, share in used.items())
+    return Finding("quota", status, text, "remove files there")
+
+
+def probe_purge(paths: Iterable[str], days: int) -> Finding:
+    """Find the file among these files and folders that was used least recently."""
+    there = (path for each in map(Path, paths) for path in ([each] if each.is_file() else each.rglob("*")))
+    # File systems that do not keep the time of the last reading have an old one there.
+    files = ((path.stat(), path) for path in itertools.islice(there, MANY) if path.is_file())
+    used = min(((max(stat.st_atime, stat.st_mtime), path) for stat, path in files), default=None)
+    if used is None:
+        return Finding("purge", "skip", "no data yet")
+    end = used[0] + 86_400 * days
+    text = f"{dt.date.fromtimestamp(end)}: {used[1]} is the first to be removed, {days} days after it was last used"
+    soon = end < time.time() + 86_400 * PURGE_SOON
+    return Finding("purge", "warn" if soon else "ok", text, "copy what cannot be fetched or made again to a safe place")

@@ -1,7 +1,9 @@
-"""The place where the stages run: engine, image, GPUs, versions."""
+"""Checks of the place where stages run: container engine, image, versions, GPUs, and a site's Slurm."""
 
 from __future__ import annotations
 
+import functools
+import getpass
 import json
 import os
 import re
@@ -11,43 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.run import Geometry, Run
-from dlscale.config.site import Site
+from dlscale.config.site import Job, Nodes, Scheduler, Site
 from dlscale.core import registry
 from dlscale.core.fingerprint import ROOT
 from dlscale.core.machine import missing, too_old
+from dlscale.core.stages import RUN_STAGES
+from dlscale.core.text import many
 from dlscale.launch import image as images
-from dlscale.launch import launcher
-from dlscale.preflight.probe import AbsentError, FailedError, Finding, said
+from dlscale.launch import launcher, slurm
+from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, said
 
-
-def probe_image(site: Site) -> Finding:
-    """Look for the container engine, and ask it for the image."""
-    if site.engine == "none":
-        return Finding("image", "skip", "no engine: commands run as they are")
-    if not shutil.which(site.engine):
-        return Finding("image", "FAIL", f"{site.engine}: no such command here", "install it, or set site.engine")
-    if not site.image:
-        return Finding("image", "FAIL", "the site names none", "set site.image")
-    remedy = "snakemake image, with your profile, builds or pulls it"
-    if site.engine == "apptainer":  # its identity is the SHA-256 of the file, which takes too long here
-        there = Path(site.image).is_file()
-        remedy = f"apptainer pull {site.image} docker://NAME"
-        return Finding("image", "ok" if there else "FAIL", site.image if there else f"{site.image}: no file", remedy)
-    if (identity := images.identity(site.engine, site.image)) is None:
-        return Finding("image", "FAIL", f"{site.image}: {site.engine} does not have it", remedy)
-    if site.engine == "podman-hpc" and not images.migrated(site.image):
-        return Finding("image", "FAIL", f"{site.image}: not migrated, so compute nodes do not see it", remedy)
-    return Finding("image", "ok", f"{site.image} ({images.shown(identity)})")
-
-
-def _words(site: Site, devices: Path) -> list[str]:
-    """Return the words that start a stage here, with this machine's GPUs, if any, up to Python."""
-    place = launcher.Place(folder=str(Path.cwd()), sources=str(ROOT.parent), uid=os.getuid(), gid=os.getgid())
-    words = launcher.launch(site, place, Geometry() if any(devices.glob("nvidia[0-9]*")) else None)
-    return words[: -len(launcher.PYTHON)]
-
-
-#: Prints what there is where it runs, as one line of JSON. One process, since importing torch takes seconds.
+#: Prints the versions where it runs, as one line of JSON. One process, since importing torch takes seconds.
 FACTS = """
 import json, os, platform, shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -85,35 +61,62 @@ print(json.dumps(facts))
 
 Facts = dict[str, Any]
 
-#: The oldest versions that dlscale works with: those of pyproject.toml's ranges. Early builds of a version count as it.
+#: Oldest versions that work: those of pyproject.toml's ranges. Early builds of a version count as it.
 LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
-#: The first and the last cuDNN whose 3D convolutions in bf16 give wrong values.
+#: First and last cuDNN whose 3D convolutions in bf16 give wrong values.
 BAD_CUDNN = 90_800, 91_099
+#: Format of sinfo: features, CPUs, generic resources, number and memory of a group of nodes.
+COLUMNS = "%f|%c|%G|%D|%m"
 
 
-def probe_environment(
-    site: Site,
-    image: Finding,
-    runs: list[Run],
-    profilers: Collection[str] = (),
-    on_gpus: bool = False,
-    devices: Path = Path("/dev"),
+# ---- image and environment -------------------------------------------------------------------------
+
+
+def probe_site(
+    site: Site, runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False, devices: Path = Path("/dev")
 ) -> list[Finding]:
-    """Judge the environment where the stages run: the words that start them, but with a question at their end."""
+    """Check the image, and the versions in it: by the words that start a stage."""
+    site, _ = launcher.resolve(site)
+    image = probe_image(site)
     if image.status == "FAIL":
-        return [Finding("environment", "skip", "it is in the image, which is not here")]
-    found = probe_python([*_words(site, devices), launcher.PYTHON[0]], runs, profilers, on_gpus)
-    unseen = any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found) and site.gpu
-    if unseen and any(devices.glob("nvidia[0-9]*")):
+        return [image, Finding("environment", "skip", "it is in the image, which is not here")]
+    here = any(devices.glob("nvidia[0-9]*"))
+    place = launcher.Place(folder=str(Path.cwd()), sources=str(ROOT.parent), uid=os.getuid(), gid=os.getgid())
+    words = launcher.launch(site, place, Geometry() if here else None)
+    found = probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers, on_gpus)
+    if here and site.gpu and any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found):
         remedy = "see the engine's set-up for NVIDIA GPUs (nvidia-container-toolkit), and site.modules"
         found.append(Finding("GPU", "FAIL", "this machine has one that stages do not see", remedy))
-    return found
+    return [image, *found]
+
+
+def probe_image(site: Site) -> Finding:
+    """Check the container engine and its image."""
+
+    def failed(text: str, remedy: str = "snakemake image, with your profile, builds or pulls it") -> Finding:
+        return Finding("image", "FAIL", text, remedy)
+
+    if site.engine == "none":
+        return Finding("image", "skip", "no engine: commands run as they are")
+    if not shutil.which(site.engine):
+        return failed(f"{site.engine}: no such command here", "install it, or set site.engine")
+    if not site.image:
+        return failed("the site names none", "set site.image")
+    if site.engine == "apptainer":  # its identity is the SHA-256 of the file, which takes too long here
+        if not Path(site.image).is_file():
+            return failed(f"{site.image}: no file", f"apptainer pull {site.image} docker://NAME")
+        return Finding("image", "ok", site.image)
+    if (identity := images.identity(site.engine, site.image)) is None:
+        return failed(f"{site.image}: {site.engine} does not have it")
+    if site.engine == "podman-hpc" and not images.migrated(site.image):
+        return failed(f"{site.image}: not migrated, so compute nodes do not see it")
+    return Finding("image", "ok", f"{site.image} ({images.shown(identity)})")
 
 
 def probe_python(
     python: list[str], runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False
 ) -> list[Finding]:
-    """Ask an interpreter, started by these words, for versions."""
+    """Check the versions of an interpreter that is started by these words."""
     try:
         printed = said([*python, "-P", "-c", FACTS])  # as stages run: nothing is imported from the working folder
     except (AbsentError, FailedError) as error:
@@ -128,41 +131,46 @@ def environment(
 ) -> list[Finding]:
     """Judge the versions where the stages run.
 
-    `profilers` are those that will look at runs; `on_gpus`: the site says that runs are on GPUs.
+    Parameters
+    ----------
+    profilers
+        Profilers of the runs.
+    on_gpus
+        Whether the site says that runs are on GPUs.
     """
-    runs = list(runs)
-    pip = "install dlscale's requirements there (pip install dlscale), or build the image anew"
-    findings = []
+    runs, findings = list(runs), list[Finding]()
     for name, least in LEAST.items():
-        known, error = facts.get(name), facts.get("error") if name == "torch" else None
-        if known is None or _numbers(known) < least:
-            text = f"{known or 'not installed where the stages run'}, expected at least {'.'.join(map(str, least))}"
-            findings.append(Finding(name, "FAIL", text, pip))
+        known, error = str(facts.get(name) or ""), facts.get("error") if name == "torch" else None
+        remedy = "install dlscale's requirements there (pip install dlscale), or build the image anew"
+        numbers = re.match(r"\d+(\.\d+)*", known)
+        if not numbers or tuple(map(int, numbers.group().split("."))) < least:
+            known = f"{known or 'not installed where the stages run'}, expected at least {'.'.join(map(str, least))}"
+            findings.append(Finding(name, "FAIL", known, remedy))
+        elif error:
+            findings.append(Finding(name, "FAIL", f"{known} does not import: {error}", remedy))
         else:
-            text = f"{known} does not import: {error}" if error else known
-            findings.append(Finding(name, "FAIL", text, pip) if error else Finding(name, "ok", text))
-    needed = any(run.loader.kind == "dali" for run in runs)
-    for name, wanted, remedy in (
-        ("dali", needed, "pip install 'dlscale[dali]', or leave loader.kind dali"),
-        ("nsys", "nsys" in profilers, "install Nsight Systems there, set NSYS in site.environment, or leave nsys out"),
-    ):
+            findings.append(Finding(name, "ok", known))
+    dali, nsys = any(run.loader.kind == "dali" for run in runs), "nsys" in profilers
+    wanted: list[tuple[str, bool, Status, str]] = [
+        ("dali", dali, "FAIL", "pip install 'dlscale[dali]', or leave loader.kind dali"),
+        ("nsys", nsys, "warn", "install Nsight Systems there, set NSYS in site.environment, or leave nsys out"),
+    ]
+    for name, _, status, remedy in [each for each in wanted if each[1]]:
         found = facts.get(name)
-        if found and (wanted or name == "dali"):
-            findings.append(Finding(name, "ok", found))
-        elif wanted:
-            findings.append(Finding(name, "FAIL" if name == "dali" else "warn", "not found there; runs use it", remedy))
+        findings.append(
+            Finding(name, "ok", found) if found else Finding(name, status, "not found there; runs use it", remedy)
+        )
     if cudnn := facts.get("cudnn"):
         version = f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
-        findings.append(Finding("cuDNN", "ok", version))
-        if BAD_CUDNN[0] <= cudnn <= BAD_CUDNN[1] and any(map(_convolves_in_bf16, runs)):
+        bf16 = [run for run in runs if run.precision.startswith("bf16")]
+        wrong = any("conv3d" in registry.study(run.study).operations for run in bf16)
+        if wrong and BAD_CUDNN[0] <= cudnn <= BAD_CUDNN[1]:
             remedy = "take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision"
             text = f"{version}: 3D convolutions in bf16 give wrong values"
-            findings[-1] = Finding("cuDNN", "FAIL", text, remedy)
+            findings.append(Finding("cuDNN", "FAIL", text, remedy))
+        else:
+            findings.append(Finding("cuDNN", "ok", version))
     return [*findings, _cuda(facts, on_gpus)] if facts.get("torch") else findings
-
-
-def _convolves_in_bf16(run: Run) -> bool:
-    return "conv3d" in registry.study(run.study).operations and run.precision.startswith("bf16")
 
 
 def _cuda(facts: Facts, on_gpus: bool) -> Finding:
@@ -178,10 +186,7 @@ def _cuda(facts: Facts, on_gpus: bool) -> Finding:
 
 
 def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
-    """Judge in no time, before the first job of this machine, what runs by name need of it; no torch is imported.
-
-    `devices` is how many GPUs it has. What is fine is not told; what runs, but not as one would think, is a `warn`.
-    """
+    """Return what runs, by name, lack on this machine with so many GPUs; at once, without importing torch."""
     findings = []
     for name, run in runs.items():
         what = f"run {name}"
@@ -201,7 +206,89 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
     return findings
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return (2, 9, 1) for `2.9.1+cu128`."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, numbers.group().split("."))) if numbers else ()
+# ---- Slurm -----------------------------------------------------------------------------------------
+
+
+def slurm_probes(scheduler: Scheduler, runs: list[Run], stages: Collection[Job]) -> list[Probe]:
+    """Return the probes of Slurm for the jobs of these stages and runs."""
+    found: list[Probe] = [
+        ("Slurm", probe_slurm),
+        ("account", functools.partial(probe_account, scheduler, runs, stages)),
+    ]
+    kinds = [scheduler.cpu_nodes] if "data" in stages else []
+    kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages) else []
+    most = max((run.geometry.nodes for run in runs), default=1)
+    return found + [(_name(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds]
+
+
+def probe_slurm() -> Finding:
+    """Check that a controller is up."""
+    remedy = "wait until the site's Slurm is back"
+    if not shutil.which("sbatch"):
+        return Finding("Slurm", "FAIL", "sbatch: no such command here", "run this on a login node of the site")
+    try:
+        text = " ".join(said(["scontrol", "ping"]).split())
+    except FailedError as error:
+        return Finding("Slurm", "FAIL", str(error), remedy)
+    return Finding("Slurm", "ok" if re.search(r"\bis UP\b", text) else "FAIL", text or "no answer", remedy)
+
+
+def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> Finding:
+    """Check accounts and QOS of the jobs that would be submitted by those of the user."""
+    jobs = [(stage, None) if stage == "data" else (stage, run.geometry) for stage in stages for run in runs]
+    requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]
+    wanted = {(each["slurm_account"], each.get("qos") or "") for each in requests if each.get("slurm_account")}
+    try:
+        listed = said(["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account,qos"])
+    except FailedError as error:
+        if "accounting_storage" not in str(error):
+            raise
+        return Finding("account", "skip", "this Slurm keeps none")
+    mine = dict[str, set[str]]()
+    for name, _, queues in (line.partition("|") for line in listed.split()):
+        mine.setdefault(name, set()).update(filter(None, queues.split(",")))
+    remedy = f"export SBATCH_ACCOUNT=PROJECT, or set site.scheduler.account; yours: {', '.join(sorted(mine))}"
+    if not wanted:
+        return Finding("account", "warn", "none is set; Slurm takes your default, if you have one", remedy)
+    for name, queue in sorted(wanted):
+        allowed = mine.get(name.lower())  # Slurm's database is in lower case
+        if allowed is None:
+            return Finding("account", "FAIL", f"{name}: not yours", remedy)
+        # A site's submit filter may give a QOS another name: gpu_shared for shared.
+        if queue and allowed and not any(queue == other or queue in other.split("_") for other in allowed):
+            remedy = f"use one of its QOS: {', '.join(sorted(allowed))} (site.scheduler)"
+            return Finding("account", "FAIL", f"{name} may not use QOS {queue}", remedy)
+    return Finding("account", "ok", ", ".join(sorted({name for name, _ in wanted})))
+
+
+def probe_nodes(kind: Nodes, most: int) -> Finding:
+    """Check that there are nodes as the site says, `most` of them where they have GPUs: else a job waits for ever."""
+    text = said(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", COLUMNS])
+    constraint = kind.constraint or ""
+    features = set(filter(None, constraint.split("&"))) if not set(constraint) & set("|[*(") else set()
+    asks = kind.cpus, kind.gpus, kind.memory_mb or 0
+    fitting, seen, known = 0, list[str](), set[str]()
+    for row in [line.split("|") for line in text.split() if line.count("|") == 4]:
+        known |= set(row[0].split(","))
+        if features <= set(row[0].split(",")):
+            gpus = re.findall(rf"\b{re.escape(kind.gres)}(?::[A-Za-z]\w*)?:(\d+)", row[2])
+            has = int(row[1].rstrip("+")), max(map(int, gpus), default=0), int(row[4].rstrip("+"))
+            seen.append(f"{row[3]} of {_has(*has)}")
+            fitting += int(row[3]) if all(one >= other for one, other in zip(has, asks, strict=True)) else 0
+    wanted = most if kind.gpus else 1
+    which = {"partition": kind.partition, "constraint": constraint, "--gres": kind.gres if kind.gpus else ""}
+    what = _has(*asks) + "".join(f", {word} {name}" for word, name in which.items() if name)
+    if fitting >= wanted:
+        return Finding(_name(kind), "ok", f"{fitting} of {what}")
+    there = "; ".join(dict.fromkeys(seen)) or f"of features {', '.join(sorted(known)) or 'none'}"
+    remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
+    text = f"{many(wanted, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
+    return Finding(_name(kind), "FAIL", text, remedy)
+
+
+def _name(kind: Nodes) -> str:
+    return "GPU nodes" if kind.gpus else "CPU nodes"
+
+
+def _has(cpus: int, gpus: int, memory: int) -> str:
+    return ", ".join([many(cpus, "CPU"), many(gpus, "GPU"), *([f"{memory:,} MB"] if memory else [])])

@@ -1,36 +1,215 @@
 """`dlscale predict RUN …`: a run on other devices, and which of them are fastest and cheapest.
 
-The model of `dlscale.measure.scaling` is fitted to what was measured of the runs, on one device or several; what it
-says of others has a band that grows with the distance. `--validate` shows how well it predicts published figures.
+The model of `dlscale.measure.scaling` is fitted to what was measured of the runs (docs/planning.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlscale.config.compute import compute_digest, compute_settings
+from dlscale.config.parallel import DDP, DP, FSDP
 from dlscale.config.places import folder
 from dlscale.config.resolve import study_files
+from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.text import NONE, duration, many, number, percent, shorten, size
+from dlscale.core.metrics import read_epochs
+from dlscale.core.settings import flat, read_yaml
+from dlscale.core.text import NONE, aligned, duration, many, number, percent, shorten, size
+from dlscale.measure.records import Throughput
 from dlscale.measure.scaling import validation
-from dlscale.measure.scaling.fit import Prediction
-from dlscale.measure.scaling.model import STEPS, Job, Measure, Step, memory, seconds, step
-from dlscale.preflight.measured import Study, read
+from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
+from dlscale.measure.scaling.machine import for_device, named
+from dlscale.measure.scaling.model import (
+    STEPS,
+    Job,
+    Measure,
+    Memory,
+    Mode,
+    Step,
+    Tokens,
+    Workload,
+    buckets,
+    memory,
+    seconds,
+    step,
+)
+from dlscale.parallel.records import Links
+from dlscale.preflight.cost import read_measured, samples_of
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Options that are numbers, and the greatest that one may be.
+#: Options that are numbers, and the greatest value of one.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
 MOST = 1e15
-#: Error of the fit that is said.
+#: Settings in which runs that are fitted together differ.
+FREE = "geometry", "batch_size"
+#: Error of the fit from which on it is printed.
 MISSED = 0.1
+
+
+# ---- measurements ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Study:
+    """Measurements of runs, and the model fitted to them."""
+
+    run: Any  #: The first of them, as the train stage sees it.
+    fit: Fit
+    device: str
+    machine: str  #: Whose links it has.
+    batch: float  #: Samples of a group of devices that share a model, as measured on fewest devices.
+    epoch: tuple[int | None, int | None]  #: Samples of training and validation.
+    links: Links | None  #: As a self-test measured them, if the machine is the device's own.
+
+
+def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
+    """Return the model fitted to the runs in these folders.
+
+    Parameters
+    ----------
+    machine
+        Name or file of a machine. None: that of the device, with the links that the largest run's self-test found.
+    storage
+        Samples/s that the storage serves.
+    """
+    folders = list({each.resolve(): each for each in folders}.values())
+    above = folders[0].resolve().parents
+    results = above[min(2, len(above) - 1)]
+    run = load_run(folders[0] / "config.yaml", "train")
+    points, records, settings, computed = list[Point](), list[Throughput](), dict[Path, Any](), dict[Path, Any]()
+    for path in folders:
+        if not getattr(load_run(path / "config.yaml", "train").parallel, "sync", True):
+            raise UserError(f"{path}: parallel.sync is false, and such a run sends nothing; name one that averages")
+        measured, raw = read_measured(path), read_yaml(path / "config.yaml")
+        if measured is None and not (path / "metrics.jsonl").exists():
+            raise UserError(
+                f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
+            )
+        settings[path] = flat({key: each for key, each in compute_settings(raw).items() if key not in FREE})
+        if measured and measured.device.kind:
+            device = measured.device
+            threads = {"threads": device.threads} if device.kind == "cpu" else {}
+            computed[path] = {"device": device.name or device.kind, **threads}
+        for own in filter(None, (settings, computed)):
+            _check_alike(own)
+        if measured and measured.compute != compute_digest(raw):
+            raise UserError(
+                f"{path / 'throughput.json'}: measured with other settings than config.yaml beside it has; run the "
+                "throughput stage again"
+            )
+        records += [measured] if measured else []
+        points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
+    if any(point.rate <= 0 for point in points):
+        raise UserError(f"{', '.join(map(str, folders))}: a rate of 0 was measured; run the stages again")
+    if all(point.of.mode in ("IO", "VALIDATION") for point in points):
+        raise UserError(
+            f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
+            "throughput.json, or a second epoch in metrics.jsonl: run their stages"
+        )
+    device_name = next((each.device.name for each in records if each.device.kind == "cuda"), "")
+    whose = machine or for_device(device_name)
+    tested = [each.links for each in records if each.links] if machine is None else []
+    links = max(tested, key=lambda each: each.processes, default=None)
+    on = named(whose).machine.measured(links) if links else named(whose).machine
+    work = replace(workload(run, results), processes=not device_name, storage=storage)
+    batch = min(points, key=lambda point: point.job.devices).job.batch
+    epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
+    return Study(run, fit(on, work, points), device_name or "CPU", whose, batch, epoch, links)
+
+
+def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
+    """Refuse the last of some runs where its settings differ from those of the first."""
+    first, last = next(iter(settings)), next(reversed(settings))
+    expected, found = settings[first], settings[last]
+    for key in sorted([*expected, *found], key=lambda key: not key.endswith(".kind")):
+        if found.get(key) != expected.get(key):
+            raise UserError(
+                f"{last}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)}; runs that are "
+                "fitted together differ in devices and batch size alone: ask for them one by one"
+            )
+
+
+def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
+    """Yield the measured modes of a run, and its epochs after the first, which warms up."""
+    at = run.geometry
+    job = Job(at.world_size, run.batch_size * at.model_size / at.world_size, at.tp, at.cp, at.gpus_per_node)
+    modes: list[Mode] = ["IO", "SYNTHETIC", "ALONE", "FULL"]
+    for mode in modes:
+        if measured and (trials := measured.mode(mode)):
+            yield Point(job, trials.mean, Measure(mode))
+    if not (path / "metrics.jsonl").exists():
+        return
+    epochs = [epoch for epoch in read_epochs(path / "metrics.jsonl") if epoch.made_with is not None][1:]
+    training, validating = (samples_of(run, split, results) for split in ("train", "valid"))
+    if epochs and training:
+        yield Point(job, statistics.median(epoch.samples_per_second for epoch in epochs), Measure("EPOCH", training))
+    taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds]
+    if taken and validating:
+        yield Point(job, validating / statistics.median(taken), Measure("VALIDATION", validating))
+
+
+def workload(run: Any, results: Path) -> Workload:
+    """Return what a run sends and keeps, from its model on the meta device."""
+    import torch
+
+    from dlscale.data.manifest import Manifest
+    from dlscale.parallel.exchanges import averaged
+    from dlscale.parallel.model import named as modules
+    from dlscale.train.memory import predict
+    from dlscale.train.precision import compute_dtype, convert
+
+    manifest = Manifest.read(results / "data" / run.dataset / "manifest.json")
+    study: Any = registry.study(run.study)
+    with torch.device("meta"):
+        model = study.model(run, manifest)
+    convert(model, run.precision)
+    sharing, parallel = study.sharding(model), run.parallel
+    pair = {"batch_size": 2 * run.local_batch_size, "geometry": type(run.geometry)(gpus_per_node=2)}
+    # A group of neighbours that shares the weights counts as all devices; DataParallel as what replaces it.
+    kind = parallel.model_copy(update={"shard": None}) if isinstance(parallel, FSDP) else parallel
+    kind = DDP() if isinstance(kind, DP) else kind
+    sent = averaged(run.model_copy(update=pair | {"parallel": kind}), model, sharing)
+    gradients = {name: float(each.gradient) for name, each in reversed(sent.items())}
+    gathered = None
+    if isinstance(parallel, FSDP):
+        gathered = (
+            float(sum(each.forward for each in sent.values())),
+            float(sum(each.backward for each in sent.values())),
+        )
+        units = [f"{unit}." for unit in reversed(modules(model, sharing.units))]
+        parts = [sum(size for name, size in gradients.items() if name.startswith(unit)) for unit in units]
+        parts = [part for part in (sum(gradients.values()) - sum(parts), *parts) if part > 0]
+        shares = tuple(part / sum(parts) for part in parts)
+    else:
+        given = getattr(parallel, "bucket_mb", None)
+        first = getattr(parallel, "first_bucket_mb", None) or given or 1
+        shares = buckets(list(gradients.values()), (given or 25) * 2**20, first * 2**20)
+    tokens = None
+    if attend := modules(model, sharing.attend):
+        linear: Any = next(iter(modules(model, sharing.columns).values()))
+        width = compute_dtype(run.precision).itemsize
+        tokens = Tokens(sharing.tokens, linear.in_features, len(attend), width, run.activation_checkpointing)
+    use = predict(run.model_copy(update=pair | {"parallel": DDP()}), manifest, torch.device("cpu"))
+    state = use.parameters + use.gradients + use.optimizer
+    kept = ((use.peak or use.total) - state) / run.local_batch_size
+    workers = max(1, run.loader.workers) if run.loader.kind == "torch" else 1
+    memory, size = Memory(state, kept), sum(gradients.values())
+    return Workload(size, shares, tokens, gathered=gathered, workers=workers, memory=memory)
+
+
+# ---- predictions -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,14 +254,12 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             if value is not None and not 0 < value <= MOST:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
-    if sys.stderr.isatty():  # it takes seconds
-        print("fitting the model to what was measured …", file=sys.stderr)
     study = read([folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")
     if args.json:
-        print(json.dumps([{**_json(row), "busy": study.busy} for row in rows], indent=2))
+        print(json.dumps([_json(row) for row in rows], indent=2))
     else:
         text = [*head(study), "", *lines(rows), "", *words(study, rows, args)]
         print("\n".join([*text, *(f"Left out: {each}" for each in left_out)]))
@@ -90,7 +267,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def validated() -> list[str]:
-    """Return the table of published figures that the model must predict, in Markdown, and what it comes to."""
+    """Return the table of published figures that the model must predict, in Markdown, and its summary."""
     checks = [
         check
         for file in study_files().values()
@@ -101,37 +278,20 @@ def validated() -> list[str]:
     return [rows[0], "|" + "---|" * rows[0].count(" | ") + "---|", *rows[1:], "", *validation.summary(checks)]
 
 
-# ---- what would be ---------------------------------------------------------------------------------
-
-
 def table(study: Study, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Return what each job would do that is asked for, and why others are left out, a line for each reason."""
-    rows, left_out = list[Row](), dict[str, list[int]]()
-
-    def leave(devices: int, reason: str) -> None:
-        left_out.setdefault(reason, []).append(devices)
-
-    for devices in args.devices:
-        for tp in args.tp:
-            for cp in args.cp:
-                try:
-                    row = _row(study, args, devices, tp, cp)
-                except UserError as error:
-                    leave(devices, str(error))
-                    continue
-                limit = args.memory * 1e9 if args.memory else math.inf
-                if (row.memory or 0) > limit:
-                    needed = f"{size(row.memory)} a device where --memory allows {args.memory:g} GB"
-                    leave(devices, needed + f" (tp {tp}, cp {cp})" * (tp * cp > 1))
-                else:
-                    rows.append(row)
-    return rows, [f"{_counts(devices)}: {reason}" for reason, devices in left_out.items()]
-
-
-def _counts(devices: Sequence[int]) -> str:
-    """Return numbers of devices in words, each once."""
-    *others, last = dict.fromkeys(devices)
-    return ", ".join([*(f"{each:,}" for each in others), f"{last:,} device{'' if devices == [1] else 's'}"])
+    """Return a prediction of each job that is asked for, and the reasons why others are left out."""
+    rows, left_out = list[Row](), list[str]()
+    limit = args.memory * 1e9 if args.memory else math.inf
+    for devices, tp, cp in itertools.product(args.devices, args.tp, args.cp):
+        try:
+            row = _row(study, args, devices, tp, cp)
+            if (row.memory or 0) > limit:
+                needed = f"{size(row.memory)} a device where --memory allows {args.memory:g} GB"
+                raise UserError(needed + f" (tp {tp}, cp {cp})" * (tp * cp > 1))
+            rows.append(row)
+        except UserError as error:
+            left_out.append(f"{many(devices, 'device')}: {error}")
+    return rows, left_out
 
 
 def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int) -> Row:
@@ -146,30 +306,32 @@ def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int)
     batch = args.batch_size / dp if args.batch_size else study.batch
     if batch < 1:
         raise UserError(f"--batch-size {args.batch_size}: less than a sample for each of {dp} groups of devices")
-    job = Job(devices, batch, tp, cp, min(devices, here))
-    rate = fitted.rate(job)
-    alone = Job(1, study.batch)
-    one = fitted.rate(alone).value
-    ideal = step(fitted.machine, fitted.work, fitted.costs, alone).compute * batch / study.batch / (tp * cp)
-    measured = next((point.rate for point in fitted.points if (point.job, point.of) == (job, STEPS)), None)
-    total, nodes = _seconds(study, args, job, rate.value), math.ceil(devices / here)
-    hours = None if total is None else nodes * total / 3600
-    parts = step(fitted.machine, fitted.work, fitted.costs, job)
+    job, one = Job(devices, batch, tp, cp, min(devices, here)), Job(1, study.batch)
+    rate, nodes = fitted.rate(job), math.ceil(devices / here)
+    total = _seconds(study, args, job, rate.value)
     return Row(
-        job, nodes, rate, rate.value / devices / one, memory(fitted.work, job), total, hours, parts, ideal, measured
+        job=job,
+        nodes=nodes,
+        rate=rate,
+        efficiency=rate.value / devices / fitted.rate(one).value,
+        memory=memory(fitted.work, job),
+        seconds=total,
+        node_hours=None if total is None else nodes * total / 3600,
+        parts=step(fitted.machine, fitted.work, fitted.costs, job),
+        ideal=step(fitted.machine, fitted.work, fitted.costs, one).compute * batch / study.batch / (tp * cp),
+        measured=next((point.rate for point in fitted.points if (point.job, point.of) == (job, STEPS)), None),
     )
 
 
 def _seconds(study: Study, args: argparse.Namespace, job: Job, rate: float) -> float | None:
-    """Return how long the training takes: its epochs with their validations, or so many samples alone."""
+    """Return how long the training takes, s: its epochs with their validations, or so many samples alone."""
     if args.target_samples:
         return float(args.target_samples / rate)
     training, validating = study.epoch
     epochs = args.epochs or study.run.training.epochs
     if not (training and epochs):
         return None
-    both = Measure("BOTH", training, validating or 0)
-    fitted = study.fit
+    both, fitted = Measure("BOTH", training, validating or 0), study.fit
     return epochs * fitted.predict(lambda costs: seconds(fitted.machine, fitted.work, costs, job, both)).value
 
 
@@ -178,12 +340,12 @@ def _seconds(study: Study, args: argparse.Namespace, job: Job, rate: float) -> f
 
 def head(study: Study) -> list[str]:
     """Return the measurements that predictions stand on."""
-    points = study.fit.points
-    most = max(point.job.devices for point in points)
+    most = max(point.job.devices for point in study.fit.points)
     kind = f"{study.run.parallel.kind} on {study.device}, links of {study.machine}"
+    fitted = f"fitted to {many(len(study.fit.points), 'measurement')} on up to {many(most, 'device')}"
     links = study.links
     return [
-        f"{study.run.study}, {kind}: fitted to {many(len(points), 'measurement')} on up to {many(most, 'device')}",
+        f"{study.run.study}, {kind}: {fitted}",
         *([f"Links as {links.processes} processes measured them: {links.line()}"] if links else []),
         f"Efficiency: the share of as many times one device, with a batch of {study.batch:g}.",
     ]
@@ -191,31 +353,24 @@ def head(study: Study) -> list[str]:
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """Return the rows as aligned text."""
-    known = any(row.measured for row in rows)
-    heads = ("devices", "nodes", "dp x cp x tp", "batch", "samples/s", "90 % band")
     cells = [
-        (*heads, *["measured"][:known], "efficiency", "memory", "time", "node-hours", "most is lost to"),
+        {
+            "devices": f"{row.job.devices:,}",
+            "nodes": f"{row.nodes:,}",
+            "dp x cp x tp": f"{row.job.dp} x {row.job.cp} x {row.job.tp}",
+            "batch": f"{row.job.samples:,.0f}",
+            "samples/s": number(row.rate.value),
+            "90 % band": f"{number(row.rate.low)} to {number(row.rate.high)}",
+            "measured": number(row.measured),
+            "efficiency": percent(row.efficiency),
+            "memory": size(row.memory),
+            "time": duration(row.seconds),
+            "node-hours": number(row.node_hours),
+            "most is lost to": row.lost,
+        }
+        for row in rows
     ]
-    for row in rows:
-        job = row.job
-        cells.append(
-            (
-                *(f"{job.devices:,}", f"{row.nodes:,}", f"{job.dp} x {job.cp} x {job.tp}", f"{job.samples:,.0f}"),
-                *(number(row.rate.value), f"{number(row.rate.low)} to {number(row.rate.high)}"),
-                *[number(row.measured)][:known],
-                *(percent(row.efficiency), size(row.memory), duration(row.seconds)),
-                *(number(row.node_hours), row.lost),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            f"{cell:{'<' if place == last else '>'}{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+    return aligned([list(cells[0]), *(list(row.values()) for row in cells)], right=range(len(cells[0]) - 1))
 
 
 def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
@@ -224,72 +379,47 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
     large = [row for row in rows if training and row.job.samples > training]
     possible = [row for row in rows if row not in large] or rows
     fastest = max(possible, key=lambda row: row.rate.value)
-    cheapest = min(possible, key=lambda row: (_cost(row), -row.rate.value))
-    text = [f"Fastest: {_named(fastest)}, {number(fastest.rate.value)} samples/s{_costs(fastest, args)}."]
-    if cheapest is fastest:
-        text.append("It is also the cheapest: no other needs fewer node-hours.")
-    else:
-        dearer = _cost(fastest) / _cost(cheapest)
-        text += [
-            f"Cheapest: {_named(cheapest)}, {number(cheapest.rate.value)} samples/s{_costs(cheapest, args)}.",
-            f"The fastest is {number(fastest.rate.value / cheapest.rate.value)} times as fast as the cheapest, for "
-            f"{number(dearer)} times the node-hours.",
-        ]
+    cheapest = min(possible, key=_cost)
+    text = [f"Fastest: {_shown(fastest, args)}.", f"Cheapest: {_shown(cheapest, args)}."]
     if large:
+        counts = ", ".join(f"{devices:,}" for devices in dict.fromkeys(row.job.devices for row in large))
         text.append(
-            f"{_counts([row.job.devices for row in large])}: a step has more samples than the {training:,} of the "
-            "training data; name a smaller --batch-size, or --target-samples for other data."
+            f"{counts} devices: a step has more samples than the {training:,} of the training data; name a smaller "
+            "--batch-size, or --target-samples for other data."
         )
     if any(row.job.shared > 1 for row in rows):
         text.append("The memory of devices that share a model is rough: its own page predicts it.")
-    text += [f"{said}." for said in study.busy]
-    text += misfits(study)
-    furthest = max(rows, key=lambda row: study.fit.doublings(row.job))
-    if (beyond := study.fit.doublings(furthest.job)) > 3:
-        text.append(
-            f"{furthest.job.devices:,} devices are {beyond:.0f} doublings beyond what was measured: measure a node or "
-            "two, and the bands get narrower."
-        )
-    return text
+    return text + misfits(study)
 
 
 def misfits(study: Study) -> list[str]:
-    """Return which measurements the fit misses by more than a tenth, the worst three in words."""
+    """Return the worst three measurements that the fit misses by more than `MISSED`."""
     found = []
-    for point in study.fit.points:
+    for point in [point for point in study.fit.points if point.of.mode != "VALIDATION"]:
         fitted = study.fit.rate(point.job, point.of).value
-        error = fitted / point.rate - 1
-        if abs(error) > MISSED and point.of.mode != "VALIDATION":
-            job = point.job
-            at = f"{point.of.mode} on {many(job.devices, 'device')} with {job.samples:g} samples a step"
-            rates = f"{number(fitted)} samples/s for {number(point.rate)} measured"
-            found.append((abs(error), f"The fit misses {at} by {percent(abs(error))}: {rates}."))
-    worst = [line for _, line in sorted(found, reverse=True)[:3]]
+        error = abs(fitted / point.rate - 1)
+        at = f"{point.of.mode} on {many(point.job.devices, 'device')} with {point.job.samples:g} samples a step"
+        rates = f"{number(fitted)} samples/s for {number(point.rate)} measured"
+        found.append((error, f"The fit misses {at} by {percent(error)}: {rates}."))
+    worst = [line for error, line in sorted(found, reverse=True)[:3] if error > MISSED]
     return [*worst, "Measure again on a quiet machine, or ask for these runs one by one."] if worst else []
 
 
 def _cost(row: Row) -> float:
-    """Return node-hours of the training; where nothing says how long that is, node-seconds a sample."""
+    """Return node-hours of the training; where its length is unknown node-seconds a sample."""
     return row.nodes / row.rate.value if row.node_hours is None else row.node_hours
 
 
-def _named(row: Row) -> str:
-    shared = f", tp {row.job.tp}, cp {row.job.cp}" if row.job.shared > 1 else ""
-    return f"{row.job.devices:,} device{'' if row.job.devices == 1 else 's'}{shared}"
-
-
-def _costs(row: Row, args: argparse.Namespace) -> str:
+def _shown(row: Row, args: argparse.Namespace) -> str:
+    text = many(row.job.devices, "device") + (f", tp {row.job.tp}, cp {row.job.cp}" if row.job.shared > 1 else "")
+    text += f", {number(row.rate.value)} samples/s"
     if row.seconds is None or row.node_hours is None:
-        return ""
+        return text
     price = f", {row.node_hours * args.price:,.2f} at {args.price:g} a node-hour" if args.price else ""
-    return f", trained in {duration(row.seconds)} for {number(row.node_hours)} node-hours{price}"
+    return f"{text}, trained in {duration(row.seconds)} for {number(row.node_hours)} node-hours{price}"
 
 
 def _json(row: Row) -> dict[str, Any]:
     rate = {"low": row.rate.low, "samples_per_second": row.rate.value, "high": row.rate.high}
-    return {
-        **asdict(row.job),
-        "dp": row.job.dp,
-        **rate,
-        **{key: value for key, value in asdict(row).items() if key not in ("job", "rate")},
-    }
+    others = {key: value for key, value in asdict(row).items() if key not in ("job", "rate")}
+    return asdict(row.job) | {"dp": row.job.dp} | rate | others

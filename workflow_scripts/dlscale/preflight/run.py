@@ -1,27 +1,31 @@
-"""`dlscale run WORD …`: what a user types becomes a call of Snakemake.
+"""`dlscale run WORD …`: a call of Snakemake, from words that are checked here: targets, and settings as `seed=2`.
 
-A word is a target, or a setting as `optimizer.lr=1e-3`. Both are checked here, so that a mistake is one message; the
-rest is Snakemake's own. dlscale never imports it: it is started.
+dlscale never imports Snakemake. A command that asks it for a dry run names a file in the environment, into which the
+rules write the answer.
 """
 
 from __future__ import annotations
 
-import difflib
+import argparse
+import functools
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
-from dlscale.core.errors import UserError
-from dlscale.core.settings import Raw, flat, holds, nested, typed
-from dlscale.preflight import dryrun, live, targets
-from dlscale.preflight.targets import Target
+from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.files import read_json, write_json
+from dlscale.core.settings import Raw, nested, typed
+from dlscale.preflight import live
 
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
@@ -48,8 +52,104 @@ From the first other option on, all words are Snakemake's (`snakemake --help`): 
 
 #: A setting: a dotted key, and its value. A file of that name has a slash before it.
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
-#: Ends of files of settings, of which further ones may follow `--configfile`.
+#: Options of ours.
+OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|config|configfile|profile(=.*)?)")
+#: Ends of files of settings, of which several may follow `--configfile`.
 SETTINGS_FILE = (".yaml", ".yml", ".json")
+#: Begins of a target's name, and their kinds in words.
+KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
+#: Variable with the file to which a dry run writes its answer.
+ASKED = "DLSCALE_ASKED"
+#: Options of Snakemake with which it makes nothing.
+LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
+#: Options that say how much it says.
+LOUD = r"-\w*[pq]\w*|--(printshellcmds|quiet|verbose|debug-dag)(=.*)?"
+
+
+# ---- targets ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target, with the plans and datasets that it names or is a part of."""
+
+    name: str  #: As Snakemake knows it.
+    plans: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+
+
+def studies(configuration: Configuration) -> dict[str, list[str]]:
+    """Return the target plans of each study that has any."""
+    found: dict[str, list[str]] = {}
+    for plan in configuration.workflow.targets:
+        found.setdefault(configuration.workflow.plans[plan].study, []).append(plan)
+    return found
+
+
+def read_target(word: str, configuration: Configuration) -> Target | None:
+    """Return the target that a word names: a file of results, or plan_NAME, data_NAME, study_NAME; None if neither.
+
+    An unknown name, or a plan without any run for this machine, is a `UserError` with the nearest name.
+    """
+    results, path = Path(configuration.workflow.results), Path(word)
+    if path.is_absolute() and path.is_relative_to(results.resolve()):
+        path = results / path.relative_to(results.resolve())
+    if path.is_relative_to(results):
+        folder, name, *further = [*path.relative_to(results).parts, "", ""]
+        inside = any(further)
+        if inside and folder == "plans":
+            return Target(str(path), plans=(_known(word, "plan", name, configuration),))
+        return Target(str(path), datasets=(name,) if inside and folder == "data" else ())
+    what, _, name = word.partition("_")
+    if not (what in KINDS and re.fullmatch(r"[\w-]+", name)):
+        return None
+    _known(word, what, name, configuration)
+    if what == "data":
+        return Target(word, datasets=(name,))
+    if what == "study":
+        return Target(word, plans=tuple(studies(configuration)[name]))
+    if not configuration.plans[name]:
+        lacking = "; ".join(f"{run}: {what}" for run, what in configuration.left_out[name].items())
+        raise UserError(f"{word}: no run of it can be on this machine ({lacking})")
+    return Target(word, plans=(name,))
+
+
+def typed_target(word: str, configuration: Configuration) -> Target:
+    """Return the target that a user's word names: also a plan by its name alone, `all` or `image`."""
+    if word in ("all", "image"):
+        return Target(word)
+    if found := read_target(f"plan_{word}" if word in configuration.plans else word, configuration):
+        return found
+    if "/" in word:
+        raise UserError(f"{word}: no target; the files that can be made are in {configuration.workflow.results}/")
+    if "." in word:
+        raise UserError(f"{word}: no target is called so; a plan is named alone, a setting is typed as {word}=VALUE")
+    names = [*configuration.plans, "all", "image", *(f"data_{name}" for name in configuration.workflow.datasets)]
+    raise UserError(f"{word}: {unknown('target', word, names)}")
+
+
+def named_targets(words: Iterable[str], configuration: Configuration) -> list[Target]:
+    """Return the targets among the words of a call of Snakemake."""
+    return [target for word in words if (target := read_target(word, configuration))]
+
+
+def _known(word: str, what: str, name: str, configuration: Configuration) -> str:
+    """Return a name that is known, or refuse it; where it has results, the message says where those are from."""
+    workflow = configuration.workflow
+    kinds: dict[str, Collection[str]] = {
+        "plan": configuration.plans,
+        "data": workflow.datasets,
+        "study": studies(configuration),
+    }
+    known = kinds[what]
+    if name not in known:
+        file = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
+        other = of_another(Path(workflow.results, file)) if file else ""
+        raise UserError(f"{word}: {unknown(KINDS[what], name, known)}{other}")
+    return name
+
+
+# ---- the words of a call ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -68,38 +168,29 @@ class Call:
 
 def sort(words: Iterable[str]) -> Call:
     """Sort words: from the first option that is not one of ours on, all are Snakemake's."""
-    call, left = Call(), list(words)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if word in ("-h", "--help"):
-            call.help = True
-        elif word in ("--dry-run", "--dryrun", "--printshellcmds") or re.fullmatch("-[np]+", word):
-            call.dry |= word.startswith("--dry") or (word[1] != "-" and "n" in word)
-            call.commands |= word == "--printshellcmds" or (word[1] != "-" and "p" in word)
-        elif name in ("--profile", "--configfile"):
-            if not equals and not left:
-                raise UserError(f"{word}: expected {'a name' if name == '--profile' else 'a file'} after it")
-            given = value if equals else left.pop(0)
-            if name == "--profile":
-                call.profile = given
-                continue
-            call.files.append(given)
-            while left and left[0].endswith(SETTINGS_FILE) and not SETTING.fullmatch(left[0]):
-                call.files.append(left.pop(0))
-        elif word.startswith("-") and word not in ("--", "--config"):  # these Snakemake alone needs
-            call.rest = [word, *left]
-            break
-        elif not word.startswith("-"):
-            (call.settings if SETTING.fullmatch(word) else call.targets).append(word)
-    return call
-
-
-# ---- settings --------------------------------------------------------------------------------------
+    all_ = [part for word in words for part in (word.split("=", 1) if word.startswith("--configfile=") else [word])]
+    theirs = (place for place, word in enumerate(all_) if word.startswith("-") and not OURS.fullmatch(word))
+    end = next(theirs, len(all_))
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-n", "--dry-run", "--dryrun", action="store_true", dest="dry")
+    parser.add_argument("-p", "--printshellcmds", action="store_true", dest="commands")
+    parser.add_argument("--profile")
+    parser.add_argument("--configfile", nargs="+", action="extend", default=[])
+    parser.add_argument("words", nargs="*")
+    try:  # `--` and `--config` Snakemake alone needs
+        args = parser.parse_intermixed_args([word for word in all_[:end] if word not in ("--", "--config")])
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error.argument_name}: {error.message}") from None
+    files = [word for word in args.configfile if word.endswith(SETTINGS_FILE) and not SETTING.fullmatch(word)]
+    typed_ = [word for word in [*args.configfile, *args.words] if word not in files]
+    settings = [word for word in typed_ if SETTING.fullmatch(word)]
+    targets = [word for word in typed_ if word not in settings]
+    return Call(targets, settings, files, args.profile, args.dry, args.commands, args.help, all_[end:])
 
 
 def is_whole(word: str) -> bool:
-    """Whether a setting's key is one of the whole configuration: else it is a run's."""
+    """Whether a setting's key is one of the whole configuration, not of a run."""
     return typed(word)[0].partition(".")[0] in Workflow.model_fields
 
 
@@ -109,9 +200,6 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
     if is_whole(word):
         return nested({key: given})
     if not plans:
-        first = key.partition(".")[0]
-        if close := difflib.get_close_matches(first, Workflow.model_fields, n=1, cutoff=0.8):
-            raise UserError(f"{word}: unknown key '{first}' (did you mean '{close[0]}'?)")
         raise UserError(
             f"{word}: of which plan? Name it, as in dlscale run PLAN {word}; or write the key from its beginning, "
             f"plans.PLAN.settings.{word}"
@@ -119,60 +207,63 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
     return {"plans": {plan: {"settings": nested({key: given})} for plan in plans}}
 
 
-def loaded(call: Call, layers: Sequence[tuple[str, Raw]]) -> Configuration:
-    """Return the configuration with settings over it; a message begins with the setting that is wrong."""
-    files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
-    over = [layer for _, layer in layers]
-    try:
-        return load_files(*files, site=call.profile, over=over)
-    except UserError as whole:
-        load_files(*files, site=call.profile)  # wrong without any
-        for count, (word, _) in enumerate(layers, 1):
-            try:
-                load_files(*files, site=call.profile, over=over[:count])
-            except UserError as error:
-                raise UserError(f"{word}: {str(error).removeprefix('configuration: ')}") from None
-        raise whole
-
-
 def configured(call: Call) -> tuple[Configuration, list[Target], Raw]:
     """Return the configuration, validated, the targets, and what was typed over the files."""
-    configuration = loaded(call, [(word, placed(word, ())) for word in call.settings if is_whole(word)])
-    asked = [targets.typed(word, configuration) for word in call.targets]
+    files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
+    whole = [placed(word, ()) for word in call.settings if is_whole(word)]
+    configuration = load_files(*files, site=call.profile, over=whole)
+    asked = [typed_target(word, configuration) for word in call.targets]
     plans = list(dict.fromkeys(plan for target in asked for plan in target.plans))
-    layers = [(word, placed(word, plans)) for word in call.settings]
-    if not all(map(is_whole, call.settings)):
-        configuration = loaded(call, layers)
-    over: Raw = {}
-    for _, layer in layers:
-        merge(over, layer)
-    return configuration, asked, over
+    layers = [placed(word, plans) for word in call.settings]
+    if len(whole) < len(layers):
+        configuration = load_files(*files, site=call.profile, over=layers)
+    return configuration, asked, functools.reduce(merge, layers, Raw())
 
 
-def hidden(call: Call, plans: Iterable[str], configuration: Configuration) -> list[str]:
-    """Return a line for each setting of a plan that some of its runs have in their own way: these stay as they are."""
-    lines, plans = [], dict.fromkeys(plans)
-    for word in [word for word in call.settings if not is_whole(word)]:
-        key, given = typed(word)
-        leaves = [tuple(leaf.split(".")) for leaf in flat({key: given})]
-        for name in plans:
-            plan, own, kept = configuration.workflow.plans[name], list[str](), False
-            for run, settings in plan.runs.items():
-                held = any(holds(part, leaf) for _, part in plan.parts(run) for leaf in leaves)
-                kept |= held and plan.kind == "ladder"  # by the rungs after it
-                if held or kept or "use" in (settings or {}):
-                    own.append(f"{name}.{run}")
-            if own:
-                lines.append(f"{word}: as before in {', '.join(own)}, which have their own")
-    return lines
+# ---- calls of Snakemake ----------------------------------------------------------------------------
 
 
-# ---- the call --------------------------------------------------------------------------------------
+def site_words(profile: str | None) -> list[str]:
+    """Return the words that name a site to Snakemake, from its name, folder or `site.yaml`."""
+    if not profile:
+        return []
+    folder = Path(profile if "/" in profile else f"profiles/{profile}")
+    folder = folder.parent if folder.suffix == ".yaml" else folder
+    if (folder / "profile.yaml").is_file():
+        return ["--workflow-profile", str(folder)]
+    return ["--default-resources", f"site={profile!r}"]
+
+
+def ask(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
+    """Return status, words and, with success, answer of a dry run, with the profile and settings that `args` names."""
+    command = [sys.executable, "-m", "snakemake", "--dry-run", *site_words(args.profile)]
+    for option in ("configfile", "config"):
+        command += [f"--{option}", *given] if (given := getattr(args, option)) else []
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        done = subprocess.run(
+            [*command, "--", *names],
+            env={**os.environ, ASKED: str(answer)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        said = done.stdout.rpartition("Building DAG of jobs...\n")[2].strip()
+        said = "\n".join(line for line in said.splitlines() if not line.startswith("Using "))
+        return done.returncode, said, None if done.returncode else read_json(answer)
+
+
+def answer(reasons: Any) -> bool:
+    """Write the answer for the process that asked; return whether one did."""
+    if ASKED in os.environ:
+        write_json(os.environ[ASKED], reasons)
+    return ASKED in os.environ
 
 
 def command(call: Call, names: Sequence[str], over: Raw) -> list[str]:
     """Return the words that start Snakemake."""
-    words = [sys.executable, "-m", "snakemake", *dryrun.site(call.profile)]
+    words = [sys.executable, "-m", "snakemake", *site_words(call.profile)]
     words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands
     words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in over.items())] if over else []
     words += ["--configfile", *call.files] if call.files else []
@@ -188,13 +279,11 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
         raise UserError("Snakefile: no such file here; call it in the folder of the repository")
-    configuration, asked, over = configured(call)
-    for line in hidden(call, (plan for target in asked for plan in target.plans), configuration):
-        print(line, file=sys.stderr)
+    _, asked, over = configured(call)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
         signal.signal(number, signal.SIG_DFL)
     words = command(call, [target.name for target in asked], over)
-    if call.dry or call.commands or any(re.fullmatch(f"{dryrun.LOOKING}|{dryrun.LOUD}", word) for word in call.rest):
+    if call.dry or call.commands or any(re.fullmatch(f"{LOOKING}|{LOUD}", word) for word in call.rest):
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(words[0], words)  # its status, and the signals that it gets, are its own

@@ -1,66 +1,59 @@
-"""`dlscale status`: how far the runs of plans are, from what their stages leave: results, logs, and what they tell.
+"""`dlscale status`: progress of the runs of plans, from results, logs, and the status files of their stages.
 
-It asks no one: neither Snakemake, so of a result it is seen whether the settings beside it are still those of the
-configuration, and the rest is for `dlscale why` to say; nor the nodes, of which it sees the files that they write every
-ten seconds (`dlscale.core.progress`).
+It asks neither Snakemake nor the nodes, which write their status files every ten seconds (`dlscale.core.progress`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from dlscale.config.compute import decisive_settings
 from dlscale.config.places import check_plans
-from dlscale.config.resolve import Configuration, ResolvedRun
+from dlscale.config.resolve import Configuration
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
-from dlscale.core.settings import read_yaml
 from dlscale.core.stages import STAGES
-from dlscale.core.text import NONE, duration, number, percent
+from dlscale.core.text import NONE, aligned, duration, number, percent
 from dlscale.launch import slurm
-from dlscale.preflight import cost, expected
+from dlscale.preflight import cost
 
-State = Literal["running", "silent", "failed", "stopped", "done, of other settings", "done", "waiting"]
-#: In the order in which they are told.
+State = Literal["running", "silent", "failed", "stopped", "done", "waiting"]
+#: In the order in which they are printed.
 STATES: tuple[State, ...] = get_args(State)
-#: Of what the configuration asks for differently now.
-OTHERS: State = "done, of other settings"
 
-#: Seconds without a word after which a stage on another machine is taken to have ended: a word is due every ten.
+#: Seconds without a status after which a stage on another machine counts as ended.
 SILENT = 12 * LINE_SECONDS
-#: How the last word of a stage begins that was asked to end, and will go on: saved, or stopped before it had begun.
+#: Begins of the last word of a stage that was asked to end, and will go on.
 STOPPED = ("asked to end", "interrupted")
 #: Stages that make a dataset. Logs of all stages lie side by side, and a plan may be called as a dataset is.
 DATA_STAGES = ("acquire", "preprocess", "assemble", "describe", "preview")
 #: Seconds between two looks of `--watch`.
 EVERY = 5.0
-#: Seconds without a job that runs or is queued after which `--watch` takes what ended without its result to be the end.
+#: Seconds without a job after which a failure ends `--watch`.
 IDLE = 60.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A stage of a run, or what makes a dataset."""
+    """A stage of a run, or of a dataset."""
 
     name: str
     stage: str
     state: State
-    doing: Doing | None = None  #: Of what runs.
-    epoch: Epoch | None = None  #: The last one, of what trains or has.
-    error: str | None = None  #: The last word of what failed.
+    doing: Doing | None = None  #: Of a stage that runs.
+    epoch: Epoch | None = None  #: The last one, of a training.
+    error: str | None = None  #: The last word of a stage that failed.
 
     @property
     def of_data(self) -> bool:
@@ -70,71 +63,47 @@ class Row:
 
 def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
     """Return a row for each stage of each run of these plans, and for each job that makes their data."""
-    results = Path(configuration.workflow.results)
-    rows, seen = list[Row](), set[tuple[str, str]]()
-    names = [run.run.dataset for plan in plans for run in configuration.plans[plan].values()]
-    datasets = {name: configuration.workflow.datasets[name] for name in names}
-    changed = {
-        name
-        for name, dataset in datasets.items()
-        if _changed(results / "data" / name, dataset.model_dump(mode="json", exclude={"memory_mb"}))
+    results, rows = Path(configuration.workflow.results), list[Row]()
+    for name in dict.fromkeys(run.run.dataset for plan in plans for run in configuration.plans[plan].values()):
+        rows += _data(results, name)
+    stages = {
+        (resolved.plan, resolved.name, stage): None
+        for plan in plans
+        for run, resolved in cost.expected_runs(configuration.plans[plan], results).items()
+        for stage in configuration.stages(plan, run)
     }
-    for name in datasets:
-        rows += _data(results, name, name in changed)
-    for plan in plans:
-        for run, resolved in cost.expected_runs(configuration.plans[plan], results).items():
-            owner = f"{resolved.plan}.{resolved.name}"
-            for stage in configuration.stages(plan, run):
-                if (owner, stage) not in seen:
-                    seen.add((owner, stage))
-                    rows.append(_row(results, resolved, stage, resolved.run.dataset in changed))
-    return rows
+    return rows + [_row(results, *each) for each in stages]
 
 
-def _changed(folder: Path, now: dict[str, Any], decide: Callable[[dict[str, Any]], object] = dict) -> bool:
-    """Whether what is in a folder was made with other settings than `now`, as far as `decide` looks at them."""
-    try:
-        before = read_yaml(folder / "config.yaml")
-    except UserError:  # it says nothing
-        return False
-    return decide({key: before.get(key) for key in now}) != decide(now)
-
-
-def _data(results: Path, name: str, changed: bool) -> list[Row]:
-    """Return a row for each job that makes a dataset now; else one, of what became of it."""
+def _data(results: Path, name: str) -> list[Row]:
+    """Return a row for each running job of a dataset; else one on its state."""
     what = f"data {name}"
     logs = {
         log: stage
         for stage in DATA_STAGES
-        for folder in (results / "logs" / stage,)
-        for log in sorted([*folder.glob(f"{name}/**/*.log*"), *folder.glob(f"{name}.log*")])
+        for pattern in (f"{name}/**/*.log*", f"{name}.log*")
+        for log in sorted((results / "logs" / stage).glob(pattern))
     }
     words = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := read(file)) and alive(doing)]
     if words:
         return [Row(what, doing.what, "running", doing) for doing in words]
     if (results / "data" / name / "manifest.json").exists():
-        return [Row(what, "", OTHERS if changed else "done")]
+        return [Row(what, "", "done")]
     ended = [(stage, ended) for log, stage in logs.items() if (ended := _ended(log, stage))]
     return [Row(what, stage, state, error=word) for stage, (state, word) in ended[:1]] or [Row(what, "", "waiting")]
 
 
-def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row:
-    """Return the row of a stage; `changed`: whether the data are of other settings."""
-    plan, run = resolved.plan, resolved.name
+def _row(results: Path, plan: str, run: str, stage: str) -> Row:
     folder, log = results / "plans" / plan / run, results / "logs" / stage / plan / f"{run}.log"
     doing = read(Path(f"{log}{SUFFIX}"))
-    state: State = "waiting"
-    error: str | None = None
-    if doing is not None:
-        state = "running" if alive(doing) else "silent"
-        said = f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
-        error = said if state == "silent" else None
+    state: State = "done" if (folder / STAGES[stage].outputs[0]).exists() else "waiting"
+    error, epoch = None, None
+    if doing and alive(doing):
+        state = "running"
+    elif doing:
+        state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
     elif ended := _ended(log, stage):
         state, error = ended
-    elif (folder / STAGES[stage].outputs[0]).exists():
-        changed |= _changed(folder, resolved.run.slice(stage), functools.partial(decisive_settings, stage))
-        state = OTHERS if changed else "done"
-    epoch = None
     if stage == "train" and state != "waiting":
         with contextlib.suppress(UserError):  # none is done
             epoch = read_epochs(folder / "metrics.jsonl")[-1]
@@ -142,22 +111,21 @@ def _row(results: Path, resolved: ResolvedRun, stage: str, changed: bool) -> Row
 
 
 def _ended(log: Path, stage: str) -> tuple[State, str] | None:
-    """Return how a stage ended without its result, and its last word; None if it did not."""
+    """Return state and last word of a stage that ended without its result; None if it did not."""
     if not log.is_file() or log.name.endswith(SUFFIX) or not (word := last_word(log, stage)):
         return None
     return "stopped" if word.startswith(STOPPED) else "failed", word
 
 
 def read(file: Path) -> Doing | None:
-    """Return what a process says of itself in a file; None if it says nothing."""
-    try:
+    """Return a stage's status; None if it tells none."""
+    with contextlib.suppress(UserError):  # gone in the meantime
         return Doing.read(file)
-    except UserError:  # gone in the meantime
-        return None
+    return None
 
 
 def alive(doing: Doing) -> bool:
-    """Whether a process is at work: here it can be looked for, elsewhere it has to have said something lately."""
+    """Whether a process is at work: by its number on this machine, by the time of its status on others."""
     if doing.place == place():
         with contextlib.suppress(OSError):
             return b"dlscale" in Path(f"/proc/{doing.pid}/cmdline").read_bytes()
@@ -166,7 +134,7 @@ def alive(doing: Doing) -> bool:
 
 
 def last_word(log: Path, stage: str) -> str | None:
-    """Return why a stage ended without its result, as its log ends; None if it did not."""
+    """Return the reason at the end of a log why its stage ended without its result; None if there is none."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         tail = file.read().decode(errors="replace").splitlines()
@@ -178,47 +146,40 @@ def last_word(log: Path, stage: str) -> str | None:
 # ---- in words ----------------------------------------------------------------------------------------
 
 
-def lines(rows: Iterable[Row], jobs: list[str] | None = None, left: float | None = None) -> list[str]:
-    """Return how far all is, the rows as aligned text, those that wait by plan, and the jobs in the queue.
+def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: float = 0.0) -> list[str]:
+    """Return totals, the rows as aligned text, the waiting stages by plan, and the jobs in the queue.
 
-    `left`: seconds until all is done. What runs comes first; of data that are made only the number is told.
+    `left`: seconds until all is done.
     """
-    rows = list(rows)
-    counts = {state: sum(row.state == state for row in rows) for state in STATES}
-    told = [f"{count} {state}" for state, count in counts.items() if count]
-    text = [", ".join(told) + (f"; about {duration(left)} left" if left else "")]
+    rows = sorted(rows, key=lambda row: STATES.index(row.state))
+    counts = Counter(row.state for row in rows)
+    text = [", ".join(f"{count} {state}" for state, count in counts.items())]
+    text[0] += f"; about {duration(left)} left" if left else ""
     cells = [("run", "stage", "state", "progress", "left", "loss", "samples/s", "valid loss")]
-    for row in sorted(rows, key=lambda row: STATES.index(row.state)):
-        if row.state == "waiting" or (row.state == "done" and row.of_data):
-            continue
+    waiting = dict[str, Counter[str]]()
+    for row in rows:
         doing, epoch = row.doing, row.epoch
-        values = doing.values if doing else {}
-        loss = values.get("loss", epoch.train_loss if epoch else None)
-        rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
-        cells.append(
-            (
-                *(row.name, row.stage, row.state, progress_of(row), _left(doing)),
-                *(number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)),
-            )
-        )
-    if cells[1:]:
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        text.append("")
-        text += [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
-    if waiting := _waiting(rows):
-        text += ["", *waiting]
+        if row.state == "waiting":
+            plan, run = row.name.removeprefix("data "), "data" if row.of_data else row.stage
+            waiting.setdefault(plan.partition(".")[0], Counter())[run] += 1
+        elif row.state != "done" or not row.of_data:
+            values = doing.values if doing else {}
+            loss = values.get("loss", epoch.train_loss if epoch else None)
+            rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
+            seconds = doing.left if doing and doing.left else None
+            shown = "≥ " * bool(seconds and doing and doing.part) + duration(seconds)  # further parts may follow
+            figures = number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)
+            cells.append((row.name, row.stage, row.state, progress_of(row), shown, *figures))
+    text += ["", *aligned(cells)] if cells[1:] else []
+    text += [""] * bool(waiting)
+    for name, stages in waiting.items():
+        text.append(f"waiting: {name} ({', '.join(f'{count} {stage}' for stage, count in stages.items())})")
     text += [f"{row.name} {row.stage}: {row.error}" for row in rows if row.error]
-    if any(row.state == OTHERS for row in rows):
-        text.append("What would be made again, and why: dlscale why")
-    if jobs:
-        text.append(f"In the queue: {', '.join(jobs)}")
-    return text
+    return text + ([f"In the queue: {', '.join(jobs)}"] if jobs else [])
 
 
 def progress_of(row: Row) -> str:
-    """Return how far a row is in words."""
+    """Return the progress of a row in words."""
     doing = row.doing
     if not (doing and doing.unit):
         return f"epoch {row.epoch.epoch}" if row.epoch else NONE
@@ -227,31 +188,10 @@ def progress_of(row: Row) -> str:
     return f"{doing.what}: {done}" if doing.part and doing.what != row.stage else done
 
 
-def _waiting(rows: Iterable[Row]) -> list[str]:
-    """Return what waits: a line for each plan, with how many of its stages do, and one for all data."""
-    plans, data = dict[str, Counter[str]](), list[str]()
-    for row in rows:
-        if row.state == "waiting" and row.of_data:
-            data.append(row.name.removeprefix("data "))
-        elif row.state == "waiting":
-            plans.setdefault(row.name.partition(".")[0], Counter())[row.stage] += 1
-    text = [f"waiting: data of {', '.join(data)}"] if data else []
-    for plan, stages in plans.items():
-        text.append(f"waiting: {plan} ({', '.join(f'{count} {stage}' for stage, count in stages.items())})")
-    return text
-
-
-def _left(doing: Doing | None) -> str:
-    """Return how long a stage takes yet, as far as one knows: of a part, which others may follow, that is the least."""
-    if doing is None or not doing.left:
-        return NONE
-    return f"≥ {duration(doing.left)}" if doing.part else duration(doing.left)
-
-
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print how far the plans in `args.plans` are, or the targets; with `--watch` until all is done.
+    """Print the progress of `args.plans`, or the targets; with `--watch` until all is done.
 
-    Returns 1 if something ended without its result, and `--watch` saw for a minute that nothing followed.
+    Returns 1 if something failed, and `--watch` saw for a minute that nothing followed.
     """
     plans = check_plans(args.plans, configuration)
     assert configuration
@@ -259,12 +199,15 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     busy = time.monotonic()
     while True:
         rows = look(configuration, plans)
-        queued = slurm.left_running(str(Path.cwd())) if scheduled else []
+        queued = slurm.left_running(str(Path.cwd())) or [] if scheduled else []
         if args.json:
-            told = {"rows": [_json(row) for row in rows], "queue": queued}
-            print(json.dumps(told, indent=2, ensure_ascii=False), flush=True)
+            told = {"rows": [asdict(row) for row in rows], "queue": queued}
+            print(json.dumps(told, indent=2, ensure_ascii=False, default=lambda record: record.model_dump(mode="json")))
         else:
-            show(lines(rows, queued, None if scheduled else left_of(configuration, rows)), args.watch)
+            text = lines(rows, queued, 0.0 if scheduled else left_of(configuration, rows))
+            if args.watch and sys.stdout.isatty():
+                text = ["\033[2J\033[H" + text[0], *text[1 : shutil.get_terminal_size().lines - 1]]
+            print("\n".join(text), flush=True)
         if not args.watch or all(row.state == "done" for row in rows):
             return 0
         if queued or any(row.state == "running" for row in rows):
@@ -275,31 +218,16 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> float:
-    """Return how long it takes until all is done on this machine, s; 0 where nothing is left to do."""
+    """Return the time until all is done on this machine, s."""
     results, jobs, cores = Path(configuration.workflow.results), list[tuple[float, float]](), os.cpu_count() or 1
-    rows = [row for row in rows if not row.state.startswith("done")]
+    rows = [row for row in rows if row.state != "done"]
     for name in dict.fromkeys(row.name.removeprefix("data ") for row in rows if row.of_data):
         number = cost.data_jobs(configuration.workflow.datasets[name], None)
-        jobs += [(expected.OTHERS, expected.share(1, cores))] * number
+        jobs += [(cost.OTHERS, cost.share(1, cores))] * number
     for row in [row for row in rows if not row.of_data]:
         plan, run = row.name.split(".")
         work = cost.run_work(configuration, plan, run, row.stage)
         said = row.doing.left if row.doing and not row.doing.part else None
         threads = work.run.threads if work.run and row.stage == "train" else None
-        jobs.append((said or expected.seconds(row.stage, work, results), expected.share(threads, cores)))
-    return expected.in_all(jobs)
-
-
-def show(text: list[str], watched: bool) -> None:
-    """Print lines; on a terminal, where they are looked at again and again, as many as it has."""
-    if watched and sys.stdout.isatty():
-        height = shutil.get_terminal_size().lines - 1
-        more = len(text) - height + 1
-        text = [*text[: height - 1], f"… and {more} lines more"] if more > 1 else text
-        print("\033[2J\033[H", end="")
-    print("\n".join(text), flush=True)
-
-
-def _json(row: Row) -> dict[str, object]:
-    records = {"doing": row.doing, "epoch": row.epoch}
-    return {**asdict(row), **{key: value and value.model_dump(mode="json") for key, value in records.items()}}
+        jobs.append((said or cost.seconds_here(row.stage, work, results), cost.share(threads, cores)))
+    return cost.in_all(jobs)

@@ -1,18 +1,17 @@
-"""Why jobs would run, in words: which settings, sources, image or files changed, of which runs.
+"""`dlscale why`, and the end of each dry run: settings, sources, image or files that changed, of which runs.
 
-Snakemake tells that a job's parameters are others, and shows both as a whole. They are one dict, `stage`: settings, the
-digest of the sources, image and packages. Its changes are said here, a line for each reason.
-
-`dlscale why TARGET …` is a dry run of Snakemake that says nothing else; each dry run ends with these lines.
+Snakemake tells that a job's parameters are others, and shows both as a whole; their changes are lines here.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
-from dlscale.core.text import many
-from dlscale.preflight import dryrun, targets
+from dlscale.core.text import many, shorten
+from dlscale.preflight.run import ask, typed_target
 from dlscale.preflight.status import last_word
 
 if TYPE_CHECKING:
@@ -36,49 +35,34 @@ Sources = Callable[[str], Mapping[str, str] | None]
 
 @dataclass(frozen=True)
 class Waiting:
-    """A job that would run, and Snakemake's reasons.
-
-    Attributes
-    ----------
-    missing
-        Its outputs that are not there, folders with a slash at their end; `known`: whether it ran before.
-    before, now
-        Parameters as they were recorded, and as they are: representations of Python values that only one of them has.
-    newer
-        Inputs that changed since; `inputs`: whether it reads other files than before; `follows`: whether some of them
-        are made before it, in the same call.
-    forced, interrupted, command
-        Whether it was asked for by force; whether an earlier try of it was cut short; whether the rule's own command
-        changed.
-    """
+    """A job that would run, with Snakemake's reasons."""
 
     rule: str
     wildcards: Mapping[str, str]
-    missing: Sequence[str] = ()
-    known: bool = False
-    before: Sequence[str] = ()
-    now: Sequence[str] = ()
-    newer: Sequence[str] = ()
-    inputs: bool = False
-    follows: bool = False
+    missing: Sequence[str] = ()  #: Outputs that are not there, folders with a slash at their end.
+    known: bool = False  #: Whether it ran before.
+    before: Sequence[str] = ()  #: Representations of recorded parameters that it has no more.
+    now: Sequence[str] = ()  #: Those that it had not.
+    newer: Sequence[str] = ()  #: Inputs that changed since.
+    inputs: bool = False  #: Whether it reads other files than before.
+    follows: bool = False  #: Whether inputs are made in the same call.
     forced: bool = False
-    interrupted: bool = False
-    command: bool = False
+    interrupted: bool = False  #: Whether an earlier try was cut short.
+    command: bool = False  #: Whether the rule's own command changed.
 
 
 def stage_of(rule: str) -> str:
-    """Return the stage that a rule's command runs: that of `report_plan` is `report`."""
+    """Return the stage of a rule: that of `report_plan` is `report`."""
     return "acquire" if rule == "fetch" else rule.partition("_")[0]
 
 
 def _order(rule: str) -> int:
-    """Return where a rule stands in the workflow; whatever is no stage at the end."""
     return [*STAGES, stage_of(rule)].index(stage_of(rule))
 
 
 @dataclass
 class Line:
-    """Runs of a plan, or whatever else would be made, that have a reason in common."""
+    """Jobs of a plan, or others, with one reason."""
 
     group: str  #: `PLAN.`, `plan `, `data `, or nothing.
     reason: str
@@ -93,15 +77,15 @@ class Line:
 
 @dataclass
 class Reasons:
-    """Reasons of jobs, by rule how many follow from others, what is gone for good, and which results are replaced."""
+    """Reasons of the jobs of a call."""
 
     reasons: list[Line] = field(default_factory=list)
-    follow: dict[str, int] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
-    replaced: str = ""
+    follow: dict[str, int] = field(default_factory=dict)  #: Number of jobs that follow from others, by rule.
+    lost: list[str] = field(default_factory=list)  #: Lines on what is gone and nothing would make.
+    replaced: str = ""  #: Line on results that are replaced.
 
     def lines(self) -> list[str]:
-        """Return a line for each reason, one for all that follows, and one for each that lost files."""
+        """Return all of it, a line for each reason."""
         follow = sorted(self.follow.items(), key=lambda each: (_order(each[0]), each))
         further = ", ".join(f"{rule} {count}" if count > 1 else rule for rule, count in follow)
         text = [*map(str, self.reasons), f"and what follows from that: {further}" if further else "", *self.lost]
@@ -109,12 +93,11 @@ class Reasons:
 
 
 def found(jobs: Iterable[Waiting], sources: Sources) -> Reasons:
-    """Return why jobs would run."""
-    jobs, told = list(jobs), dict[tuple[str, str], Line]()
-    follow: dict[str, int] = {}
+    """Return the reasons of jobs."""
+    jobs, told, follow = list(jobs), dict[tuple[str, str], Line](), Counter[str]()
     for job in jobs:
         if not (reason := explained(job, sources)):
-            follow[job.rule] = follow.get(job.rule, 0) + 1
+            follow[job.rule] += 1
             continue
         group, name = place(job.rule, job.wildcards)
         line = told.setdefault((group, reason), Line(group, reason))
@@ -123,52 +106,44 @@ def found(jobs: Iterable[Waiting], sources: Sources) -> Reasons:
     for line in told.values():  # the rule that writes a plan's runs goes without saying where others use them
         line.rules = [rule for rule in line.rules if stage_of(rule) != "configure"] or line.rules
     lines = sorted(told.values(), key=lambda line: (_order(line.rules[0]), line.group, line.names))
-    return Reasons(lines, follow, replaced=replaced(jobs))
+    return Reasons(lines, dict(follow), replaced=replaced(jobs))
 
 
 def replaced(jobs: Iterable[Waiting]) -> str:
-    """Return a line on runs that have results, and get those of other settings or inputs in their place; else nothing.
-
-    New sources, or another image, make all of the inputs again, too: that is no change of what was asked for.
-    """
-    names, rules, inputs = set(), set(), False
+    """Return a line on runs whose results are replaced by those of other settings or inputs; else an empty text."""
+    names, rules = set(), set()
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)
-        others = _keys(before.get("settings")) != _keys(now.get("settings"))
-        read = not (before or now) and (job.follows or bool(job.newer))
-        if job.rule in RUN_STAGES and job.known and not job.missing and (others or read):
+        others = bool(_settings(before.get("settings"), now.get("settings")))
+        # New sources, or another image, make all inputs again, too: that is no change of what was asked for.
+        others |= not (before or now) and (job.follows or bool(job.newer))
+        if job.rule in RUN_STAGES and job.known and not job.missing and others:
             names.add("{plan}.{run}".format_map(job.wildcards))
             rules.add(job.rule)
-            inputs |= read
     if not names:
         return ""
     runs = f"{_some(sorted(names))} ({', '.join(sorted(rules, key=_order))})"
-    own = "a dataset of its own, and a run that uses it" if inputs else "a run of its own"
-    return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
+    return f"replaces the results of {runs}; to keep them: a run of its own (from: {min(names)})"
 
 
 def lost(
     results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str], given: Sequence[str] = ()
 ) -> list[str]:
-    """Return a line for each run (`PLAN/RUN`) and dataset that lost what no job would make: nothing asked for needs it.
+    """Return a line for each run (`PLAN/RUN`) and dataset that lost files which no job would make.
 
-    `making` are the files that jobs would make; `given` words of a call that say which configuration it has.
+    `making`: files that jobs would make; `given`: words of a call that name its configuration.
     """
     places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
     places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
     lines = []
     for where, what, first, kept in places:
         folder = f"{results}/{where}"
-        gone = [name for name in kept if not _there(Path(folder, name))]
+        # An empty folder is none.
+        gone = [name for name in kept if not any(Path(folder).glob(f"{name}*" if name.endswith("/") else name))]
         if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
             call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
             lines.append(f"{what}: {_gone(gone)}, and nothing asked for needs that; to make it again: {call}")
     return lines
-
-
-def _there(path: Path) -> bool:
-    """Whether a file, or a folder with anything in it, is there."""
-    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _gone(names: Sequence[str]) -> str:
@@ -176,7 +151,7 @@ def _gone(names: Sequence[str]) -> str:
 
 
 def explained(job: Waiting, sources: Sources) -> str:
-    """Return why a job would run; an empty text if it does because others do."""
+    """Return the reason of a job; an empty text if it follows from others."""
     reasons = ["interrupted" if job.interrupted else "asked for by force"] if job.forced or job.interrupted else []
     if job.missing and not job.interrupted:
         names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))
@@ -206,8 +181,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sources)
 
 
 def _settings(before: Any, now: Any) -> list[str]:
-    """Return the settings that differ, each with both values."""
-    old, new = _keys(before), _keys(now)
+    """Return the settings that differ, each with both values; they may be JSON."""
+    old, new = (flat(json.loads(each) if isinstance(each, str) else each or {}) for each in (before, now))
     told = []
     for key in dict.fromkeys([*old, *new]):
         if (key in old, old.get(key)) != (key in new, new.get(key)):
@@ -217,16 +192,6 @@ def _settings(before: Any, now: Any) -> list[str]:
     return told
 
 
-def _keys(settings: Any) -> dict[str, Any]:
-    """Return settings by dotted key; they may be JSON."""
-    if isinstance(settings, str):
-        try:
-            settings = json.loads(settings)
-        except ValueError:
-            return {"settings": settings}
-    return flat(settings) if isinstance(settings, dict) else {} if settings is None else {"settings": settings}
-
-
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
@@ -234,35 +199,31 @@ def _some(names: Sequence[str]) -> str:
 def _value(value: Any) -> str:
     if value is None:
         return "none"
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), 60)
 
 
 def _stage(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the dict among recorded parameters: a rule has one, `stage`, that counts."""
+    """Return the dict `stage` among recorded parameters."""
     for text in texts:
-        try:
+        with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            continue
-        if isinstance(value, dict):
-            return value
+            if isinstance(value, dict):
+                return value
     return {}
 
 
 def place(rule: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Return what a job belongs to, and the name under which a line has it, from its rule and its wildcards."""
+    """Return group and name of a job, from its rule and its wildcards."""
     if "run" in known:
         return f"{known['plan']}.", known["run"]
-    if "plan" in known:
-        return "plan ", known["plan"]
-    if "dataset" in known:
-        return "data ", known["dataset"]
+    for key, group in (("plan", "plan "), ("dataset", "data ")):
+        if key in known:
+            return group, known[key]
     return "", rule
 
 
 def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:
-    """Return a line on a job that failed in a call which began at `since` (seconds since 1970-01-01 UTC)."""
+    """Return a line on a job that failed in a call that began at `since` (s since 1970-01-01 UTC)."""
     name = "".join(place(rule, wildcards))
     stage, file = stage_of(rule), Path(log)
     name += f" ({stage})" if name != rule else ""
@@ -276,23 +237,19 @@ def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> s
 
 
 def remember(tables: Mapping[str, Mapping[str, str]], folder: Path) -> None:
-    """Write which modules the digests of sources stand for, a file each, where they are not known yet."""
+    """Write the modules that digests of sources stand for, a file each."""
     for digest, table in tables.items():
         if not (path := folder / f"{digest}.json").exists():
             write_json(path, table)
 
 
 def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Sources:
-    """Return a function from a digest to its modules: of `tables`, or of what `remember` wrote; None if neither has."""
+    """Return a function from a digest to its modules, of `tables` or the files of `remember`."""
 
     def look(digest: str) -> Mapping[str, str] | None:
-        if digest in tables:
-            return tables[digest]
-        try:
-            table = json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return table if isinstance(table, dict) else None
+        with contextlib.suppress(OSError, ValueError):
+            return tables.get(digest) or json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
+        return None
 
     return look
 
@@ -301,9 +258,9 @@ def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Sources
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Have Snakemake look what it would run for `args.targets`, and say why; return its exit status."""
-    names = [targets.typed(word, configuration).name for word in args.targets] if configuration else args.targets
-    status, said, reasons = dryrun.ask(names, args)
+    """Print why Snakemake would run what it would for `args.targets`; return its exit status."""
+    names = [typed_target(word, configuration).name for word in args.targets] if configuration else args.targets
+    status, said, reasons = ask(names, args)
     if status:
         print(said, file=sys.stderr)
         return status
@@ -314,9 +271,3 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     nothing = [] if reasons["reasons"] else [f"Nothing would run{rest}"]
     print("\n".join([*nothing, *reasons["lines"]]))
     return 0
-
-
-def show(reasons: Reasons) -> None:
-    """Print why jobs of a dry run would run."""
-    if lines := reasons.lines():
-        print("", "Why:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)

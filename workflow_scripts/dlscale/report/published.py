@@ -11,8 +11,7 @@ from dlscale.core.text import NONE, count, number, unit
 
 def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
     """Return the FULL throughputs that were published for what a run does, or for the step that it takes."""
-    name = f"{plan}.{run}"
-    return [figure for figure in figures if figure.speed and name in (*figure.runs, *figure.like)]
+    return [figure for figure in figures if figure.speed_of(f"{plan}.{run}")]
 
 
 def memories(figures: Iterable[Published], plan: str, run: str) -> list[Published]:

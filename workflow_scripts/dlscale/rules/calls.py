@@ -17,8 +17,9 @@ from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.core.text import coloured, many
 from dlscale.launch import launcher, slurm
-from dlscale.preflight import cost, disks, doctor, environment, expected, live, why
+from dlscale.preflight import cost, doctor, environment, live, why
 from dlscale.preflight.cost import Work
+from dlscale.preflight.data import probe_space
 from dlscale.preflight.probe import Finding
 from dlscale.report import glance
 from dlscale.report.results import read_plan
@@ -75,7 +76,7 @@ class Call:
         stage, known, work = why.stage_of(job.rule.name), job.wildcards, None
         if stage in RUN_STAGES:
             work = cost.run_work(self.configuration, known.plan, known.run, stage)
-        return expected.seconds(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
+        return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
     def to_tell(self, waiting: Sequence[Any]) -> list[live.Job]:
         """Return the jobs for the process that shows how far the call is; a site has nodes for all."""
@@ -83,11 +84,10 @@ class Call:
             live.Job(
                 "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
                 why.stage_of(job.rule.name),
-                getattr(job.wildcards, "plan", ""),
                 str(next(iter(job.log), "")),
                 str(job.benchmark),
                 self.seconds_of(job),
-                expected.share(job.threads, self.cores) if self.cores else 1 / len(waiting),
+                cost.share(job.threads, self.cores) if self.cores else 1 / len(waiting),
             )
             for job in waiting
         ]
@@ -99,11 +99,11 @@ class Call:
             (job.rule.name, job.wildcards.plan, job.wildcards.run) for job in waiting if job.rule.name in RUN_STAGES
         }
         later = [work for work in works if work.run and (work.stage, work.plan, work.run_name) not in there]
-        taken = [(self.seconds_of(job), expected.share(job.threads, cores)) for job in waiting]
+        taken = [(self.seconds_of(job), cost.share(job.threads, cores)) for job in waiting]
         for work in later:
             threads = work.run.threads if work.run else None
-            taken.append((expected.seconds(work.stage, work, self.results), expected.share(threads, cores)))
-        return expected.in_all(taken)
+            taken.append((cost.seconds_here(work.stage, work, self.results), cost.share(threads, cores)))
+        return cost.in_all(taken)
 
     # ---- whether it would start ----------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Call:
         if self.site.scheduler or self.site.engine != "none":
             plans = {work.plan for work in works if work.run}
             return doctor.check(self.configuration, {work.stage for work in works}, plans)
-        found = [*environment.probe_here(runs, gpus()), disks.probe_space(self.results)]
+        found = [*environment.probe_here(runs, gpus()), probe_space(self.results)]
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
 
     def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> int:

@@ -30,7 +30,7 @@ from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import cost
-from dlscale.preflight.data import probe_kept, probe_raw
+from dlscale.preflight.data import probe_raw
 from dlscale.preflight.probe import Finding
 
 #: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
@@ -107,7 +107,7 @@ class Jobs:
         if (name,) not in self._looked:
             self._looked.add((name,))
             asked = name, self.datasets[name], Path(self.results)
-            if found := probe_raw(*asked) or probe_kept(*asked):
+            if found := probe_raw(*asked):
                 self.say(found)
 
     def part(self, wildcards: Wildcards) -> Any:
