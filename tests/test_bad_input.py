@@ -37,7 +37,7 @@ from dlscale.data.parts import load_dataset
 from dlscale.datasets.cosmo import describe as cosmo_describe
 from dlscale.datasets.era5 import describe as era5_describe
 from dlscale.datasets.mnist.source import read_idx
-from dlscale.report.profiles import read_rows
+from dlscale.report.compare import read_rows
 from dlscale.train.weights import read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, make_dataset, make_parts, make_run, stage
 from tests.mutate_files import READERS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlscale.measure.profilers.records import Profile, ProfiledTool, TopEntry
-from dlscale.report.profiles import Summary, compare, extremes, unmatched
+from dlscale.report.compare import Summary, compare, extremes, unmatched
 from tests.conftest import stage
 
 

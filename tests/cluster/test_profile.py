@@ -12,7 +12,7 @@ import pytest
 
 from dlscale.core import telemetry
 from dlscale.measure.profilers.records import Profile
-from dlscale.report.profiles import read_rows
+from dlscale.report.compare import read_rows
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import Flow
 from tests.cluster.test_containers import flow as flow  # a fixture
