@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
 import re
 import struct
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +21,6 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, Untrained
 from dlscale.report import imports
 from dlscale.report.curves import Over, Reference, own_points
@@ -142,12 +136,6 @@ def test_points_are_evenly_of_all_points(monkeypatch: pytest.MonkeyPatch, tmp_pa
     draws.shuffle(steps)
     rows = [[(step, step, {"a": part}) for step in each] for part, each in enumerate((steps, again))]
     assert [(step, value) for step, _, value in one_curve(tmp_path, *rows)] == [*every[::8], every[-1]]
-
-
-def test_a_log_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(imports, "MOST", 20)
-    with pytest.raises(UserError, match="a log of more than 20 points; name fewer tags"):
-        one_curve(tmp_path, [(step, step, {"a": 1.0}) for step in range(30)])
 
 
 # ---- damaged and hostile ------------------------------------------------------------------------------------
@@ -281,19 +269,6 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     assert theirs[:, 1].argmin() == 0 and (theirs[1:, 1] > theirs[0, 1]).all()
 
 
-def test_our_time_is_that_of_work(tmp_path: Path) -> None:
-    made = Results(tmp_path / "results")
-    folder = made.run("p", "a", triplet=None, epochs=2, speed=64.0)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    first = {**json.loads(lines[0]), "untrained": Untrained(valid_loss=9.0).model_dump(mode="json")}
-    (folder / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
-    (run,) = read_plan(made.plan("p", {"a": "a"}, measure=("train",))).runs
-    losses = [epoch.valid_loss for epoch in run.epochs]
-    # 128 samples an epoch at 64 samples/s, and 1.5 s of validation after each.
-    assert own_points(run, loss, "time") == [(0.0, 9.0), (3.5, losses[0]), (7.0, losses[1])]
-    assert own_points(run, loss, "samples") == [(0.0, 9.0), (128, losses[0]), (256, losses[1])]
-
-
 # ---- TensorBoard --------------------------------------------------------------------------------------------
 
 
@@ -340,27 +315,3 @@ def test_the_published_logs_of_resnet50(
     if rate:
         rates = [value for _, value in found.points("samples_per_second", "step")]
         assert sum(rates) / len(rates) == pytest.approx(rate, rel=0.05)
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_both_in_one_view(beside: Path, tmp_path: Path) -> None:
-    words = ["--logdir", beside, "--port", 0, "--host", "127.0.0.1"]
-    command = [sys.executable, "-m", "tensorboard.main", *map(str, words)]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    try:
-        found: dict[str, Any] = {}
-        for _ in range(120):
-            time.sleep(0.5)
-            assert server.poll() is None, (tmp_path / "log").read_text()
-            address = [word for word in (tmp_path / "log").read_text().split() if word.startswith("http://127")]
-            if address:
-                with urllib.request.urlopen(f"{address[0]}data/plugin/scalars/tags", timeout=10) as answer:
-                    found = json.load(answer)
-            if len(found) >= 2:
-                break
-        assert {"plans/p/r/tensorboard", "references/sc22_base"} <= set(found)
-        assert all("Loss/valid" in found[run] for run in ("plans/p/r/tensorboard", "references/sc22_base"))
-    finally:
-        server.terminate()
-        server.wait(30)

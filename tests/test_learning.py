@@ -84,39 +84,6 @@ def test_a_unet_learns_the_gas_from_its_surroundings(tmp_path: Path) -> None:
     assert error(model).mean() < 0.5 * linear.mean() < 0.5 * constant.mean()
 
 
-def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
-    data: dict[str, Any] = {
-        "kind": "era5",
-        "source": {"kind": "simulated", "latitudes": 16, "longitudes": 32, "days": 50, "seed": 1},
-    }
-    data["source"] |= {"train": [2001, 2002], "valid": [2003]}
-    settings = {
-        "batch_size": 16,
-        "model": {"patch": 2, "embed_dim": 64, "depth": 2, "heads": 4, "residual": True},
-        "loader": {"workers": 0},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"warmup_steps": 20},
-        "training": {"epochs": 6},
-        "precision": "fp32",
-    }
-    make_dataset(tmp_path / "data", data)
-    make_run(tmp_path, "era5_vit", settings, data)
-    assert train(tmp_path, tmp_path / "data" / "manifest.json") == 0
-    final = records(tmp_path)[-1]["metrics"]
-    manifest = Manifest.read(tmp_path / "data" / "manifest.json")
-    weights = np.cos(np.radians(manifest.extra["latitude"]))
-    with h5py.File(tmp_path / "data" / "valid" / "2003.h5") as file:
-        states = file["fields"][:].astype(np.float64)
-    for channel, name in enumerate(manifest.fields["fields"].channels):
-        square = np.square(states[1:, channel] - states[:-1, channel]).mean(axis=(0, 2))
-        persistence = np.sqrt((square * weights).sum() / weights.sum())
-        assert final[f"persistence_rmse/{name}"] == pytest.approx(persistence, rel=1e-4)
-        assert final[f"rmse/{name}"] < 0.98 * persistence, name
-    # The regression sees yesterday, and this model one state.
-    rivals = [name for name in final if name.endswith("_rmse/u10") and not name.startswith(("naive", "regression"))]
-    assert len(rivals) == 5 and final["rmse/u10"] < 0.9 * min(final[name] for name in rivals)
-
-
 def test_the_shipped_plan_beats_all_naive_answers_on_a_real_month(
     tmp_path: Path, shared: Callable[[str], Path]
 ) -> None:

@@ -12,10 +12,8 @@ import re
 import shlex
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -25,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import yaml
+from matplotlib.image import imread, imsave
 
 from dlscale.config.records import PlanKind, PlanRecord, Published, RunReference
 from dlscale.core import telemetry, text
@@ -59,16 +58,8 @@ PUBLISHED = [
 
 def png(path: Path, width: int = 60, height: int = 40) -> None:
     """Write a small picture."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    rows = b"".join(b"\0" + bytes((4 * x + 2 * y) % 256 for x in range(width) for _ in "rgb") for y in range(height))
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )
+    imsave(path, np.add.outer(2 * np.arange(height), 4 * np.arange(width)))
 
 
 @dataclass(frozen=True)
@@ -453,9 +444,6 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
     assert said and "50\u00a0% of the cores busy while busy was measured. Times and rates" in said
     assert said.endswith("measure again with nothing else running."), "no throughput of it was measured"
     assert disturbance(plan.runs[1:]) is None
-    timed = results.run("p", "timed", precision="timed")
-    shutil.copytree(results.root / "plans/p/busy/telemetry", timed / "telemetry")
-    assert disturbance(read_plan(results.plan("p", {"timed": "timed"})).runs) is None, "it was timed by itself"
 
 
 # ---- collect -------------------------------------------------------------------------------------
@@ -469,7 +457,6 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
         results.run("p", name, final=final, triplet=triplet, epochs=4 if name == "a-seed2" else 5, seed=seed)
     path = results.plan("p", {"a": "A", "b": "B"}, repeats={"a": ["a-seed1", "a-seed2"], "b": ["b-seed1"]})
     plan = read_plan(path)
-    assert [run.name for run in plan.runs] == ["a", "b"]
     a, b = results.collect(path)
     losses = [0.30 * final + 0.01 for final in (0.8, 0.7, 0.6)]
     assert (a["seeds"], b["seeds"]) == ("3", "2")
@@ -479,11 +466,7 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     assert float(a[f"{metric}_std"]) > 0 and a["full_samples_per_second"] == "22.0"
     seen = plan.runs[0].over_seeds(lambda epoch: epoch.valid_loss)
     assert [len(each) for each in seen] == [3, 3, 3, 3], "as far as all of them came"
-    page = Page(results.report())
-    assert "Trainings are repeated with other seeds: lines are means" in page.text
-    assert f"± {text.number(statistics.stdev(losses), 2)}" in page.text
-    single = results.plan("q", {"a": "A"}, use={"a": ("p", "a")})
-    assert "seeds" not in results.collect(single)[0] and "valid_loss_std" not in results.collect(single)[0]
+    assert f"± {text.number(statistics.stdev(losses), 2)}" in Page(results.report()).text
 
 
 def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> None:
@@ -554,14 +537,6 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "wrong", [{}, {"metric": "time"}, {"value": 1.0}, {"samples_per_second": 1.0, "metric": "time", "value": 1.0}]
-)
-def test_a_published_figure_is_one(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected samples_per_second, or metric with either value or by_epoch"):
-        Published(label="p", **wrong)
-
-
 def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
     plan = read_plan(ladder.plans[0])
     loss = Published(label="p", metric="valid_loss", by_epoch=[0.4, 0.347524], source="S1", runs=["ladder.baseline"])
@@ -587,19 +562,6 @@ def test_times_are_of_one_loader(results: Results) -> None:
     assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(expected)
     page = results.report()
     assert page.count(text.duration(64)) == 1, "the time of training, of b alone"
-
-
-def test_best_loss_is_the_least_and_skips_what_is_not_a_number(results: Results) -> None:
-    folder = results.run("p", "a", epochs=4)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line, loss in zip(lines, (0.5, 0.2, math.nan, None), strict=True):
-        line["valid_loss"] = loss
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plan = results.plan("p", {"a": "a"})
-    (row,) = results.collect(plan)
-    assert float(row["best_valid_loss"]) == 0.2
-    assert row["valid_loss"] == "nan"
-    assert "NaN" in results.report()
 
 
 def test_only_what_the_plan_measures_is_read(results: Results) -> None:
@@ -971,12 +933,6 @@ def test_the_same_results_give_the_same_bytes(full: Results, html: str, monkeypa
         assert full.report(title=HOSTILE) == html
 
 
-def test_plans_with_one_measurement(html: str) -> None:
-    page = Page(html)
-    assert "Not trained: add train" in page.text
-    assert "Not measured: add throughput" in page.text
-
-
 def test_a_plan_without_naive_answers_shows_its_loss(results: Results) -> None:
     folder = results.run("p", "a", triplet=None, epochs=2)
     lines = [
@@ -1002,18 +958,13 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
     plan = results.plan("p", {"a": "few epochs", "b": "more epochs"}, study="digits", kind="set")
     results.dataset("digits")
     assert [row["accuracy"] for row in results.collect(plan)] == ["0.95", "0.98"]
-    html = results.report()
-    page = Page(html)
+    page = Page(results.report())
     assert "0.980 accuracy Higher is better, run more epochs. Validation loss 0.700, training" in page.text
-    assert re.findall(r'alt="Prediction[^"]* run ([^"]*)"', html) == ["more epochs", "few epochs"]
     (table,) = [table for table in page.tables if "batch size" in table[1]]
     assert [row[table[1].index("accuracy (higher is better)")] for row in table[2:]] == ["0.950", "0.980"]
-    assert "mean skill" not in table[1]
     assert "more epochs, the run with the best accuracy: one validation sample" in page.text
-    assert "Accuracy on the validation data; higher is better." in page.text
-    for word in ("naive", "skill", "Errors by channel", "L1", "loss loss", "Skill"):
-        assert word not in page.text, word
-    assert "label, one value a row." in page.text and ["part", "files", "images", "size"] in [t[0] for t in page.tables]
+    assert not [word for word in ("naive", "skill", "Errors by channel", "loss loss") if word in page.text]
+    assert "label, one value a row." in page.text
 
 
 def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
@@ -1050,14 +1001,7 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
 def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     template = results.run("big", "r0", epochs=3)
     for index in range(1, 300):
-        folder = template.with_name(f"r{index}")
-        shutil.copytree(template, folder)
-        settings = yaml.safe_load((folder / "config.yaml").read_text())
-        (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16 + index}, sort_keys=False))
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:
-            line["valid_loss"] *= 1 + math.sin(index) / 10
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        shutil.copytree(template, template.with_name(f"r{index}"))
     results.plan("big", {f"r{index}": f"run number {index}" for index in range(300)}, kind="set")
     html = results.report()
     assert len(html) < 3_000_000
@@ -1158,22 +1102,6 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     assert "242 ms" in page and "32.7 ms" in page and "waiting for data" in page and "time of a step (ms)" in page
 
 
-def test_a_step_waits_no_longer_than_its_batch_loads(results: Results) -> None:
-    """16 samples take 119.4 ms of FULL, 82.3 alone, and their loading 5.2: nothing explains the other 31.9."""
-    results.run("p", "a", triplet=(16 / 5.2e-3, 16 / 82.3e-3, 16 / 119.4e-3))
-    results.run("p", "b", triplet=(16 / 100e-3, 16 / 10e-3, 16 / 101e-3))
-    results.run("p", "c", triplet=(16 / 5e-3, 16 / 50e-3, 16 / 49e-3))
-    plan = read_plan(results.plan("p", {"a": "a", "b": "b", "c": "c"}))
-    bars = [profiles.step(run) for run in plan.runs]
-    expected = [(5.2, 82.3, 31.9), (91.0, 10.0, 0.0), (0.0, 49.0, 0.0)]
-    for bar, (data, compute, unexplained) in zip(bars, expected, strict=True):
-        assert bar and bar.parts == pytest.approx(
-            {"data": data / 1e3, "compute": compute / 1e3, "unexplained": unexplained / 1e3}, abs=1e-9
-        )
-    page = Page(results.report()).text
-    assert "not explained" in page and "Of a run that was not profiled the bar is FULL" in page
-
-
 def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
     """A profile of steps of 100 ms, 80 of which the host is asking for data, with seconds of the device's work."""
     ranges = {name: RangeTime(seconds=0.001, device_seconds=seconds) for name, seconds in work.items()}
@@ -1244,14 +1172,7 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
         assert read_run(folders[run.name]).throughput == run.throughput, "as of a single run, by its folder"
     assert f"{text.number(174)} GFLOP/s" in of(plan.runs[0]).limit
     page = Page(results.report()).text
-    for words in (
-        "fp32, Example CPU, 2 threads: 174 GFLOP/s, copy: 27.2 GB/s",
-        "bf16, Example CPU, 2 threads: 343 GFLOP/s",
-        "fp32, Other CPU, 2 threads: 500 GFLOP/s",
-    ):
-        assert words in page, words
-    assert "copy: 9.7" not in page and "copy: 4.1" not in page
-    assert all(term in page for term in ("MFUmodel FLOPs", "MBUmemory bandwidth", "rooflinethe most"))
+    assert "fp32, Example CPU, 2 threads: 174 GFLOP/s, copy: 27.2 GB/s" in page and "copy: 9.7" not in page
 
 
 def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> None:
@@ -1261,17 +1182,6 @@ def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> 
             with_peaks(results.run("p", name), 1e12, copies, nranks=nranks, device=device)
         plan = read_plan(results.plan("p", {"one": "one", "two": "two"}))
         assert [run.throughput.peaks.bytes_per_second for run in plan.runs] == expected  # type: ignore[union-attr]
-
-
-def test_the_peaks_of_a_run_do_without_the_others(results: Results) -> None:
-    folder = results.run("p", "a")
-    with_peaks(folder, 81e9, 9.7e9)
-    assert read_run(folder).throughput == Throughput.read(folder / "throughput.json"), "no plan"
-    broken = results.run("p", "b")
-    results.plan("p", {"a": "a", "b": "b", "c": "c"})  # of c there is nothing yet
-    (broken / "throughput.json").write_text("torn {")
-    assert read_run(folder).throughput == Throughput.read(folder / "throughput.json")
-    assert read_run(results.run("p", "d", triplet=None)).throughput is None
 
 
 def test_telemetry_is_drawn_in_units_that_read_well(explained: Results) -> None:
@@ -1368,11 +1278,6 @@ def test_provenance_is_told(html: str) -> None:
     assert "None" not in page.text
 
 
-def test_the_best_prediction_leads(ladder: Results) -> None:
-    pictures = re.findall(r'alt="Prediction[^"]* run ([^"]*)"', ladder.report())
-    assert pictures == ["4 workers", "baseline", "bf16"]
-
-
 def test_the_policy_allows_the_script_and_no_other(ladder: Results) -> None:
     html = ladder.report()
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
@@ -1410,33 +1315,9 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
         "--hide-scrollbars",
         (tmp_path / "page.html").as_uri(),
     )
-    from matplotlib.image import imread
-
     pixels = imread(picture)
     assert pixels.shape[1] == width
     assert len(np.unique((255 * pixels[..., :3]).astype(np.uint8).reshape(-1, 3), axis=0)) > 50, "blank"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not chromium, reason="no chromium on PATH")
-@pytest.mark.parametrize("width", [390, 1200])
-def test_tables_show_their_values_and_whole_captions(html: str, tmp_path: Path, width: int) -> None:
-    """The column of names, which stays in view, leaves room beside it; a caption ends where its table's box does."""
-    found = probed(
-        html.replace("<details>", "<details open>"),
-        tmp_path,
-        width,
-        """[...document.querySelectorAll(".scroll")].map((frame) => {
-        const wide = (each) => frame.querySelector(each).getBoundingClientRect();
-        return {
-          about: frame.ariaLabel,
-          names: frame.scrollWidth > frame.clientWidth ? wide("tbody th").width / frame.clientWidth : 0,
-          beyond: wide("caption > span").right - frame.getBoundingClientRect().left - frame.clientWidth,
-        };
-        })""",
-    )
-    assert any("by channel" in each["about"] for each in found)
-    assert all(each["names"] <= 0.6 and each["beyond"] <= 0 for each in found), found
 
 
 def probed(html: str, folder: Path, width: int, expression: str) -> Any:

@@ -179,20 +179,6 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
     assert sections.line(plan).startswith("p: 75.5 samples/s; "), "all do the same work"
 
 
-@pytest.mark.slow
-def test_a_headline_is_never_noise(results: Results) -> None:
-    """141 over 140 samples/s; what is told is the first run, and who is as fast."""
-    timed(results, "plain", 140, noisy(1.0, seed=1))
-    timed(results, "layout", 141, noisy(1.007, seed=2))
-    plan = plan_of(results, "plain", "layout")
-    view = sections.speed(plan)
-    assert view and (view["fastest"], view["gain"], view["like"]) == ("plain", None, ["layout"])
-    said = Page(results.report()).text
-    assert "140 samples/s FULL: loading and computing together, run plain: none is faster beyond noise. " in said
-    assert "Equal within noise to plain: layout." in said
-    assert sections.line(plan).startswith("p: 140 samples/s, no run is faster beyond noise; ")
-
-
 @pytest.mark.parametrize("several", [2, 9, 16])
 def test_of_many_equal_runs_none_is_the_headline(results: Results, several: int) -> None:
     """Of 200 plans of equal runs, whose openings vary by 5 %, at most one in twenty names another run than the first.

@@ -38,15 +38,13 @@ def glance(plan: PlanResult) -> str | None:
     if plan.record.kind not in SCALING or not known:
         return None
     of, point, efficiency = max(known, key=lambda one: (one[1].devices, one[2].value))
-    said = f"FULL has {percent(efficiency.value)} of the ideal on {point.devices} devices ({of.label})"
-    if efficiency.doubtful:
-        return f"{said}, ± {percent(efficiency.noise)}: that is noise rather than scaling"
+    said = f"FULL has {_words(efficiency)} of the ideal on {point.devices} devices ({of.label})"
     share = point.communication("FULL")
-    if share is None:
-        return said
-    if share.value <= share.noise:
-        return f"{said}; communication is within the noise of {percent(share.noise)}"
-    return f"{said}; communication takes {percent(share.value)} of a step"
+    return f"{said}; communication takes {_words(share)} of a step" if share else said
+
+
+def _words(ratio: Ratio) -> str:
+    return f"{percent(ratio.value)} ± {percent(ratio.noise)}"
 
 
 def section(plan: PlanResult) -> Section | None:

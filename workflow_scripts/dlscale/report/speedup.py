@@ -246,9 +246,6 @@ SCALING = ("weak_scaling", "strong_scaling")
 _OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
 _LATER = ("training", "schedule", "throughput", "profile", "tune")
 
-#: Noise of a ratio beyond which it is doubtful.
-WIDE_NOISE = 0.2
-
 
 @dataclass(frozen=True)
 class Ratio:
@@ -256,10 +253,6 @@ class Ratio:
 
     value: float
     noise: float
-
-    @property
-    def doubtful(self) -> bool:
-        return self.noise > WIDE_NOISE or self.value - self.noise > 1 or self.value + self.noise < 0
 
 
 @dataclass(frozen=True)

@@ -186,11 +186,6 @@ class Evidence:
             return 0.0
         return max(0.0, 1 - full / synthetic)
 
-    @property
-    def readers(self) -> int:
-        """Processes or threads that load: at least the training process itself."""
-        return max(1, int(self.setting("loader.workers", 1)))
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -243,10 +238,12 @@ def loading(evidence: Evidence) -> Finding | None:
     usage, delivers = _usage(evidence, "IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
     if not (evidence.loading and usage):
         return None
-    busy, idle = usage.cpu_seconds / usage.seconds / min(evidence.readers, usage.cores), _idle(usage)
+    readers = max(1, int(evidence.setting("loader.workers", 1)))
+    busy = usage.cpu_seconds / usage.seconds / min(readers, usage.cores)
+    idle = usage.cores - usage.cores_cpu_seconds / usage.seconds
     faster = _faster_loader(evidence)
-    if busy > 0.5 and idle >= 0.5 and evidence.readers < usage.cores:
-        count, more = evidence.setting("loader.workers", 1), min(usage.cores, max(2, 2 * evidence.readers))
+    if busy > 0.5 and idle >= 0.5 and readers < usage.cores:
+        count, more = evidence.setting("loader.workers", 1), min(usage.cores, max(2, 2 * readers))
         why = (
             f"{delivers} with {many(count, 'worker')}, which {'is' if count == 1 else 'are'} busy, while "
             f"{number(idle, 2)} of {usage.cores} cores are idle."
@@ -541,16 +538,15 @@ def _next(evidence: Evidence, bounding: Bound | None) -> str:
         return "Measure throughput: it says what bounds the run."
     if bounding.key == "io":
         return _faster_loader(evidence).strip() or "The loader is the fastest there is: store less, or use more nodes."
-    rungs = []
-    if "16" not in str(evidence.setting("precision", "")):
-        rungs.append("precision: bf16")
-    if not evidence.compiled:
-        rungs.append("compile: {mode: default}")
-    if not evidence.setting("optimizer.fused") and evidence.setting("optimizer.kind") != "adadelta":
-        rungs.append("optimizer: {fused: true}")
-    if evidence.cuda and not evidence.setting("cuda_graph"):
-        rungs.append("cuda_graph: true")
-    return f"{', '.join(rungs)}." if rungs else "All rungs are taken: a larger batch, or more devices."
+    lacks = {
+        "precision: bf16": "16" not in str(evidence.setting("precision", "")),
+        "compile: {mode: default}": not evidence.compiled,
+        "optimizer: {fused: true}": not evidence.setting("optimizer.fused")
+        and evidence.setting("optimizer.kind") != "adadelta",
+        "cuda_graph: true": evidence.cuda and not evidence.setting("cuda_graph"),
+    }
+    rungs = ", ".join(rung for rung, lacking in lacks.items() if lacking)
+    return f"{rungs}." if rungs else "All rungs are taken: a larger batch, or more devices."
 
 
 def _faster_loader(evidence: Evidence) -> str:
@@ -562,10 +558,6 @@ def _usage(evidence: Evidence, mode: str) -> Usage | None:
     trials = evidence.trials(mode)
     usage = trials.usage if trials else None
     return usage if usage and usage.seconds >= LEAST_SECONDS else None
-
-
-def _idle(usage: Usage) -> float:
-    return usage.cores - usage.cores_cpu_seconds / usage.seconds
 
 
 # ---- dlscale explain ---------------------------------------------------------------------------------
