@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-import random
 import re
 import struct
 from collections.abc import Callable
@@ -22,7 +20,6 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dlscale.core.metrics import Epoch, Untrained
-from dlscale.report import imports
 from dlscale.report.curves import Over, Reference, own_points
 from dlscale.report.results import read_plan
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
@@ -118,24 +115,6 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
     found = Reference.read(results / "references/theirs/reference.json")
     assert found.points("valid/top1", "step") == [(20, pytest.approx(0.2)), (40, pytest.approx(0.4))]
     assert found.points("loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
-
-
-def one_curve(folder: Path, *files: list[tuple[int, float, Values]]) -> list[imports.Point]:
-    """Return the curve of the tag `a` in event files."""
-    logs = [write(folder / f"events.out.tfevents.{number}", rows) for number, rows in enumerate(files)]
-    return imports.read(logs, {"a": "loss/valid"}, frozenset())["loss/valid"]
-
-
-def test_points_are_evenly_of_all_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Steps at any distance, in any order, some again in a second file, whose values count."""
-    monkeypatch.setattr(imports, "POINTS", 20)
-    draws = random.Random(1)
-    steps = list(itertools.accumulate(draws.choice([1, 2, 100]) for _ in range(300)))
-    again = [step for step in steps if step > steps[200]]
-    every = [(step, float(step in again)) for step in steps]
-    draws.shuffle(steps)
-    rows = [[(step, step, {"a": part}) for step in each] for part, each in enumerate((steps, again))]
-    assert [(step, value) for step, _, value in one_curve(tmp_path, *rows)] == [*every[::8], every[-1]]
 
 
 # ---- damaged and hostile ------------------------------------------------------------------------------------

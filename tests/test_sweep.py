@@ -57,13 +57,6 @@ def test_names_are_legal_short_and_different() -> None:
     assert names[0] == "model-a-1e-5_loss-a-1" and names[2] == "model-a-1e16_loss-a-1"
 
 
-def test_values_of_different_keys_have_different_names() -> None:
-    runs = load({"over": {"loader": [{"workers": 2}, {"prefetch": 2}, {"kind": "torch", "workers": 3}]}})
-    assert list(runs) == ["loader-workers-2", "loader-prefetch-2", "loader-torch-workers-3"]
-    assert [(each.run.loader.workers, each.run.loader.prefetch) for each in runs.values()][:2] != [(2, 2), (2, 2)]
-    assert [each.run.label for each in runs.values()][:2] == ["loader workers 2", "loader prefetch 2"]
-
-
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [

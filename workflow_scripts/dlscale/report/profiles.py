@@ -88,16 +88,15 @@ def _roofline(plan: PlanResult, measured: Sequence[RunResult]) -> tuple[list[Ent
         points.append(figures.run_line(style, [(intensity, reached / 1e9)], dashes="none", size=8.0, hollow=compiled))
         legend.append(entry(style, run.label, "bytes of a step that is not compiled" * compiled))
     found = roofs(each for _, each in drawn)
-    bends = [roof.flops / roof.bytes_per_second for roof in found]
+    bends = [roof.flops / roof.bytes_per_second for roof in found.values()]
     places = [*bends, *(place for line in points for place, _ in line.points)]
     least, most = min(places) / 4, max(places) * 8
-    for number_, (roof, bend) in enumerate(zip(found, bends, strict=True)):
-        edge = [(least, roof.bytes_per_second * least), (bend, roof.flops), (most, roof.flops)]
+    for number_, ((device, ranks, dtype), roof) in enumerate(found.items()):
+        edge = [(least, roof.bytes_per_second * least), (bends[number_], roof.flops), (most, roof.flops)]
         dashes = DASHES[number_ % len(DASHES)] if len(found) > 1 else ""
         points.append(Line([(x, y / 1e9) for x, y in edge], MUTED, dashes=dashes, width=1.4))
         limit = f"{text.number(roof.flops / 1e9)} GFLOP/s, copy: {text.number(roof.bytes_per_second / 1e9)} GB/s"
-        name = f"{roof.dtype}, {_named(roof.device, roof.nranks)}: {limit}"
-        legend.append(Entry(name, MUTED, dashes=dashes))
+        legend.append(Entry(f"{dtype}, {_named(device, ranks)}: {limit}", MUTED, dashes=dashes))
     axes = "FLOPs a byte that the operators read or write", "GFLOP/s of a device"
     drawing = figures.lines(f"{plan.name}-roofline", points, *axes, x="log", y="log", height=3.0)
     words = (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dlscale.config.compute import compute_digest
 from dlscale.config.records import PlanRecord, Rung, RunReference
@@ -23,7 +23,7 @@ from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.core.text import percent
 from dlscale.measure.profilers.records import Profile
-from dlscale.measure.records import MODES, Throughput, Trials, Usage
+from dlscale.measure.records import MODES, Peaks, Throughput, Trials, Usage
 from dlscale.measure.tuning import Tuning
 from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
@@ -470,43 +470,36 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
 # ---- peaks -------------------------------------------------------------------------------------------
 
 
-class Roof(NamedTuple):
-    """Bounds of a computation in one format on one device."""
-
-    device: Device
-    nranks: int  #: Ranks that share it: those of a CPU share its memory.
-    dtype: str
-    flops: float  #: FLOP/s of a matrix product.
-    bytes_per_second: float  #: Bytes/s of a copy.
-
-
-def roofs(measured: Iterable[Throughput]) -> list[Roof]:
-    """Return the roofs of all devices and formats: the greatest peaks that any run measured there.
+def roofs(measured: Iterable[Throughput]) -> dict[tuple[Device, int, str], Peaks]:
+    """Return the greatest peaks that any run measured, by device, ranks that share it, and format.
 
     Peaks of a machine that is not quiet differ by a multiple, and shares of two (MFU, MBU) would contradict speeds.
     """
-    copies, products = dict[Any, float](), dict[Any, float]()
-    for each in measured:
-        if peaks := each.peaks:
-            place = _place(each)
-            copies[place] = max(copies.get(place, 0.0), peaks.bytes_per_second)
-            products[*place, peaks.dtype] = max(products.get((*place, peaks.dtype), 0.0), peaks.flops)
-    return [Roof(*key, flops, copies[key[:2]]) for key, flops in products.items()]
+    known = [(*_place(each), each.peaks) for each in measured if each.peaks]
+    found: dict[tuple[Device, int, str], Peaks] = {}
+    for device, ranks, peaks in known:
+        alike = [other for *place, other in known if place == [device, ranks]]
+        most = {
+            "flops": max(other.flops for other in alike if other.dtype == peaks.dtype),
+            "bytes_per_second": max(other.bytes_per_second for other in alike),
+        }
+        found.setdefault((device, ranks, peaks.dtype), peaks.model_copy(update=most))
+    return found
 
 
 def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
     """Return the runs of a plan, each with the peaks that they all share."""
-    found = {roof[:3]: roof for roof in roofs(run.throughput for run in runs if run.throughput)}
+    found = roofs(run.throughput for run in runs if run.throughput)
     shared = []
     for run in runs:
-        own = run.throughput
-        if own and own.peaks:
+        if (own := run.throughput) and own.peaks:
             roof = found[*_place(own), own.peaks.dtype]
-            peaks = own.peaks.model_copy(update={"flops": roof.flops, "bytes_per_second": roof.bytes_per_second})
-            run = replace(run, throughput=own.model_copy(update={"peaks": peaks}))
+            most = {"flops": roof.flops, "bytes_per_second": roof.bytes_per_second}
+            run = replace(run, throughput=own.model_copy(update={"peaks": own.peaks.model_copy(update=most)}))
         shared.append(run)
     return shared
 
 
 def _place(measured: Throughput) -> tuple[Device, int]:
+    """Return the device, and the ranks that share its memory: those of a CPU do."""
     return measured.device, 1 if measured.device.kind == "cuda" else measured.nranks

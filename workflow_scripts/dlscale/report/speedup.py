@@ -104,28 +104,20 @@ def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks
 # ---- in turns ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Turns:
-    """The turns of two runs with a third; None for the third itself."""
+def by_turns(
+    own: Beside | None, its: Beside | None, opening: tuple[float, int], floor: float = 0.0, looks: int = 1
+) -> SpeedUp:
+    """Return the ratio of two runs' speeds by the turns of each with a third, or of one with the other (None).
 
-    own: Beside | None
-    its: Beside | None = None
-
-    @property
-    def log(self) -> float:
-        own, its = (statistics.fmean(each.ratios) if each else 0.0 for each in (self.own, self.its))
-        return own - its
-
-    def error(self, opening: float, freedom: int, looks: int = 1) -> float:
-        """Return half of the interval, given the standard deviation of an opening's ratio over all runs.
-
-        A run that varies more than the others has its own.
-        """
-        if not freedom:
-            return math.inf
-        known = [each.ratios for each in (self.own, self.its) if each]
-        variance = sum(max(opening, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
-        return standard_errors(freedom + 1, looks) * math.sqrt(variance)
+    `opening` is the standard deviation of an opening's ratio over all runs, with its degrees of freedom; a run that
+    varies more has its own. Equal runs may differ by `floor`, a logarithm.
+    """
+    log = (statistics.fmean(own.ratios) if own else 0.0) - (statistics.fmean(its.ratios) if its else 0.0)
+    spread, freedom = opening
+    known = [each.ratios for each in (own, its) if each]
+    variance = sum(max(spread, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
+    error = standard_errors(freedom + 1, looks) * math.sqrt(variance) if freedom else math.inf
+    return SpeedUp(log, math.hypot(error, floor))
 
 
 def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
@@ -136,8 +128,7 @@ def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> Speed
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
         return None
-    turns = _Turns(own, its)
-    return SpeedUp(turns.log, math.hypot(turns.error(*pooled([own.ratios, its.ratios]), looks), FLOOR))
+    return by_turns(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +156,7 @@ class SpeedUps:
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
-        if (turns := self._in_turns(run, other)) is not None:
-            return SpeedUp(turns.log, math.hypot(turns.error(*self._opening, looks), self.floor))
-        return measured_apart(run, other, self.apart, looks)
+        return self._in_turns(run, other, self.floor, looks) or measured_apart(run, other, self.apart, looks)
 
     @cached_property
     def _opening(self) -> tuple[float, int]:
@@ -178,7 +167,7 @@ class SpeedUps:
     def floor(self) -> float:
         """Logarithm of the ratio, in turns, that the same work has beyond the spread of openings."""
         same = [found for one, other in self._alike(itself=True) if (found := self._in_turns(one, other))]
-        return max([FLOOR, *(abs(turns.log) for turns in same if abs(turns.log) > turns.error(*self._opening))])
+        return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
     def apart(self) -> float:
@@ -186,20 +175,21 @@ class SpeedUps:
         same = [abs(math.log((run.speed or 1) / (other.speed or 1))) for run, other in self._alike()]
         return max([APART, *same])
 
-    def _in_turns(self, run: RunResult, other: RunResult) -> _Turns | None:
-        """Return the turns of a run with another, or of both with a third; None where there were none.
+    def _in_turns(self, run: RunResult, other: RunResult, floor: float = 0.0, looks: int = 1) -> SpeedUp | None:
+        """Return the ratio by turns of a run with another, or of both with a third; None where there were none.
 
         For the first run and itself they are the run's with its copy.
         """
         own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-        with_other = _Turns(own) if own and own.compute == other.compute else None
-        with_run = _Turns(None, its) if its and its.compute == run.compute else None
-        if other is self.first and with_other:
-            return with_other
-        if run is self.first and with_run:
-            return with_run
-        both = _Turns(own, its) if own and its and own.compute == its.compute else None
-        return both or with_other or with_run
+        straight = [(own, None)] if own and own.compute == other.compute else []
+        back = [(None, its)] if its and its.compute == run.compute else []
+        third = [(own, its)] if own and its and own.compute == its.compute else []
+        pairs: list[tuple[Beside | None, Beside | None]] = [*third, *straight, *back]
+        if other is self.first:
+            pairs = [*straight, *third, *back]
+        elif run is self.first:
+            pairs = [*back, *third, *straight]
+        return by_turns(*pairs[0], self._opening, floor, looks) if pairs else None
 
     def _alike(self, itself: bool = False) -> Iterator[tuple[RunResult, RunResult]]:
         combine = itertools.combinations_with_replacement if itself else itertools.combinations
@@ -313,36 +303,39 @@ def series(plan: PlanResult) -> list[Series]:
     A run's twin has the same devices, batch and settings but those of `parallel`, which do nothing there.
     """
     weak = plan.record.kind == "weak_scaling"
-    shared: dict[str, dict[str, Any]] = {}
+    batch = {run: _batch(run, weak) for run in plan.runs if run.throughput}
+    shared = {run: _shared(run) for run in batch}
     found: dict[str, dict[int, RunResult]] = {}
-    twins: dict[tuple[str, int], RunResult] = {}
-    for run in (run for run in plan.runs if run.throughput):
-        every = flat(run.settings).items()
-        settings = {key: value for key, value in every if key not in _OWN and key.partition(".")[0] not in _LATER}
+    twins: dict[str, RunResult] = {}
+    for run, settings in shared.items():
         if run.averages:
-            key = _key(settings, _batch(run, weak))
-            shared[key] = settings
-            found.setdefault(key, {}).setdefault(run.devices, run)
+            found.setdefault(_key(batch[run], settings), {}).setdefault(run.devices, run)
         else:
-            twins.setdefault((_twin_key(settings, _batch(run, weak)), run.devices), run)
+            twins.setdefault(_key(batch[run], run.devices, _apart(settings)), run)
+    bases = [runs[min(runs)] for runs in found.values()]
     made = []
-    for key, runs in found.items():
-        base, settings = runs[min(runs)], shared[key]
-        batch = _batch(base, weak)
+    for base, runs in zip(bases, found.values(), strict=True):
+        settings = shared[base]
         # What FSDP sends is no sum of gradients alone, and has no twin.
-        alike = _twin_key(settings, batch) if settings.get("parallel.kind", "ddp") == "ddp" else ""
-        points = [Point(run, base, twins.get((alike, devices))) for devices, run in sorted(runs.items())]
-        others = [shared[other] for other, theirs in found.items() if _batch(theirs[min(theirs)], weak) == batch]
-        made.append(Series(_label(batch, weak, settings, others), batch, points))
+        apart = _apart(settings) if settings.get("parallel.kind", "ddp") == "ddp" else None
+        points = [Point(runs[n], base, twins.get(_key(batch[base], n, apart))) for n in sorted(runs)]
+        alike = [shared[other] for other in bases if batch[other] == batch[base]]
+        made.append(Series(_label(batch[base], weak, settings, alike), batch[base], points))
     return made
 
 
-def _key(settings: dict[str, Any], batch: int) -> str:
-    return json.dumps([batch, settings], sort_keys=True, default=str)
+def _shared(run: RunResult) -> dict[str, Any]:
+    """Return the settings that the runs of a series share."""
+    every = flat(run.settings).items()
+    return {key: value for key, value in every if key not in _OWN and key.partition(".")[0] not in _LATER}
 
 
-def _twin_key(settings: dict[str, Any], batch: int) -> str:
-    return _key({key: value for key, value in settings.items() if not key.startswith("parallel.")}, batch)
+def _apart(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if not key.startswith("parallel.")}
+
+
+def _key(*parts: Any) -> str:
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def _batch(run: RunResult, weak: bool) -> int:
