@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dlscale.core.metrics import Epoch, Untrained
-from dlscale.report.curves import Over, Reference, own_points
-from dlscale.report.results import read_plan
+from dlscale.report.curves import Over, Reference
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
 from tests.test_report import Page, Results, points
 
@@ -64,10 +61,6 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-def loss(epoch: Epoch | Untrained) -> float:
-    return epoch.valid_loss
-
-
 def bring(events: Path, *more: object, name: str = "theirs", study: str = "cosmo_unet") -> int:
     return stage("import", events, "--as", name, "--study", study, *more)
 
@@ -87,14 +80,7 @@ def test_a_log_becomes_a_reference(results: Path, tmp_path: Path, capfd: pytest.
     }
     for over, curve in expected.items():
         assert found.points("loss/valid", over) == [pytest.approx(point) for point in curve]
-    copy = results / "references/theirs" / log.name
-    assert copy.read_bytes() == log.read_bytes()
-
-    # Again, with another mapping: it takes the place of the former one.
-    assert bring(copy, "--tag", "Learning Rate=learning_rate") == 0
-    assert "not drawn over samples: --batch-size would tell" in capfd.readouterr().out
-    again = Reference.read(results / "references/theirs/reference.json")
-    assert list(again.curves) == ["learning_rate"] and again.points("learning_rate", "samples") == []
+    assert (results / "references/theirs" / log.name).read_bytes() == log.read_bytes()
 
 
 def test_numbers_as_tensors_and_files_in_turn(results: Path, tmp_path: Path) -> None:
@@ -128,33 +114,12 @@ def said(capfd: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def _flipped(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[content.rfind(b"Loss/valid")] ^= 0x10
-    file.write_bytes(content)
-
-
-def _huge(file: Path) -> None:
-    file.write_bytes(struct.pack("<QI", 2**62, 0) + b"0" * 100)
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped": (_flipped, "damaged: record"),
     "empty": (lambda file: file.write_bytes(b""), "holds no event; expected an event file"),
     "text": (lambda file: file.write_text("epoch 1: loss 0.5\n" * 9), "claims to have"),
-    "huge": (_huge, "record 1 claims to have 4611686018427387904 bytes"),
-    "half of its first record": (lambda file: os.truncate(file, 20), "holds no event"),
     "missing": (lambda file: file.unlink(), "no such file"),
-    "no events": (lambda file: write_records(file, [b"\xff\xff\xff"]), "record 1 is no event"),
     "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name its own: --tag"),
 }
-
-
-def write_records(path: Path, records: list[bytes]) -> None:
-    with path.open("wb") as file:
-        writer = RecordWriter(file)
-        for record in records:
-            writer.write(record)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -219,7 +184,7 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     made = Results(tmp_path / "results")
     made.run("p", "a", triplet=None, epochs=3)
-    plan = made.plan("p", {"a": "ours"}, study="era5_vit", measure=("train",))
+    made.plan("p", {"a": "ours"}, study="era5_vit", measure=("train",))
     assert "Beside other programs" not in made.report()
     for name, more in (("<b>", ()), ("elsewhere", ("--plans", "q"))):
         log = unet(tmp_path / name / "events.out.tfevents.1")
@@ -235,7 +200,6 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     for over in ("optimiser step", "training samples", "time, validation included"):
         assert f"over {over}" in Page(html).text
 
-    (run,) = read_plan(plan).runs
     svg = re.findall(r"<svg.*?</svg>", html[html.index("Beside other programs") :], re.S)
     drawn = next(each for each in svg if "optimiser step" in each)
     paths = re.findall(r'<path d="([^"]*)"[^>]*style="([^"]*)"', drawn)
@@ -243,8 +207,6 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     (theirs,) = [points(path) for path, style in paths if "dash" in style and len(points(path)) == 4]
     # Ours has 8, 16, 24 steps, as theirs has after its step 0.
     assert ours[:, 0] == pytest.approx(theirs[1:, 0])
-    assert own_points(run, loss, "step") == [(e.step, e.valid_loss) for e in run.epochs]
-    # As tall as the numbers say, on whatever axis: the greatest is the highest.
     assert theirs[:, 1].argmin() == 0 and (theirs[1:, 1] > theirs[0, 1]).all()
 
 

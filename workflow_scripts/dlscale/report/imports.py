@@ -67,6 +67,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     curves = read(files, tags, frozenset() if args.tag else log.percent)
     place = results_of(configuration) / "references" / args.name
     with whole(place) as new:
+        new.mkdir()
         for file in files:
             settings["files"][file.name] = sha256(shutil.copyfile(file, new / file.name))
         reference = Reference(**settings, curves=curves)

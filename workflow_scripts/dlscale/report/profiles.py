@@ -231,7 +231,6 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
         ],
         "tables": [_top_table(run, top)] if top else [],
         "memory": profile.memory,
-        "exchanged": _exchanged(profile),
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
@@ -251,17 +250,6 @@ def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
     ]
     about = f"Where the time of a step goes, {run.label}"
     return table(columns, "Where the time of a step goes: the first rows of the summary.", about, style="top")
-
-
-def _exchanged(profile: Profile) -> list[str]:
-    """Return the bytes that a rank exchanges in a step, by kind, beside those of the formula."""
-    if not (found := profile.exchanged):
-        return []
-    counted, expected = ({kind: text.size(n) for kind, n in each.items()} for each in (found.counted, found.formula))
-    return [
-        f"{kind.replace('_', '-')} {counted.get(kind, 'none')} (by formula {expected.get(kind, 'none')})"
-        for kind in sorted({**counted, **expected})
-    ]
 
 
 # ---- the machine -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from dlscale.core.files import OLDEST, write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
-from dlscale.report.blocks import Table, View, cell, table
+from dlscale.report.blocks import Table, View, cell, joules, table
 from dlscale.report.curves import Reference
 from dlscale.report.figures import PAINT
 from dlscale.report.profiles import devices
@@ -95,8 +95,10 @@ def page(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent")}
-    environment.filters["paint"] = lambda colour: PAINT.get(colour, "")
+    environment.filters |= {
+        key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent", "duration")
+    }
+    environment.filters |= {"joules": joules, "paint": lambda colour: PAINT.get(colour, "")}
     named = {folder.resolve().name: folder for folder in folders}
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -219,13 +219,6 @@ class PlanResult:
         """Naive answers; where the strongest of several counts, these."""
         several = [metric.rival for metric in self.described.values() if metric.rival]
         return several or [metric.answer for metric in self.described.values() if metric.answer]
-
-    def answer(self, metric: Metric, values: Mapping[str, float]) -> str:
-        """Return a metric's naive answer in words; of several with the strongest."""
-        rivals = (other for other in self.described.values() if other.rival and other.channel == metric.channel)
-        error = values.get(metric.naive or "")
-        name = next((other.rival for other in rivals if error is not None and values.get(other.name) == error), "")
-        return f"{metric.answer}, {name}" if name else metric.answer
 
     @property
     def judge(self) -> Metric | None:

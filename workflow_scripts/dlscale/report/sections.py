@@ -200,13 +200,13 @@ def quality(plan: PlanResult) -> View | None:
             "value": last.metrics[plan.lead.name],
             "naive": last.metrics.get(plan.lead.naive or ""),
             "skill": plan.lead.skill(last.metrics),
-            "answer": plan.answer(plan.lead, last.metrics),
+            "answer": plan.lead.answer,
         }
     return {"run": plan.best.label, "last": last, "lead": lead, "scores": scores[:CARD], "of": len(scores)}
 
 
 def targets(plan: PlanResult) -> list[View]:
-    """Return, for each target of the plan's runs, the first to reach it, in words."""
+    """Return, for each target of the plan's runs, the first to reach it, and those that missed it."""
     by_aim: dict[str, list[tuple[RunResult, Reached]]] = {}
     for run in plan.runs:
         if found := reached(run):
@@ -214,23 +214,10 @@ def targets(plan: PlanResult) -> list[View]:
     views = []
     for aim, all_ in by_aim.items():
         there = [(run, found) for run, found in all_ if found.epoch]
-        missed = [(run.label, text.number(found.nearest)) for run, found in all_ if not found.epoch]
+        missed = [(run.label, found.nearest) for run, found in all_ if not found.epoch]
         first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
-        took = first and _took(*first)
-        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": took})
+        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": first})
     return views
-
-
-def _took(run: RunResult, found: Reached) -> View:
-    assert found.epoch is not None
-    return {
-        "run": run.label,
-        "epochs": found.epoch.epoch,
-        "samples": text.count(found.epoch.samples),
-        "time": None if found.seconds is None else text.duration(found.seconds),
-        "hours": None if found.gpu_hours is None else f"{text.number(found.gpu_hours)} {run.hours}",
-        "energy": None if found.joules is None else joules(found.joules),
-    }
 
 
 # ---- tables ------------------------------------------------------------------------------------------
