@@ -143,7 +143,6 @@ class Summary:
 
     rows: list[TopEntry]
     steps: dict[str, int]  #: Steps by profiler.
-    complete: frozenset[str] = frozenset()  #: Profilers that leave no row out.
     batch: float | None = None  #: Samples a step of one process.
 
 
@@ -179,7 +178,6 @@ def read(path: str | Path) -> Summary:
     return Summary(
         read_rows(place / "profile_summary.csv"),
         {tool.name: tool.steps for tool in record.tools},
-        frozenset(tool.name for tool in record.tools if tool.complete),
         record.batch_size / record.nranks if record.batch_size else None,
     )
 
@@ -208,26 +206,20 @@ def unit(before: Summary, after: Summary) -> str:
 def compare(before: Summary, after: Summary) -> pd.DataFrame:
     """Return the changes of each row that either has: tool, kind, name, before, after, noise, difference, certain, per.
 
-    Times are seconds, of several ranks their mean; NaN where a profiler may have left the row out. The noise is half
-    the 95 % interval of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2)
-    times Student's t of the fewer steps: infinite for one step, and for lines, whose spread is unknown. Only profilers
-    that both have are compared.
+    Times are seconds, of several ranks their mean; NaN where one has no such row. The noise is half the 95 % interval
+    of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2) times Student's t of
+    the fewer steps: infinite for one step, and for lines, whose spread is unknown. Only profilers that both have are
+    compared.
     """
-    per, both = unit(before, after), (before, after)
-    joined = _means(before).add_suffix("_before").join(_means(after).add_suffix("_after"), how="outer").reset_index()
-    tools = set.intersection(*({row.tool for row in summary.rows} for summary in both))
-    joined = joined[joined.tool.isin(tools)]
-    for summary, when in zip(both, ("before", "after"), strict=True):
-        scale = 1 / (summary.batch or 1) if per == "sample" else 1.0
-        # A complete profiler leaves out rows that took no time.
-        absent = joined[f"error_{when}"].isna()
-        joined[when] = scale * joined[f"mean_{when}"].mask(absent & joined.tool.isin(summary.complete), 0.0)
-        joined[f"error_{when}"] = scale * joined[f"error_{when}"].fillna(0.0)
-    fewest = {tool: min(summary.steps.get(tool, 1) for summary in both) for tool in tools}
+    per, both = unit(before, after), {"before": before, "after": after}
+    parts = [_means(summary, per).add_suffix(f"_{when}") for when, summary in both.items()]
+    joined = parts[0].join(parts[1], how="outer").reset_index()
+    tools = set.intersection(*({row.tool for row in summary.rows} for summary in both.values()))
+    joined = joined[joined.tool.isin(tools)].rename(columns={f"mean_{when}": when for when in both})
+    fewest = {tool: min(summary.steps.get(tool, 1) for summary in both.values()) for tool in tools}
     reaches = [_reach(kind, fewest[tool]) for tool, kind in zip(joined.tool, joined.kind, strict=True)]
-    noise = (joined.error_before**2 + joined.error_after**2) ** 0.5 * reaches
     joined["difference"] = joined.after - joined.before
-    joined["noise"] = noise.fillna(math.inf).mask(joined.difference.isna(), math.inf)
+    joined["noise"] = ((joined.error_before**2 + joined.error_after**2) ** 0.5 * reaches).fillna(math.inf)
     joined["certain"] = joined.difference.abs() > joined.noise
     return joined[["tool", "kind", "name", "before", "after", "noise", "difference", "certain"]].assign(per=per)
 
@@ -237,18 +229,17 @@ def _reach(kind: str, steps: int) -> float:
     return math.inf if kind == "line" else standard_errors(math.inf if kind == "function" else steps)
 
 
-def _means(summary: Summary) -> pd.DataFrame:
-    """Return mean and standard error over the ranks, s a step; NaN where a rank may have left the row out."""
+def _means(summary: Summary, per: str) -> pd.DataFrame:
+    """Return mean and standard error over the ranks, s a step or sample; a rank without a row took no time for it."""
     import pandas as pd
 
     rows = pd.DataFrame([{**row.model_dump(), "square": row.std**2} for row in summary.rows])
-    found = rows.groupby(["tool", "kind", "name"]).agg({"seconds": "sum", "square": "sum", "rank": "nunique"})
+    found = rows.groupby(["tool", "kind", "name"]).agg({"seconds": "sum", "square": "sum"})
     tools = found.index.get_level_values("tool")
     ranks = tools.map(rows.groupby("tool")["rank"].nunique().to_dict()).to_numpy()
     steps = tools.map({tool: max(summary.steps.get(tool, 1), 1) for tool in set(tools)}).to_numpy()
-    lost = (found["rank"] < ranks) & ~tools.isin(list(summary.complete))
-    error = (found.square / steps) ** 0.5 / ranks
-    return pd.DataFrame({"mean": (found.seconds / ranks).mask(lost), "error": error.mask(lost, 0.0)})
+    scale = 1 / (summary.batch or 1) / ranks if per == "sample" else 1 / ranks
+    return pd.DataFrame({"mean": scale * found.seconds, "error": scale * (found.square / steps) ** 0.5})
 
 
 def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
@@ -260,7 +251,7 @@ def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
 
 
 def unmatched(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
-    """Return the rows that only one profile has and the other may have left out, the longest first."""
+    """Return the rows that only one profile has, the longest first."""
     lone = changes[changes.difference.isna()]
     return lone.loc[lone[["before", "after"]].max(axis=1).nlargest(count).index]
 

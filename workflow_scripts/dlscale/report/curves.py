@@ -75,16 +75,18 @@ def shown(plan: PlanResult) -> list[RunResult]:
 
 
 def curve(style: int, run: RunResult, over: Over, value: Value) -> Line:
-    """Return the line of a value after each epoch; of several seeds mean and ends.
+    """Return the line of a value after each epoch, and before the first if it is known; of several seeds mean and ends.
 
     It has no points in time where geometry or loader changed on the way.
     """
-    values = run.over_seeds(value)
-    known = [
-        (place, each) for place, each in zip(places(run, over), values, strict=False) if all(map(math.isfinite, each))
-    ]
-    points = [(place, sum(each) / len(each)) for place, each in known if each]
-    return run_line(style, points, band=[(min(each), max(each)) for _, each in known if each] if run.repeats else ())
+    seeds = [[epochs[0].untrained, *epochs] for epochs in (run.epochs, *run.repeats)]
+    known = []
+    for place, epochs in zip([0.0, *places(run, over)], zip(*seeds, strict=False), strict=False):
+        values = [y for epoch in epochs if epoch and (y := value(epoch)) is not None]
+        if values and all(map(math.isfinite, values)):
+            known.append((place, values))
+    points = [(place, sum(values) / len(values)) for place, values in known]
+    return run_line(style, points, band=[(min(values), max(values)) for _, values in known] if run.repeats else ())
 
 
 def places(run: RunResult, over: Over) -> list[float]:
@@ -178,7 +180,7 @@ def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
     for quantity, title, label, value in quantities if runs else []:
         for over in ("step", "samples", "time"):
             theirs = [_line(style, each.points(quantity, over)) for style, each in enumerate(mine)]
-            ours = [run_line(style, own_points(run, value, over)) for style, run in enumerate(runs)]
+            ours = [replace(curve(style, run, over, value), band=()) for style, run in enumerate(runs)]
             if any(line.points for line in theirs):
                 name, (axis, what) = f"{plan.name}-beside-{quantity.replace('/', '-')}-{over}", AXES[over]
                 drawing = draw(name, [*ours, *theirs], over, label, x="wide", height=2.6)
@@ -197,10 +199,3 @@ def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
 def _line(style: int, points: Sequence[tuple[float, float]]) -> Line:
     colour, width = (INK, MUTED)[style // 4 % 2], (1.4, 3.0)[style // 8 % 2]
     return Line(points, colour, dashes=DASHES[style % 4], width=width)
-
-
-def own_points(run: RunResult, value: Value, over: Over) -> list[tuple[float, float]]:
-    """Return the points of a value, also before the first step where that is known."""
-    first = run.epochs[0].untrained
-    known = zip([0.0, *places(run, over)], [first, *run.epochs], strict=False)
-    return [(x, y) for x, each in known if each and (y := value(each)) is not None]

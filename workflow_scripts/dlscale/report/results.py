@@ -73,11 +73,6 @@ class RunResult:
     def last(self) -> Epoch | None:
         return self.epochs[-1] if self.epochs else None
 
-    def over_seeds(self, value: Callable[[Epoch], float | None]) -> list[list[float]]:
-        """Return a value after each epoch that all repeats reached, one for each seed, the run's own first."""
-        epochs = zip(self.epochs, *self.repeats, strict=False)
-        return [[y for epoch in each if (y := value(epoch)) is not None] for each in epochs]
-
     @property
     def final_loss(self) -> float:
         """Last validation loss; infinite if it is not a number or there is none."""
