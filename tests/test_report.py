@@ -34,7 +34,7 @@ from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profilers.records import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device
-from dlscale.report import collect, curves, figures, profiles, published, report, sections
+from dlscale.report import collect, curves, profiles, published, report, sections
 from dlscale.report.figures import strips
 from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import bound, disturbance, of
@@ -1008,7 +1008,7 @@ def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
     assert lengths == pytest.approx(widths * 2 / 50, rel=1e-2)  # one standard deviation, mean / 50, to each side
 
 
-# ---- profiles, roofline, telemetry ----------------------------------------------------------------
+# ---- profiles, telemetry ----------------------------------------------------------------
 
 
 def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> None:
@@ -1111,18 +1111,6 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     assert row == ["aten::<b>mm", "50.0± 0.10", "40\u00a0%", "2", "operator"]
 
 
-def test_the_roofline_has_a_point_for_each_run(explained: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 and 500 samples/s of 3 GFLOP are 300 and 1,500 GFLOP/s, of 10 FLOPs a byte; the roof is 2,000."""
-    plan, drawn = read_plan(explained.root / "plans/ladder/plan.yaml"), dict[str, Any]()
-    monkeypatch.setattr(figures, "lines", lambda name, lines, *words, **more: drawn.update({name: lines}) or "")
-    assert profiles.throughput(plan)
-    first, second, roof = drawn["ladder-roofline"]
-    assert (first.points, second.points) == ([(10.0, 300.0)], [(10.0, 1500.0)]) and not first.hollow
-    assert roof.points[1] == (10.0, 2000.0) and roof.points[2][1] == 2000.0
-    monkeypatch.undo()
-    assert "fp32, Example CPU, 2 threads: 2,000 GFLOP/s, copy: 200 GB/s" in Page(explained.report()).text
-
-
 def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:
     """Give a run the peaks that its process measured, and other facts of its throughput."""
     measured = Throughput.read(folder / "throughput.json")
@@ -1149,8 +1137,6 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
         assert float(row["mbu"]) == pytest.approx(runs[run.name] * 3e8 / expected[run.name][1])
         assert read_run(folders[run.name]).throughput == run.throughput, "as of a single run, by its folder"
     assert f"{text.number(174)} GFLOP/s" in of(plan.runs[0]).limit
-    page = Page(results.report()).text
-    assert "fp32, Example CPU, 2 threads: 174 GFLOP/s, copy: 27.2 GB/s" in page and "copy: 9.7" not in page
 
 
 def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> None:

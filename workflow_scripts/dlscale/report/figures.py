@@ -99,7 +99,6 @@ class Line:
     marker: str = ""  #: Of `MARKERS`.
     dashes: str = SOLID  #: Lengths of dashes and gaps, as in SVG; `none` for points alone.
     width: float = 1.8
-    size: float = 5.0  #: Of markers.
     hollow: bool = False  #: Whether markers are.
     band: Sequence[tuple[float, float]] = ()  #: Least and greatest value at each point.
     whiskers: Sequence[float] = ()  #: Half length at each point.
@@ -118,7 +117,7 @@ def lines(
     *,
     time: bool = False,
     whole: bool = False,
-    x: Literal["from zero", "log", "doubling", "wide"] = "from zero",
+    x: Literal["from zero", "doubling", "wide"] = "from zero",
     y: Literal["auto", "zero", "log"] | tuple[float, float] = "auto",
     levels: Sequence[tuple[float, str]] = (),
     ticks: Sequence[int] = (),
@@ -143,7 +142,7 @@ def lines(
 
         known = [[(place, value) for place, value in line.points if value is not None] for line in drawn]
         lengths = [points[-1][0] for points in known if points]
-        logarithmic = x == "log" or (x == "wide" and max(lengths) > 20 * min(lengths))
+        logarithmic = x == "wide" and max(lengths) > 20 * min(lengths)
         plain = (1.0, "s") if logarithmic else _time_unit(max(lengths, default=0.0))
         scale, unit = plain if time else (1.0, "")
         for line, points in zip(drawn, known, strict=True):
@@ -185,7 +184,7 @@ def _line(axes: Axes, line: Line, points: Sequence[tuple[float, float]]) -> None
         low, high = zip(*line.band, strict=True)
         axes.fill_between(places, low, high, color=line.colour, alpha=0.2, linewidth=0)
     marker = line.marker or ("_" if len(points) == 1 else "")
-    (drawn,) = axes.plot(places, values, color=line.colour, linewidth=line.width, marker=marker, markersize=line.size)
+    (drawn,) = axes.plot(places, values, color=line.colour, linewidth=line.width, marker=marker, markersize=5)
     drawn.set_markevery(max(1, len(points) // 12))
     if line.dashes == "none":
         drawn.set_linestyle("")

@@ -12,11 +12,10 @@ from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profilers.records import Profile, ProfiledTool, TopEntry
 from dlscale.measure.records import MODES
-from dlscale.parallel.records import Device
-from dlscale.report import figures, published
-from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, entry, some, table
-from dlscale.report.figures import DASHES, GRID, MODE_COLOURS, MUTED, RUN_COLOURS, Bar, Line, Strip, bars, strips
-from dlscale.report.results import PlanResult, RunResult, first_and_least, roofs, slowness
+from dlscale.report import published
+from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, some, table
+from dlscale.report.figures import GRID, MODE_COLOURS, MUTED, RUN_COLOURS, Bar, Strip, bars, strips
+from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.verdict import of
 
 #: How many runs, and rows of a profile, are shown.
@@ -40,17 +39,15 @@ PARTS = {
 
 
 def throughput(plan: PlanResult) -> Section | None:
-    """Return the rates of each run, the roofline, and the verdicts."""
+    """Return the rates and verdicts of the first and the fastest runs; None if none was timed."""
     measured = [run for run in plan.runs if run.throughput]
     if not measured:
         return None
     shown = first_and_least(measured, BARS, slowness)
     words = "Samples per second of each run: mean over the trials, whiskers one standard deviation."
-    points, roof = _roofline(plan, measured)
     return Section(
         "Throughput",
-        legend=points,
-        plots=[(rates(f"{plan.name}-throughput", shown), words), *roof],
+        plots=[(rates(f"{plan.name}-throughput", shown), words)],
         notes=some(len(shown), len(measured), "runs", "the first and the fastest. The table has all."),
         form="throughput",
         own=[{"run": run.label, "id": plan.anchor(run), "verdict": of(run)} for run in shown],
@@ -68,56 +65,13 @@ def rates(name: str, runs: Sequence[RunResult]) -> str:
     return bars(name, groups, "throughput (samples/s)")
 
 
-def _roofline(plan: PlanResult, measured: Sequence[RunResult]) -> tuple[list[Entry], list[tuple[str, str]]]:
-    """Return legend and figure of the runs under their devices' roofs (Williams et al. 2009, 10.1145/1498765.1498785).
-
-    Both are empty where FLOPs or peaks are not known.
-    """
-    drawn = [
-        (run, each)
-        for run in measured
-        if (each := run.throughput) and each.work and each.work.bytes and each.peaks and each.synthetic
-    ][: len(figures.MARKERS)]
-    if not drawn:
-        return [], []
-    points, legend = [], []
-    for style, (run, each) in enumerate(drawn):
-        assert each.work and each.work.bytes and each.synthetic
-        intensity, reached = each.work.flops / each.work.bytes, each.synthetic.mean * each.work.flops / each.nranks
-        compiled = each.compile is not None  # its bytes are not known
-        points.append(figures.run_line(style, [(intensity, reached / 1e9)], dashes="none", size=8.0, hollow=compiled))
-        legend.append(entry(style, run.label, "bytes of a step that is not compiled" * compiled))
-    found = roofs(each for _, each in drawn)
-    bends = [roof.flops / roof.bytes_per_second for roof in found.values()]
-    places = [*bends, *(place for line in points for place, _ in line.points)]
-    least, most = min(places) / 4, max(places) * 8
-    for number_, ((device, ranks, dtype), roof) in enumerate(found.items()):
-        edge = [(least, roof.bytes_per_second * least), (bends[number_], roof.flops), (most, roof.flops)]
-        dashes = DASHES[number_ % len(DASHES)] if len(found) > 1 else ""
-        points.append(Line([(x, y / 1e9) for x, y in edge], MUTED, dashes=dashes, width=1.4))
-        limit = f"{text.number(roof.flops / 1e9)} GFLOP/s, copy: {text.number(roof.bytes_per_second / 1e9)} GB/s"
-        legend.append(Entry(f"{dtype}, {_named(device, ranks)}: {limit}", MUTED, dashes=dashes))
-    axes = "FLOPs a byte that the operators read or write", "GFLOP/s of a device"
-    drawing = figures.lines(f"{plan.name}-roofline", points, *axes, x="log", y="log", height=3.0)
-    words = (
-        "Roofline: what a device reaches when it computes alone, under the most that a matrix product and a copy "
-        "reached there in any run of the plan. To the left of the bend memory bounds it, to the right arithmetic."
-    )
-    hollow = (
-        " A hollow point is of a compiled run, but its bytes are those of a step that is not compiled: it lies further "
-        "to the right, nobody knows how far."
-    )
-    return legend, [(drawing, words + hollow * any(line.hollow for line in points))]
-
-
 def devices(runs: Iterable[RunResult]) -> list[str]:
     """Return the devices that runs were measured on, each once."""
-    return list(dict.fromkeys(_named(run.device) for run in runs if run.device.name))
-
-
-def _named(device: Device, ranks: int = 1) -> str:
-    threads = [text.many(device.threads, "thread")] if device.kind == "cpu" and device.threads else []
-    return ", ".join([device.name or device.kind, *threads, *([text.many(ranks, "rank")] if ranks > 1 else [])])
+    names = []
+    for device in (run.device for run in runs if run.device.name):
+        threads = [text.many(device.threads, "thread")] if device.kind == "cpu" and device.threads else []
+        names.append(", ".join([device.name, *threads]))
+    return list(dict.fromkeys(names))
 
 
 # ---- the parts of a step -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.core.text import percent
 from dlscale.measure.profilers.records import Profile
-from dlscale.measure.records import MODES, Peaks, Throughput, Trials, Usage
+from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.measure.tuning import Tuning
 from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
@@ -458,31 +458,20 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
 # ---- peaks -------------------------------------------------------------------------------------------
 
 
-def roofs(measured: Iterable[Throughput]) -> dict[tuple[Device, int, str], Peaks]:
-    """Return the greatest peaks that any run measured, by device, ranks that share it, and format.
+def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
+    """Return the runs of a plan, each with the greatest peaks that any of them measured on such a device.
 
     Peaks of a machine that is not quiet differ by a multiple, and shares of two (MFU, MBU) would contradict speeds.
     """
-    known = [(*_place(each), each.peaks) for each in measured if each.peaks]
-    found: dict[tuple[Device, int, str], Peaks] = {}
-    for device, ranks, peaks in known:
-        alike = [other for *place, other in known if place == [device, ranks]]
-        most = {
-            "flops": max(other.flops for other in alike if other.dtype == peaks.dtype),
-            "bytes_per_second": max(other.bytes_per_second for other in alike),
-        }
-        found.setdefault((device, ranks, peaks.dtype), peaks.model_copy(update=most))
-    return found
-
-
-def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
-    """Return the runs of a plan, each with the peaks that they all share."""
-    found = roofs(run.throughput for run in runs if run.throughput)
+    known = [(_place(each), each.peaks) for run in runs if (each := run.throughput) and each.peaks]
     shared = []
     for run in runs:
         if (own := run.throughput) and own.peaks:
-            roof = found[*_place(own), own.peaks.dtype]
-            most = {"flops": roof.flops, "bytes_per_second": roof.bytes_per_second}
+            alike = [peaks for place, peaks in known if place == _place(own)]
+            most = {
+                "flops": max(peaks.flops for peaks in alike if peaks.dtype == own.peaks.dtype),
+                "bytes_per_second": max(peaks.bytes_per_second for peaks in alike),
+            }
             run = replace(run, throughput=own.model_copy(update={"peaks": own.peaks.model_copy(update=most)}))
         shared.append(run)
     return shared

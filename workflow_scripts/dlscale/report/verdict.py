@@ -234,7 +234,7 @@ def verdict(evidence: Evidence) -> Verdict:
 
 
 def loading(evidence: Evidence) -> Finding | None:
-    """Slow loading: storage, too few workers beside idle cores, or too much work for the cores."""
+    """Find slow loading: storage, too few workers beside idle cores, or too much work for the cores."""
     usage, delivers = _usage(evidence, "IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
     if not (evidence.loading and usage):
         return None
@@ -272,7 +272,7 @@ def loading(evidence: Evidence) -> Finding | None:
 
 
 def overlap(evidence: Evidence) -> Finding | None:
-    """Loading and computing in turn."""
+    """Find loading and computing in turn."""
     found = bound(evidence.throughput)
     if not found or found.loading is None:
         return None
@@ -294,7 +294,7 @@ def overlap(evidence: Evidence) -> Finding | None:
 
 
 def straggler(evidence: Evidence) -> Finding | None:
-    """One rank that the others wait for."""
+    """Find one rank that the others wait for."""
     for mode, doing in (("alone", "computes"), ("IO", "loads")):
         trials = evidence.trials(mode)
         if not trials or len(trials.rank_throughput) < 2 or (mode == "IO" and not evidence.loading):
@@ -316,7 +316,7 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def communication(evidence: Evidence) -> Finding | None:
-    """Sums of gradients that computation does not hide."""
+    """Find sums of gradients that computation does not hide."""
     measured, activity, seconds = evidence.throughput, evidence.activity, evidence.step_seconds
     alone, together = evidence.trials("alone"), evidence.trials("SYNTHETIC")
     if straggler(evidence):
@@ -352,7 +352,7 @@ def communication(evidence: Evidence) -> Finding | None:
 
 
 def launches(evidence: Evidence) -> Finding | None:
-    """Operators that take longer to call than to compute."""
+    """Find operators that take longer to call than to compute."""
     if evidence.setting("cuda_graph") or evidence.loading:
         return None
     seconds, launched = evidence.step_seconds, evidence.activity.launches
@@ -389,7 +389,7 @@ def launches(evidence: Evidence) -> Finding | None:
 
 
 def sync(evidence: Evidence) -> Finding | None:
-    """Waits of the host for the device within a step."""
+    """Find waits of the host for the device within a step."""
     activity, seconds = evidence.activity, evidence.step_seconds
     items = activity.items or 0.0
     share: float | None = None
@@ -421,7 +421,7 @@ def sync(evidence: Evidence) -> Finding | None:
 
 
 def memory(evidence: Evidence) -> Finding | None:
-    """Operators that move more than they compute."""
+    """Find operators that move more than they compute."""
     measured = evidence.throughput
     used = measured.mbu("SYNTHETIC") if measured else None
     if not (measured and used and measured.work and measured.peaks) or launches(evidence) or evidence.loading:
@@ -445,7 +445,7 @@ def memory(evidence: Evidence) -> Finding | None:
 
 
 def copies(evidence: Evidence) -> Finding | None:
-    """Copies to the device from memory that is not page-locked."""
+    """Find copies to the device from memory that is not page-locked."""
     activity, seconds = evidence.activity, evidence.step_seconds
     if not (activity.pageable_bytes and activity.copy_seconds and seconds):
         return None
@@ -465,7 +465,7 @@ def copies(evidence: Evidence) -> Finding | None:
 
 
 def neighbour(evidence: Evidence) -> Finding | None:
-    """Other programs on the run's cores."""
+    """Find other programs on the run's cores."""
     share = crowd(evidence.throughput, [])
     usage = _usage(evidence, "FULL") or _usage(evidence, "IO") or _usage(evidence, "SYNTHETIC")
     if not (share and usage):
@@ -481,7 +481,7 @@ def neighbour(evidence: Evidence) -> Finding | None:
 
 
 def throttled(evidence: Evidence) -> Finding | None:
-    """GPU clocks held back by power or temperature."""
+    """Find GPU clocks held back by power or temperature."""
     watched = evidence.watched
     if not (watched and watched.seconds):
         return None
