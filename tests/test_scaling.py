@@ -408,10 +408,10 @@ def test_the_figures_draw_what_was_measured_and_what_is_ideal(
     drawn: dict[str, Any] = {}
     whiskers: dict[str, Any] = {}
 
-    def note(name: str, lines: Any, label: str, **more: str) -> str:
+    def note(name: str, lines: Any, label: str, y: Any) -> str:
         drawn[name] = [(list(line.points), line.dashes) for line in lines], label
         whiskers[name] = [line.whiskers for line in lines]
-        return draw(name, lines, label, **more)
+        return draw(name, lines, label, y)
 
     draw = scaling.over_devices
     monkeypatch.setattr(scaling, "over_devices", note)

@@ -92,12 +92,12 @@ def svg(name: str, draw: Callable[[Axes], None], inches: tuple[float, float]) ->
 
 @dataclass(frozen=True)
 class Line:
-    """A line, or points alone, without unknown values."""
+    """A line, without unknown values."""
 
     points: Sequence[tuple[float, float | None]]
     colour: str
     marker: str = ""  #: Of `MARKERS`.
-    dashes: str = SOLID  #: Lengths of dashes and gaps, as in SVG; `none` for points alone.
+    dashes: str = SOLID  #: Lengths of dashes and gaps, as in SVG.
     width: float = 1.8
     hollow: bool = False  #: Whether markers are.
     band: Sequence[tuple[float, float]] = ()  #: Least and greatest value at each point.
@@ -118,7 +118,7 @@ def lines(
     time: bool = False,
     whole: bool = False,
     x: Literal["from zero", "doubling", "wide"] = "from zero",
-    y: Literal["auto", "zero", "log"] | tuple[float, float] = "auto",
+    y: Literal["auto", "zero", "log"] = "auto",
     levels: Sequence[tuple[float, str]] = (),
     ticks: Sequence[int] = (),
     height: float = 2.8,
@@ -130,7 +130,7 @@ def lines(
     x
         `wide` is logarithmic where one line is twenty times as long as another; `doubling` has the base two.
     y
-        `auto` is logarithmic for positive values that span a factor of ten; or the limits.
+        `auto` is logarithmic for positive values that span a factor of ten.
     levels
         Values to compare with, and their names.
     ticks
@@ -172,8 +172,6 @@ def lines(
             _logarithmic(axes, "y")
         elif y == "zero":
             axes.set_ylim(0, 1.1 * max(values, default=1.0) or 1.0)
-        elif y != "auto":
-            axes.set_ylim(*y)
 
     return svg(name, draw, (WIDTH, height))
 
@@ -186,9 +184,7 @@ def _line(axes: Axes, line: Line, points: Sequence[tuple[float, float]]) -> None
     marker = line.marker or ("_" if len(points) == 1 else "")
     (drawn,) = axes.plot(places, values, color=line.colour, linewidth=line.width, marker=marker, markersize=5)
     drawn.set_markevery(max(1, len(points) // 12))
-    if line.dashes == "none":
-        drawn.set_linestyle("")
-    elif line.dashes:
+    if line.dashes:
         drawn.set_dashes([float(length) for length in line.dashes.split()])
     if line.hollow:
         drawn.set(markerfacecolor="none", markeredgewidth=1.6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from dlscale.config.records import Published
 from dlscale.core.metrics import VALID_LOSS, Metric
@@ -23,9 +23,6 @@ LINES = 4
 #: The modes as this section has them, and their markers, which no series has.
 ORDER = tuple(reversed(MODES))
 MODE_MARKERS = dict(zip(ORDER, MARKERS[LINES:], strict=False))
-
-#: How many times as fast loading may be as computing where both are drawn from zero.
-WIDE = 8
 
 
 # ---- scaling -----------------------------------------------------------------------------------------
@@ -87,9 +84,9 @@ def _plots(plan: str, shown: Sequence[Series], twins: bool) -> list[tuple[str, s
             apart = [(point.devices, _apart(point)) for point in each.points]
             overhead.append(Line(apart, *look, dashes=DOTTED, hollow=True))
         words = "Overhead of communication: computing with (solid) and without (dotted) averaged gradients."
-        plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)"), words))
+        plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)", "log"), words))
     words = "Efficiency: the share of the ideal that FULL reaches; whiskers are what noise leaves."
-    plots.append((over_devices(f"{plan}-scaled", _reached(shown), "efficiency of FULL (%)", x="doubling"), words))
+    plots.append((over_devices(f"{plan}-scaled", _reached(shown), "efficiency of FULL (%)", "zero"), words))
     return plots
 
 
@@ -100,16 +97,14 @@ def _apart(point: Point) -> float | None:
 
 
 def rates(name: str, each: Series) -> str:
-    """Draw the rates of a series by mode, and their ideals; over logarithmic axes where they are far apart."""
+    """Draw the rates of a series by mode, and their ideals."""
     drawn = []
     for mode in ORDER:
         measured = [(point.devices, point.rate(mode)) for point in each.points]
         ideal = [(point.devices, point.ideal(mode)) for point in each.points]
         drawn.append(Line(measured, MODE_COLOURS[mode], MODE_MARKERS[mode][0]))
         drawn.append(Line(ideal, MODE_COLOURS[mode], dashes=DASHED, width=1.2))
-    first = [rate for mode in MODES if (rate := each.points[0].rate(mode))]
-    far = max(first, default=1.0) > WIDE * min(first, default=1.0)  # the least would lie on the axis
-    return over_devices(name, drawn, "throughput (samples/s)", **({"x": "doubling", "y": "log"} if far else {}))
+    return over_devices(name, drawn, "throughput (samples/s)", "log")
 
 
 def _reached(shown: Sequence[Series]) -> list[Line]:
@@ -123,12 +118,10 @@ def _reached(shown: Sequence[Series]) -> list[Line]:
     return drawn
 
 
-def over_devices(name: str, drawn: Sequence[Line], label: str, **more: str) -> str:
-    """Draw lines over numbers of devices, from zero or by doublings."""
+def over_devices(name: str, drawn: Sequence[Line], label: str, y: Literal["zero", "log"]) -> str:
+    """Draw lines over numbers of devices, by doublings."""
     counts = sorted({int(place) for line in drawn for place, value in line.points if value is not None})
-    room = max(counts, default=1) / 14 if "x" not in more else 0  # for the width of a number
-    ticks = [now for now, then in zip(counts, [*counts[1:], 1e9], strict=False) if then - now > room]
-    return lines(name, drawn, "devices", label, ticks=ticks, **{"y": "zero", **more})  # type: ignore[arg-type]
+    return lines(name, drawn, "devices", label, x="doubling", y=y, ticks=counts)
 
 
 #: Metrics of published figures, by mode and heading: efficiency of real training, communication of computing alone.
