@@ -81,7 +81,7 @@ def curve(style: int, run: RunResult, over: Over, value: Value) -> Line:
     """
     seeds = [[epochs[0].untrained, *epochs] for epochs in (run.epochs, *run.repeats)]
     known = []
-    for place, epochs in zip([0.0, *places(run, over)], zip(*seeds, strict=False), strict=False):
+    for place, epochs in zip(places(run, over), zip(*seeds, strict=False), strict=False):
         values = [y for epoch in epochs if epoch and (y := value(epoch)) is not None]
         if values and all(map(math.isfinite, values)):
             known.append((place, values))
@@ -90,10 +90,10 @@ def curve(style: int, run: RunResult, over: Over, value: Value) -> Line:
 
 
 def places(run: RunResult, over: Over) -> list[float]:
-    """Return the places of a run's epochs on an axis."""
+    """Return 0, and the places of a run's epochs on an axis."""
     if over != "time":
-        return [getattr(epoch, over) for epoch in run.epochs]
-    times = accumulate(epoch.epoch_seconds + epoch.valid_seconds for epoch in run.epochs)
+        return [0.0, *(getattr(epoch, over) for epoch in run.epochs)]
+    times = accumulate((epoch.epoch_seconds + epoch.valid_seconds for epoch in run.epochs), initial=0.0)
     return list(times) if run.training_seconds is not None else []
 
 
@@ -129,7 +129,7 @@ def loss(plan: PlanResult, runs: Sequence[RunResult], over: Over) -> Plot:
     drawn = []
     for style, run in enumerate(runs):
         drawn.append(curve(style, run, over, lambda epoch: epoch.valid_loss))
-        trained = list(zip(places(run, over), [epoch.train_loss for epoch in run.epochs], strict=False))
+        trained = list(zip(places(run, over)[1:], [epoch.train_loss for epoch in run.epochs], strict=False))
         drawn.append(Line(trained, RUN_COLOURS[style], dashes=DASHED, width=1.1))
     axis, what = AXES[over]
     return draw(f"{plan.name}-{over}", drawn, over, plan.loss.label, height=3.0), f"Loss over {axis}: {what}."
