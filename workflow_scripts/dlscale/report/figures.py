@@ -96,7 +96,7 @@ class Line:
 
     points: Sequence[tuple[float, float | None]]
     colour: str
-    marker: str = ""  #: Of `MARKERS`.
+    marker: str = ""  #: One of `MARKERS`.
     dashes: str = SOLID  #: Lengths of dashes and gaps, as in SVG.
     width: float = 1.8
     hollow: bool = False  #: Whether markers are.

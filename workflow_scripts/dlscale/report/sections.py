@@ -32,7 +32,7 @@ from dlscale.report.results import (
     slowness,
     without_seed,
 )
-from dlscale.report.speedup import Group, SpeedUps
+from dlscale.report.speedup import Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import bound, disturbance, of
 
 #: Most runs, or metrics, of a card.
@@ -246,13 +246,6 @@ def runs_table(plan: PlanResult) -> Table:
     def column(name: str, shown: Callable[[Any], str] = text.number, note: Callable[..., str] = _spread) -> Make:
         return lambda run, row: cell(row.get(name), shown, note(run, row, name))
 
-    def over(other: Callable[[RunResult], RunResult | None]) -> Make:
-        def make(run: RunResult, row: Row) -> Cell:
-            found = speeds.over(run, against) if (against := other(run)) else None
-            return cell(found and found.ratio, _times, found.around if found and found.error else "")
-
-        return make
-
     def known(run: RunResult, row: Row, name: str) -> str:
         figure = published.final(plan.record.published, plan.name, run.name, name)
         said = f"published: {published.last(figure)}, {figure.source}" if figure else ""
@@ -265,8 +258,12 @@ def runs_table(plan: PlanResult) -> Table:
         ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
         ("Throughput (samples/s)", "training", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
-        ("Verdict", "speed-up", over(lambda run: plan.runs[0])),
-        ("Verdict", "over the rung before", over(lambda run: before.get(run) if ladder else None)),
+        ("Verdict", "speed-up", lambda run, row: _gain(speeds.over(run, plan.runs[0]))),
+        (
+            "Verdict",
+            "over the rung before",
+            lambda run, row: _gain(speeds.over(run, before[run]) if ladder and run in before else None),
+        ),
         ("Verdict", "MFU", column("mfu", text.percent)),
         ("Verdict", "MBU", column("mbu", text.percent, _of_bytes)),
         ("Verdict", "published, full size", column("published_samples_per_second", note=_of_published)),
@@ -306,6 +303,10 @@ def runs_table(plan: PlanResult) -> Table:
 def _spread(run: RunResult, row: Row, name: str) -> str:
     spread = row.get(f"{name}_std")
     return "" if spread is None else f"± {text.number(spread, 2)}"
+
+
+def _gain(found: SpeedUp | None) -> Cell:
+    return cell(found and found.ratio, _times, found.around if found and found.error else "")
 
 
 def _times(ratio: float) -> str:

@@ -1,4 +1,4 @@
-"""What holds a run back, and whether the machine was quiet meanwhile.
+"""The verdict: causes that hold a run back, and whether the machine was quiet meanwhile.
 
 `dlscale explain RUN` and the page show it. Each function of `LOOKS` looks for one cause and returns it with the figures
 that show it, or None, also where nothing was measured.
