@@ -99,7 +99,6 @@ class Line:
     marker: str = ""  #: One of `MARKERS`.
     dashes: str = SOLID  #: Lengths of dashes and gaps, as in SVG.
     width: float = 1.8
-    hollow: bool = False  #: Whether markers are.
     band: Sequence[tuple[float, float]] = ()  #: Least and greatest value at each point.
     whiskers: Sequence[float] = ()  #: Half length at each point.
 
@@ -186,8 +185,6 @@ def _line(axes: Axes, line: Line, points: Sequence[tuple[float, float]]) -> None
     drawn.set_markevery(max(1, len(points) // 12))
     if line.dashes:
         drawn.set_dashes([float(length) for length in line.dashes.split()])
-    if line.hollow:
-        drawn.set(markerfacecolor="none", markeredgewidth=1.6)
     if line.whiskers:
         axes.errorbar(places, values, yerr=line.whiskers, fmt="none", ecolor=line.colour, elinewidth=1, capsize=2)
 

@@ -56,7 +56,7 @@ def section(plan: PlanResult) -> Section | None:
     legend = [Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER]
     legend += [entry(style, each.label) for style, each in enumerate(shown)]
     legend += [Entry("measured"), Entry("ideal", dashes=DASHED)]
-    legend += [Entry("without averaged gradients, hollow markers", dashes=DOTTED)] * twins
+    legend += [Entry("without averaged gradients", dashes=DOTTED)] * twins
     notes = some(len(shown), len(several), "series are drawn", "the table has all.")
     alone = [f"{each.label} ({many(each.points[0].devices, 'device')})" for each in found if each not in several]
     notes += [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
@@ -82,7 +82,7 @@ def _plots(plan: str, shown: Sequence[Series], twins: bool) -> list[tuple[str, s
             look = RUN_COLOURS[style], MARKERS[style][0]
             overhead.append(Line([(point.devices, point.rate("SYNTHETIC")) for point in each.points], *look))
             apart = [(point.devices, _apart(point)) for point in each.points]
-            overhead.append(Line(apart, *look, dashes=DOTTED, hollow=True))
+            overhead.append(Line(apart, *look, dashes=DOTTED))
         words = "Overhead of communication: computing with (solid) and without (dotted) averaged gradients."
         plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)", "log"), words))
     words = "Efficiency: the share of the ideal that FULL reaches; whiskers are what noise leaves."
