@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -412,10 +412,10 @@ def read_plan(
     return PlanResult(plan, with_shared_peaks(runs))
 
 
-def read_run(folder: Path, stages: Iterable[str] = RECORDS) -> RunResult:
+def read_run(folder: Path) -> RunResult:
     """Read one run by its folder, with the peaks that its plan shares."""
     folder = folder.resolve()
-    measured = [stage for stage in stages if (folder / RECORDS[stage]).exists()]
+    measured = [stage for stage, file in RECORDS.items() if (folder / file).exists()]
     own = RunReference.model_construct(name=folder.name, plan=folder.parent.name, run=folder.name, measure=measured)
     plan = folder.parent / "plan.yaml"
     beside = read_plan(plan, stages=["throughput"], lacking=[]).runs if plan.exists() else []
