@@ -5,13 +5,14 @@ itself where the turns last for ten seconds or more; `copy`, which does the same
 that nobody knows it; and `slow`, whose step has five per cent more layers. Copy shall be equal within noise, and slow
 found slower. Half of the tries have other programs at work, one that spins for each core.
 
-`dlscale compare --gate` is asked the same: the copies of the first tries are its reference; each later copy shall
-pass, and slow, as if it were the same run of a later commit, shall be a loss.
+`dlscale compare --gate` is asked the same: of the copies of two tries none shall be slower, and slow, as if it were the
+same run of a later commit, shall be a loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from dlscale.config import resolve
 from dlscale.core import registry
 from dlscale.core.files import write_json
 from dlscale.core.text import NONE
-from dlscale.report import gate, glance
+from dlscale.report import compare, sections
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import SpeedUp, SpeedUps
 
@@ -97,8 +98,8 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
             stages.call("throughput", *words, "--out", str(own / "throughput.json"))
     whole, pair = plan(folder, *runs), plan(folder, "first", "copy")
     speeds = SpeedUps(whole.runs)
-    over = [found for run in whole.runs[1:] if (found := speeds.over_first(run))]
-    view = glance.speed(pair)
+    over = [found for run in whole.runs[1:] if (found := speeds.over(run, whole.runs[0]))]
+    view = sections.speed(pair)
     made = Try(
         load,
         speeds.floor,
@@ -115,28 +116,17 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
     return made, whole
 
 
-def gated(plans: list[PlanResult], known: int) -> list[dict[str, list[gate.Look]]]:
-    """Return what `dlscale compare --gate` says of the copy and the slow run of each plan after the first `known`."""
+def gated(plans: list[PlanResult]) -> list[tuple[bool, bool]]:
+    """Return whether `dlscale compare --gate` calls the copy and the slow run of each later plan slower."""
     runs = [{run.name: run for run in each.runs} for each in plans]
-    reference = gate.Reference(machines={})
-    for each in runs[:known]:
-        reference = gate.updated(reference, {"p.copy": each["copy"]})
-    for each in runs[known:]:
-        record = each["slow"].throughput
+    found = []
+    for before, after in itertools.pairwise(runs):
+        record = after["slow"].throughput
         assert record
-        same = record.model_copy(update={"compute": each["copy"].compute})  # as if its settings were the copy's
-        each["slow"] = replace(each["slow"], throughput=same)
-    return [
-        {name: list(gate.held(reference, {"p.copy": each[name]})) for name in ("copy", "slow")} for each in runs[known:]
-    ]
-
-
-def told(gates: list[dict[str, list[gate.Look]]]) -> list[str]:
-    """Return what the gate said, look by look, and how often it was right."""
-    lines = [f"gate: {name} {look.line()}" for each in gates for name, looks in each.items() for look in looks]
-    lost = [{name: any(look.lost for look in looks) for name, looks in each.items()} for each in gates]
-    passed, failed = sum(not each["copy"] for each in lost), sum(each["slow"] for each in lost)
-    return [*lines, f"gate: passed {passed} of {len(lost)} equal ones, failed {failed} of {len(lost)} slower ones"]
+        same = record.model_copy(update={"compute": before["copy"].compute})  # as if its settings were the copy's
+        pairs = after["copy"], replace(after["slow"], throughput=same)
+        found.append(tuple(compare.change("p.copy", before["copy"], each, looks=2)["slower"] for each in pairs))
+    return found  # type: ignore[return-value]
 
 
 def plan(folder: Path, *runs: str) -> PlanResult:
@@ -153,13 +143,12 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=20, metavar="N", help="half of them beside other programs")
     parser.add_argument("--load", type=int, default=os.cpu_count(), metavar="N", help="programs that spin (one a core)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="of a run (all cores)")
-    parser.add_argument("--known", type=int, default=5, metavar="N", help="tries in the gate's reference (5)")
     parser.add_argument("--set", default="{}", metavar="JSON", help="settings over those of the runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # who spins ends, too
     registry.add("plant", stages.STUDY)
-    found, plans, gates = list[Try](), list[PlanResult](), list[dict[str, list[gate.Look]]]()
+    found, plans = list[Try](), list[PlanResult]()
     settings = resolve.merge(resolve.merge({}, SETTINGS), json.loads(args.set))
     print("load   floor    copy                    slow")
     with tempfile.TemporaryDirectory(prefix="dlscale-noise-") as place:
@@ -170,14 +159,15 @@ def main() -> None:
             found.append(one)
             plans.append(whole)
             print(one.line(), flush=True)
-        gates = gated(plans, args.known)
+        gates = gated(plans)
     for load in sorted({each.load for each in found}):
         own = [each for each in found if each.load == load]
         equal, slower = sum(each.equal for each in own), sum(each.found for each in own)
         print(f"with {load} other programs: equal {equal} of {len(own)}, slow-down found {slower} of {len(own)}")
     equal, slower = sum(each.equal for each in found), sum(each.found for each in found)
     print(f"in all: equal {equal} of {len(found)}, slow-down found {slower} of {len(found)}")
-    print("\n".join(told(gates)))
+    passed, failed = sum(not copy for copy, _ in gates), sum(slow for _, slow in gates)
+    print(f"gate: passed {passed} of {len(gates)} equal ones, failed {failed} of {len(gates)} slower ones")
     if args.json:
         write_json(args.json, [asdict(each) for each in found])
 

@@ -29,7 +29,7 @@ from dlscale.data import parts
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
 from dlscale.data.store import map_chunks
-from dlscale.report.profiles import read_rows
+from dlscale.report.compare import read_rows
 from dlscale.train.weights import read_weights
 from tests.conftest import ROOT, make_parts, stage
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years

@@ -75,7 +75,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
 def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
     """Two tries of three small runs, too short to tell anything: what it says of each is a number with its interval."""
     small = {"model": {"depth": 4, "size": 64}, "throughput": {"trials": 2, "seconds": 0, "beside": 0.4, "error": 0.5}}
-    words = ["--tries", "2", "--known", "1", "--load", "0", "--threads", "1", "--set", json.dumps(small)]
+    words = ["--tries", "2", "--load", "0", "--threads", "1", "--set", json.dumps(small)]
     words += ["--json", str(tmp_path / "out.json")]
     command = [sys.executable, "-m", "bench.noise", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
@@ -85,7 +85,6 @@ def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
     assert all(math.isfinite(log) and error >= 0.015 for log, error in (found["copy"], found["slow"]))
     assert found["headline"] in ("first", "copy")
     assert re.search(r"^in all: equal \d of 2, slow-down found \d of 2$", done.stdout, re.MULTILINE)
-    assert len(re.findall(r"^gate: (?:copy|slow) .+\(1 measurement before\)$", done.stdout, re.MULTILINE)) == 4
     assert re.search(r"^gate: passed \d of 1 equal ones, failed \d of 1 slower ones$", done.stdout, re.MULTILINE)
 
 

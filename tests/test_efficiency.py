@@ -9,7 +9,7 @@ import pytest
 
 from dlscale.config.records import PlanRecord, Published
 from dlscale.core.telemetry import GpuSample, Sample
-from dlscale.report import machine
+from dlscale.report import profiles
 from dlscale.report.results import PlanResult, RunResult
 from dlscale.train.provenance import Provenance
 
@@ -46,7 +46,7 @@ def samples(gpus: tuple[GpuSample, ...] = ()) -> list[Sample]:
 
 
 def test_the_published_job() -> None:
-    job = machine.job(run(samples(), cores=1, memory_bytes=8_000_000_000))
+    job = profiles.job(run(samples(), cores=1, memory_bytes=8_000_000_000))
     assert job is not None
     assert (job.stage, job.seconds, job.cores) == ("train", 56, 1)
     assert job.cpu_seconds == pytest.approx(15 * 0.8 + 40 * 1.025) and job.cpu_seconds == pytest.approx(53)
@@ -55,10 +55,10 @@ def test_the_published_job() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert machine.job(run([])) is None
+    assert profiles.job(run([])) is None
     nothing = [Sample(1.0, 1.0, cores=4)]
-    assert machine.job(run(nothing)) is None
-    unknown = machine.job(run(samples((GpuSample(utilization=0.5), GpuSample(utilization=0.1)))))
+    assert profiles.job(run(nothing)) is None
+    unknown = profiles.job(run(samples((GpuSample(utilization=0.5), GpuSample(utilization=0.1)))))
     assert unknown is not None and unknown.cores == 64 and unknown.gpu == pytest.approx(0.3)
 
 
@@ -69,7 +69,7 @@ def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
     ]
     reference = {"name": "one", "plan": "p", "run": "one", "measure": ["train"]}
     plan = PlanRecord(plan="p", study="mnist_cnn", measure=["train"], runs=[reference], published=figures)
-    view = machine.efficiency(PlanResult(plan, [run(samples(), cores=1, memory_bytes=8_000_000_000)]))
+    view = profiles.efficiency(PlanResult(plan, [run(samples(), cores=1, memory_bytes=8_000_000_000)]))
     assert view and view.notes[0].startswith("Published for these runs, at full size: job: CPU efficiency 94.64 % (")
     headings = [heading for heading, _ in view.tables[0].columns]
     cells = dict(zip(headings, (cell.text for cell in view.tables[0].rows[0]), strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
-from dlscale.report.profiles import Summary, compare, extremes, unmatched
+from dlscale.report.compare import Summary, compare, extremes, unmatched
 from tests.conftest import stage
 
 
@@ -21,10 +21,8 @@ def row(
     return TopEntry(tool=tool, rank=rank, kind=kind, name=name, calls=1, seconds=seconds, std=std)  # type: ignore[arg-type]
 
 
-def summary(*rows: TopEntry, steps: int = 4, complete: bool = True, batch: float | None = None) -> Summary:
-    """A profile by profilers that keep all their rows, if `complete`."""
-    tools = {one.tool for one in rows}
-    return Summary(list(rows), dict.fromkeys(tools, steps), frozenset(tools) if complete else frozenset(), batch)
+def summary(*rows: TopEntry, steps: int = 4, batch: float | None = None) -> Summary:
+    return Summary(list(rows), dict.fromkeys({one.tool for one in rows}, steps), batch)
 
 
 def compared(before: Summary, after: Summary) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def compared(before: Summary, after: Summary) -> dict[str, Any]:
 def test_changes_are_by_profiler_kind_and_name() -> None:
     before = summary(row("mm", 5), row("mm", 7, kind="kernel"), row("gone", 2), row("a.py:1: x", 1, tool="lines"))
     after = summary(row("mm", 4), row("mm", 7, kind="kernel"), row("new", 3))
-    found = {(one.kind, one.name): (one.before, one.after) for one in compare(before, after).itertuples()}
+    found = {(one.kind, one.name): (one.before, one.after) for one in compare(before, after).fillna(0).itertuples()}
     assert found == {
         ("operator", "mm"): (5, 4),
         ("kernel", "mm"): (7, 7),
@@ -60,23 +58,16 @@ def test_of_one_step_the_noise_is_unknown() -> None:
     assert math.isinf(one.noise) and not one.certain
 
 
-def test_what_a_profiler_left_out_is_not_zero() -> None:
-    """Where it keeps all its rows, a row that is not there took no time; on several ranks one may have left it out."""
+def test_what_one_profile_alone_has_is_no_change() -> None:
+    """The other may have left it out; of several ranks one that has no row took no time for it."""
     before, after = (row("mm", 5, 0.1), row("gone", 2, 0.1)), (row("mm", 5, 0.1), row("new", 3, 0.1))
-    found = compared(summary(*before), summary(*after))
-    assert (found["gone"].after, found["new"].before) == (0, 0) and found["gone"].certain and found["new"].certain
-    cut = compare(summary(*before, complete=False), summary(*after, complete=False))
-    found = {one.name: one for one in cut.itertuples()}
-    assert found["gone"].before == 2 and math.isnan(found["gone"].after) and math.isnan(found["gone"].difference)
-    assert not found["gone"].certain and not found["new"].certain
-    assert not len(extremes(cut)) and list(unmatched(cut).name) == ["new", "gone"]
-    found = compared(summary(*before), summary(*after, complete=False))
-    assert math.isnan(found["gone"].after) and found["new"].before == 0, "each profile's own word counts"
+    changes = compare(summary(*before), summary(*after))
+    found = {one.name: one for one in changes.itertuples()}
+    assert found["gone"].before == 2 and math.isnan(found["gone"].after) and not found["gone"].certain
+    assert not len(extremes(changes)) and list(unmatched(changes).name) == ["new", "gone"]
     rows = (row("mm", 4), row("mm", 6, rank=1), row("only", 2, rank=1))
-    found = compared(*[summary(*rows, complete=False)] * 2)
-    assert found["mm"].before == 5 and math.isnan(found["only"].before)
     found = compared(*[summary(*rows)] * 2)
-    assert (found["mm"].before, found["only"].before) == (5, 1), "a rank without a row took no time for it"
+    assert (found["mm"].before, found["only"].before) == (5, 1)
 
 
 def test_other_batches_are_compared_by_the_sample() -> None:

@@ -12,10 +12,8 @@ import re
 import shlex
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -25,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import yaml
+from matplotlib.image import imread, imsave
 
 from dlscale.config.records import PlanKind, PlanRecord, Published, RunReference
 from dlscale.core import telemetry, text
@@ -34,13 +33,11 @@ from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epoc
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profiling import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
-from dlscale.parallel.records import Device, Memory, MemoryUse
-from dlscale.report import collect, curves, glance, machine, profiles, published, report, sections
-from dlscale.report.diagnosis import bound, disturbance, gain
+from dlscale.parallel.records import Device, MemoryUse
+from dlscale.report import collect, curves, profiles, published, report, sections
 from dlscale.report.figures import strips
 from dlscale.report.results import read_plan, read_run
-from dlscale.report.speedup import SpeedUps
-from dlscale.report.verdict import of
+from dlscale.report.verdict import bound, disturbance, of
 from dlscale.train.provenance import Provenance
 from tests.conftest import stage
 
@@ -60,16 +57,8 @@ PUBLISHED = [
 
 def png(path: Path, width: int = 60, height: int = 40) -> None:
     """Write a small picture."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    rows = b"".join(b"\0" + bytes((4 * x + 2 * y) % 256 for x in range(width) for _ in "rgb") for y in range(height))
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )
+    imsave(path, np.add.outer(2 * np.arange(height), 4 * np.arange(width)))
 
 
 @dataclass(frozen=True)
@@ -423,34 +412,6 @@ def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None
     assert told < text.index("waiting for data"), "before what was measured"
 
 
-@pytest.mark.slow
-def test_a_busy_machine_is_given_away(results: Results) -> None:
-    """The same computation at several speeds; and FULL above what can be."""
-    for name, triplet in (("a", (90.0, 100.0, 80.0)), ("b", (500.0, 60.0, 58.0))):
-        results.run("ladder", name, triplet=triplet, loader={"kind": name})
-    plan = read_plan(results.plan("ladder", {"a": "a", "b": "b"}))
-    said = disturbance(plan.runs)
-    assert said and "in b and in a, and yet 60.0 and 100 samples/s" in said
-    folder = plan.runs[0].folder.parent
-    again = f"snakemake --force {folder}/b/throughput.json {folder}/a/throughput.json"
-    assert said.endswith(f"measure again with nothing else running: {again}")
-    page = Page(results.report()).text
-    assert "The machine was not quiet." in page and f"snakemake --configfile 'my plans.yaml' --force {folder}/b" in page
-    assert disturbance(plan.runs[:1]) is None
-    results.run("ladder", "b", triplet=(90.0, 100.0, 130.0), precision="bf16")
-    said = disturbance(read_plan(results.plans[0]).runs)
-    assert said and "FULL of b was faster" in said, "whatever it is compared with"
-    found = bound(
-        Throughput.model_validate(
-            {
-                mode: {"mean": mean, "trial_time": [1.0] * 3}
-                for mode, mean in zip(("IO", "SYNTHETIC", "FULL"), (90, 100, 130), strict=True)
-            }
-        )
-    )
-    assert found and found.what == "not known" and "the machine was disturbed" in found.why
-
-
 def test_the_card_hears_of_a_neighbour(results: Results) -> None:
     """Speeds that do not contradict each other, of a machine on whose two cores another program had 1.2 and 0.9."""
     for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
@@ -482,9 +443,6 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
     assert said and "50\u00a0% of the cores busy while busy was measured. Times and rates" in said
     assert said.endswith("measure again with nothing else running."), "no throughput of it was measured"
     assert disturbance(plan.runs[1:]) is None
-    timed = results.run("p", "timed", precision="timed")
-    shutil.copytree(results.root / "plans/p/busy/telemetry", timed / "telemetry")
-    assert disturbance(read_plan(results.plan("p", {"timed": "timed"})).runs) is None, "it was timed by itself"
 
 
 # ---- collect -------------------------------------------------------------------------------------
@@ -498,7 +456,6 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
         results.run("p", name, final=final, triplet=triplet, epochs=4 if name == "a-seed2" else 5, seed=seed)
     path = results.plan("p", {"a": "A", "b": "B"}, repeats={"a": ["a-seed1", "a-seed2"], "b": ["b-seed1"]})
     plan = read_plan(path)
-    assert [run.name for run in plan.runs] == ["a", "b"]
     a, b = results.collect(path)
     losses = [0.30 * final + 0.01 for final in (0.8, 0.7, 0.6)]
     assert (a["seeds"], b["seeds"]) == ("3", "2")
@@ -506,13 +463,9 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     assert float(a["valid_loss_std"]) == pytest.approx(statistics.stdev(losses)) and float(b["valid_loss_std"]) == 0
     metric = next(name for name in plan.runs[0].epochs[-1].metrics)
     assert float(a[f"{metric}_std"]) > 0 and a["full_samples_per_second"] == "22.0"
-    seen = plan.runs[0].over_seeds(lambda epoch: epoch.valid_loss)
-    assert [len(each) for each in seen] == [3, 3, 3, 3], "as far as all of them came"
-    page = Page(results.report())
-    assert "Trainings are repeated with other seeds: lines are means" in page.text
-    assert f"± {text.number(statistics.stdev(losses), 2)}" in page.text
-    single = results.plan("q", {"a": "A"}, use={"a": ("p", "a")})
-    assert "seeds" not in results.collect(single)[0] and "valid_loss_std" not in results.collect(single)[0]
+    line = curves.curve(0, plan.runs[0], "epoch", lambda epoch: epoch.valid_loss)
+    assert len(line.points) == len(line.band) == 4, "as far as all of them came"
+    assert f"± {text.number(statistics.stdev(losses), 2)}" in Page(results.report()).text
 
 
 def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> None:
@@ -564,7 +517,7 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
         Published(label="job", metric="memory efficiency", value=16.43, unit="%", source="S1"),
         Published(label="u10", metric="rmse_normalised/u10", value=0.13, source="S1"),
     ]
-    assert [published.row(figure)[1:6] for figure in figures] == [
+    assert [*zip(*list(published.columns(figures).values())[1:6], strict=True)] == [
         ("throughput, IO", "8.8 ± 0.25 samples/s", "A100 40 GB", "–", "p.a"),
         ("throughput, FULL", "2,202 samples/s", "4 × A100 40 GB", "1,024", "like p.b"),
         ("throughput, FULL", "64 samples/s", "A100 40 GB", "–", "–"),
@@ -581,14 +534,6 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
     assert published.beside(published.series(figures, "p", ["b"]), "b") == (
         "2,202 samples/s on 4 × A100 40 GB (4 GPUs; S1)"
     )
-
-
-@pytest.mark.parametrize(
-    "wrong", [{}, {"metric": "time"}, {"value": 1.0}, {"samples_per_second": 1.0, "metric": "time", "value": 1.0}]
-)
-def test_a_published_figure_is_one(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected samples_per_second, or metric with either value or by_epoch"):
-        Published(label="p", **wrong)
 
 
 def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
@@ -616,19 +561,6 @@ def test_times_are_of_one_loader(results: Results) -> None:
     assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(expected)
     page = results.report()
     assert page.count(text.duration(64)) == 1, "the time of training, of b alone"
-
-
-def test_best_loss_is_the_least_and_skips_what_is_not_a_number(results: Results) -> None:
-    folder = results.run("p", "a", epochs=4)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line, loss in zip(lines, (0.5, 0.2, math.nan, None), strict=True):
-        line["valid_loss"] = loss
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plan = results.plan("p", {"a": "a"})
-    (row,) = results.collect(plan)
-    assert float(row["best_valid_loss"]) == 0.2
-    assert row["valid_loss"] == "nan"
-    assert "NaN" in results.report()
 
 
 def test_only_what_the_plan_measures_is_read(results: Results) -> None:
@@ -730,55 +662,7 @@ def test_what_cannot_be_is_noise_or_a_disturbed_machine(
     assert (said in found.why) is beyond and ("none of these rates hold. Measure again." in found.why) is beyond
 
 
-def gained(path: Path) -> str | None:
-    """What is said of a plan's second run."""
-    runs = read_plan(path).runs
-    return gain(*runs, SpeedUps(runs).over(runs[1], runs[0]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        (
-            (400.0, 200.0, 133.0),  # 2.5 ms of loading, then 5 ms of computing
-            (2000.0, 200.0, 215.0),  # FULL is faster than can be: no more than all of the slower one is said
-            "1.62× ± 0.14 as fast as a. That one is bound by loading and computation in turn. Here loading alone is "
-            "5.00× as fast; computing alone is 1.00× as fast, within the noise; FULL reaches 100\u00a0% of the slower "
-            "one, not 66\u00a0%.",
-        ),
-        (
-            (2000.0, 200.0, 198.0),
-            (4000.0, 203.0, 201.0),
-            "As fast as a, within the noise (1.02×). That one is bound by computation. Here loading alone is 2.00× as "
-            "fast; computing alone is 1.01× as fast, within the noise.",
-        ),
-        (
-            (500.0, 510.0, 495.0),
-            (1005.0, 1012.0, 990.0),
-            "2.00× ± 0.17 as fast as a. That one is bound by both alike. Here loading alone is 2.01× as fast; "
-            "computing alone is 1.98× as fast.",
-        ),
-        (
-            (100.0, 100.0, 150.0),
-            (100.0, 100.0, 90.0),
-            "0.600× ± 0.051 as fast as a; one of the two was disturbed, so that means little.",
-        ),
-    ],
-)
-def test_a_rungs_gain_is_explained_by_what_bound_the_one_before(
-    results: Results, before: tuple[float, float, float], after: tuple[float, float, float], said: str
-) -> None:
-    results.run("p", "a", triplet=before)
-    results.run("p", "b", triplet=after, precision="bf16")
-    assert gained(results.plan("p", {"a": "a", "b": "b"})) == said
-    assert " ".join(said.split()) in Page(results.report()).text
-
-
-def test_an_incomplete_triplet_has_no_verdict(results: Results) -> None:
-    results.run("p", "a", triplet=None)
-    results.run("p", "b")
-    assert gained(results.plan("p", {"a": "a", "b": "b"}, measure=("train",))) is None
+def test_an_incomplete_triplet_has_no_verdict() -> None:
     assert bound(None) is None
     assert bound(Throughput.model_validate({"IO": {"mean": 1.0}, "FULL": {"mean": 1.0}})) is None
     assert bound(triplet(1.0, 0.0, 1.0)) is None
@@ -892,6 +776,11 @@ def html(full: Results) -> str:
     return full.report(title=HOSTILE)
 
 
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
 def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (
@@ -905,7 +794,7 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     ):
         assert " ".join(answer.split()) in page.text, answer
     assert page.text.count("published at full size: ") == 2  # of the first run, and of the one that is the fastest
-    assert glance.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
+    assert sections.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
         "ladder: bf16 is fastest, 7.50× ± 0.64 as fast as baseline, 180 samples/s; 30 % less error than persistence "
         "(4 workers)"
     )
@@ -940,11 +829,6 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
         assert stage("collect", "--plan", plan, "--out", table, *page) == 0
         assert out.stat().st_mtime == OLDEST
         assert ("Still to come: q." in Page(out.read_text()).text) == (number == 0)
-    filled = out.stat().st_ctime_ns
-    monkeypatch.setattr(report, "EVERY", 3600.0)
-    report.fill(page[1])
-    assert out.stat().st_ctime_ns == filled, "just now"
-    monkeypatch.setattr(report, "EVERY", 0.0)
     out.write_text("whole")
     report.fill(page[1])
     assert out.read_text() == "whole"
@@ -952,13 +836,6 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
     (ladder.root / "plans/q/one/throughput.json").unlink()
     report.fill(page[1])
     assert not out.exists(), "of another plan nothing is whole just now"
-
-    def broken(_: object) -> None:
-        raise ValueError("a defect of the page")
-
-    monkeypatch.setattr(report, "main", broken)
-    report.fill(page[1])  # the stage goes on
-    assert not out.exists()
 
 
 def test_the_table_has_every_run_with_units(ladder: Results) -> None:
@@ -987,17 +864,17 @@ def test_the_download_is_the_summary(ladder: Results) -> None:
     assert base64.b64decode(link.split("base64,")[1]) == (ladder.plans[0].parent / "summary.csv").read_bytes()
 
 
-def test_the_page_needs_nothing_but_itself(html: str) -> None:
-    page = Page(html)
+def test_the_page_needs_nothing_but_itself(html: str, page: Page) -> None:
     for tag, key, value in page.attributes:
         if key in ("src", "href", "action", "data", "poster", "srcset", "xlink:href"):
             assert value.startswith(("#", "data:")), (tag, key, value)
     assert not re.search(r"url\((?!#)|@import|https?://", html)
     assert ("meta", "content", "default-src 'none'") in [(t, k, v[:18]) for t, k, v in page.attributes]
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}';" in html
 
 
-def test_links_reach_their_anchors_and_names_are_unique(html: str) -> None:
-    page = Page(html)
+def test_links_reach_their_anchors_and_names_are_unique(page: Page) -> None:
     names = [value for _, key, value in page.attributes if key == "id"]
     assert len(names) == len(set(names))
     targets = {value[1:] for _, key, value in page.attributes if key == "href" and value.startswith("#")}
@@ -1009,15 +886,13 @@ def test_links_reach_their_anchors_and_names_are_unique(html: str) -> None:
     assert {"plan.ladder", "study.forecast", "dataset.demo_states", "run.gas.once"} <= targets
 
 
-def test_what_users_write_stays_text(html: str) -> None:
+def test_what_users_write_stays_text(html: str, page: Page) -> None:
     assert html.count("<script") == 1 and "49" not in re.findall(r"<title>(.*?)</title>", html)[0]
-    page = Page(html)  # also: every element is closed where it should be
     assert page.text.count("<script>alert(1)</script>") > 5
     assert ">$one_epoch$ 漢字</text>" in html  # in a figure: no formula is made of it
 
 
-def test_pictures_and_tables_speak(html: str) -> None:
-    page = Page(html)
+def test_pictures_and_tables_speak(html: str, page: Page) -> None:
     assert all(value for tag, key, value in page.attributes if tag == "img" and key in ("alt", "width", "height"))
     assert html.count("<img ") == 8 == html.count(" alt=") == html.count('loading="lazy"')
     assert html.count("<table") == html.count("<caption")
@@ -1025,12 +900,9 @@ def test_pictures_and_tables_speak(html: str) -> None:
     assert 'lang="en"' in html and 'name="viewport"' in html
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "axis", ["epoch", "time, validation included (s)", "throughput (samples/s", "learning rate", "skill"]
-)
-def test_axes_are_labelled(ladder: Results, axis: str) -> None:
-    assert axis in Page(ladder.report()).text
+def test_axes_are_labelled(page: Page) -> None:
+    for axis in ("epoch", "time, validation included (s)", "throughput (samples/s", "learning rate"):
+        assert axis in page.text, axis
 
 
 def test_figures_follow_the_theme(html: str) -> None:
@@ -1050,27 +922,6 @@ def test_the_same_results_give_the_same_bytes(full: Results, html: str, monkeypa
         assert full.report(title=HOSTILE) == html
 
 
-def test_plans_with_one_measurement(html: str) -> None:
-    page = Page(html)
-    assert "Not trained: add train" in page.text
-    assert "Not measured: add throughput" in page.text
-
-
-def test_a_plan_without_naive_answers_shows_its_loss(results: Results) -> None:
-    folder = results.run("p", "a", triplet=None, epochs=2)
-    lines = [
-        json.loads(line) | {"metrics": {"accuracy": 0.9876}}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "provenance.json").unlink()
-    (folder / "prediction.png").unlink()
-    results.plan("p", {"a": "a"}, study="never_shipped", measure=("train",))
-    page = Page(results.report())
-    assert "0.250 validation loss" in page.text and "0.988" in page.text
-    assert "No provenance was recorded" in page.text and "No published figures are known" in page.text
-
-
 def test_a_study_of_which_more_is_better(results: Results) -> None:
     """The best run is the one of greatest accuracy, whatever its loss is; nothing is compared with a naive answer."""
     results.run("p", "a", study="digits", final=0.5)
@@ -1081,18 +932,13 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
     plan = results.plan("p", {"a": "few epochs", "b": "more epochs"}, study="digits", kind="set")
     results.dataset("digits")
     assert [row["accuracy"] for row in results.collect(plan)] == ["0.95", "0.98"]
-    html = results.report()
-    page = Page(html)
+    page = Page(results.report())
     assert "0.980 accuracy Higher is better, run more epochs. Validation loss 0.700, training" in page.text
-    assert re.findall(r'alt="Prediction[^"]* run ([^"]*)"', html) == ["more epochs", "few epochs"]
     (table,) = [table for table in page.tables if "batch size" in table[1]]
     assert [row[table[1].index("accuracy (higher is better)")] for row in table[2:]] == ["0.950", "0.980"]
-    assert "mean skill" not in table[1]
     assert "more epochs, the run with the best accuracy: one validation sample" in page.text
-    assert "Accuracy on the validation data; higher is better." in page.text
-    for word in ("naive", "skill", "Errors by channel", "L1", "loss loss", "Skill"):
-        assert word not in page.text, word
-    assert "label, one value a row." in page.text and ["part", "files", "images", "size"] in [t[0] for t in page.tables]
+    assert not [word for word in ("naive", "skill", "Errors by channel", "loss loss") if word in page.text]
+    assert "label, one value a row." in page.text
 
 
 def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
@@ -1119,9 +965,7 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
         ["naive answer: yesterday's weather", "4.50", "5.50"],
         ["naive answer: persistence", "2.00", "2.67"],
     ]
-    assert table[4][0] == "a"
-    assert not [each for each in page.tables if each is not table and "5.50" in str(each)]
-    assert "error than the strongest naive answer, persistence (2.00 m s⁻¹)" in page.text
+    assert "error than the strongest naive answer (2.00 m s⁻¹)" in page.text
     assert "one that needs no learning: yesterday's weather; persistence" in page.text
 
 
@@ -1129,21 +973,16 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
 def test_hundreds_of_runs_stay_readable(results: Results) -> None:
     template = results.run("big", "r0", epochs=3)
     for index in range(1, 300):
-        folder = template.with_name(f"r{index}")
-        shutil.copytree(template, folder)
-        settings = yaml.safe_load((folder / "config.yaml").read_text())
-        (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "batch_size": 16 + index}, sort_keys=False))
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:
-            line["valid_loss"] *= 1 + math.sin(index) / 10
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        folder = Path(shutil.copytree(template, template.with_name(f"r{index}")))
+        with (folder / "config.yaml").open("a") as settings:
+            settings.write(f"accumulation_steps: {index}\n")
     results.plan("big", {f"r{index}": f"run number {index}" for index in range(300)}, kind="set")
     html = results.report()
     assert len(html) < 3_000_000
     page = Page(html)
     assert html.count("<img ") == report.PREDICTIONS_OF_A_PLAN
     assert max(len(table) for table in page.tables) == 302  # the table of runs has all of them
-    for shown in (glance.BARS, sections.LINES, sections.BARS, sections.CHANNEL_ROWS):
+    for shown in (sections.CARD, curves.LINES, profiles.BARS, sections.CHANNEL_ROWS):
         assert f"{shown} of 300 runs" in page.text
     assert f"{report.PREDICTIONS_OF_A_PLAN} of 300 figures" in page.text
 
@@ -1154,7 +993,7 @@ def points(path: str) -> np.ndarray:
 
 
 def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
-    svg = sections.rates("x", read_plan(ladder.plans[0]).runs)
+    svg = profiles.rates("x", read_plan(ladder.plans[0]).runs)
     bars = re.findall(r'<path d="([^"]*)"[^>]*fill: var\(--(io|synthetic|full)\)', svg)
     assert [mode for _, mode in bars] == ["io", "synthetic", "full"] * 3
     widths = np.array([np.ptp(points(path)[:, 0]) for path, _ in bars])
@@ -1165,7 +1004,7 @@ def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
     assert lengths == pytest.approx(widths * 2 / 50, rel=1e-2)  # one standard deviation, mean / 50, to each side
 
 
-# ---- profiles, roofline, telemetry ----------------------------------------------------------------
+# ---- profiles, telemetry ----------------------------------------------------------------
 
 
 def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> None:
@@ -1237,22 +1076,6 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     assert "242 ms" in page and "32.7 ms" in page and "waiting for data" in page and "time of a step (ms)" in page
 
 
-def test_a_step_waits_no_longer_than_its_batch_loads(results: Results) -> None:
-    """16 samples take 119.4 ms of FULL, 82.3 alone, and their loading 5.2: nothing explains the other 31.9."""
-    results.run("p", "a", triplet=(16 / 5.2e-3, 16 / 82.3e-3, 16 / 119.4e-3))
-    results.run("p", "b", triplet=(16 / 100e-3, 16 / 10e-3, 16 / 101e-3))
-    results.run("p", "c", triplet=(16 / 5e-3, 16 / 50e-3, 16 / 49e-3))
-    plan = read_plan(results.plan("p", {"a": "a", "b": "b", "c": "c"}))
-    bars = [profiles.step(run) for run in plan.runs]
-    expected = [(5.2, 82.3, 31.9), (91.0, 10.0, 0.0), (0.0, 49.0, 0.0)]
-    for bar, (data, compute, unexplained) in zip(bars, expected, strict=True):
-        assert bar and bar.parts == pytest.approx(
-            {"data": data / 1e3, "compute": compute / 1e3, "unexplained": unexplained / 1e3}, abs=1e-9
-        )
-    page = Page(results.report()).text
-    assert "not explained" in page and "Of a run that was not profiled the bar is FULL" in page
-
-
 def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
     """A profile of steps of 100 ms, 80 of which the host is asking for data, with seconds of the device's work."""
     ranges = {name: RangeTime(seconds=0.001, device_seconds=seconds) for name, seconds in work.items()}
@@ -1282,20 +1105,6 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     assert "aten::<b>mm" in page.text  # as text
     row = next(row for table in page.tables for row in table if row[0] == "aten::<b>mm")
     assert row == ["aten::<b>mm", "50.0± 0.10", "40\u00a0%", "2", "operator"]
-    # The operator took 50 ms of a step, and then 10: more than the spread of 0.1 ms.
-    assert "since first" in page.text and "−40.0" in page.text
-
-
-def test_the_roofline_has_a_point_for_each_run(explained: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 and 500 samples/s of 3 GFLOP are 300 and 1,500 GFLOP/s, of 10 FLOPs a byte; the roof is 2,000."""
-    plan, drawn = read_plan(explained.root / "plans/ladder/plan.yaml"), dict[str, Any]()
-    monkeypatch.setattr(sections, "lines", lambda name, lines, *words, **more: drawn.update({name: lines}) or "")
-    assert sections.throughput(plan, sections.Page())
-    first, second, roof = drawn["ladder-roofline"]
-    assert (first.points, second.points) == ([(10.0, 300.0)], [(10.0, 1500.0)]) and not first.hollow
-    assert roof.points[1] == (10.0, 2000.0) and roof.points[2][1] == 2000.0
-    monkeypatch.undo()
-    assert "fp32, Example CPU, 2 threads: 2,000 GFLOP/s, copy: 200 GB/s" in Page(explained.report()).text
 
 
 def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:
@@ -1324,15 +1133,6 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
         assert float(row["mbu"]) == pytest.approx(runs[run.name] * 3e8 / expected[run.name][1])
         assert read_run(folders[run.name]).throughput == run.throughput, "as of a single run, by its folder"
     assert f"{text.number(174)} GFLOP/s" in of(plan.runs[0]).limit
-    page = Page(results.report()).text
-    for words in (
-        "fp32, Example CPU, 2 threads: 174 GFLOP/s, copy: 27.2 GB/s",
-        "bf16, Example CPU, 2 threads: 343 GFLOP/s",
-        "fp32, Other CPU, 2 threads: 500 GFLOP/s",
-    ):
-        assert words in page, words
-    assert "copy: 9.7" not in page and "copy: 4.1" not in page
-    assert all(term in page for term in ("MFUmodel FLOPs", "MBUmemory bandwidth", "rooflinethe most"))
 
 
 def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> None:
@@ -1344,34 +1144,12 @@ def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> 
         assert [run.throughput.peaks.bytes_per_second for run in plan.runs] == expected  # type: ignore[union-attr]
 
 
-def test_the_peaks_of_a_run_do_without_the_others(results: Results) -> None:
-    folder = results.run("p", "a")
-    with_peaks(folder, 81e9, 9.7e9)
-    assert read_run(folder).throughput == Throughput.read(folder / "throughput.json"), "no plan"
-    broken = results.run("p", "b")
-    results.plan("p", {"a": "a", "b": "b", "c": "c"})  # of c there is nothing yet
-    (broken / "throughput.json").write_text("torn {")
-    assert read_run(folder).throughput == Throughput.read(folder / "throughput.json")
-    assert read_run(results.run("p", "d", triplet=None)).throughput is None
-
-
-def test_telemetry_is_drawn_in_units_that_read_well(explained: Results) -> None:
-    plan = read_plan(explained.root / "plans/ladder/plan.yaml")
-    ((samples,),) = [run.telemetry["train"] for run in plan.runs if run.telemetry["train"]]
-    strips = {label: (x, y, top) for label, x, y, top in machine.of_node(samples)}
-    assert strips == {
-        "processors: the run (cores)": ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], 4),
-        "memory of the run (GiB)": ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], None),
-    }
-    assert "second, stage train" in Page(explained.report()).text
-
-
 @pytest.mark.parametrize(("seconds", "unit"), [(60.0, "s"), (1200.0, "min")])
 def test_reading_is_drawn_over_a_runs_time(seconds: float, unit: str) -> None:
     """Bandwidth and thousand calls a second, as papers on storage have them."""
     each, rates = seconds / 4, {"read_bytes_per_second": 2e9, "reads_per_second": 2500.0}
     samples = [telemetry.Sample(number * each, each, 4, **rates) for number in range(1, 5)]
-    series = machine.of_node(samples)
+    series = profiles.of_node(samples)
     found = {label: max(y) for label, _, y, _ in series}
     assert found == {"reading, system calls (MB/s)": 2000, "reading, system calls (thousand/s)": 2.5}
     svg = strips("x", series)
@@ -1398,41 +1176,24 @@ def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch
     assert slope < 0 and drawn == pytest.approx(slope * values + offset, abs=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("over", ["step", "epoch", "time"])
-def test_a_published_metric_is_followed(results: Results, over: Literal["step", "epoch", "time"]) -> None:
+def test_a_published_metric_is_followed(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the value that was published; an epoch of one run takes 2 s, of the other 1 s, and validation 1.5 s."""
     for name, speed in (("a", 64.0), ("b", 128.0)):
         results.run("p", name, triplet=None, epochs=6, speed=speed)
-    plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
+    plan, drawn = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",))), dict[str, Any]()
+    monkeypatch.setattr(curves, "lines", lambda name, lines, *words, **more: drawn.update({name: (lines, more)}) or "")
     metric = curves.followed(plan)
     assert metric and metric.name == "rmse_normalised/u10", "the published one, not the leading rmse/u10"
-    drawings = dict(zip(("epoch", "step", "time"), curves.metric_curves(plan, plan.runs, metric), strict=True))
-    svg, _ = drawings[over]
-    assert "published: 0.13" in svg
-    paths = re.findall(r'<path d="([^"]*)"[^>]*?style="[^"]*var\(--(s[01])\)', svg)
-    a, b = (next(points(path) for path, style in paths if style == s and len(points(path)) == 6) for s in ("s0", "s1"))
-    assert np.diff(a[:, 0]) == pytest.approx(np.diff(b[:, 0]) * (1.4 if over == "time" else 1), rel=1e-3)
-    assert np.diff(a[:, 0]) == pytest.approx(a[1, 0] - a[0, 0], rel=1e-3), "epochs are equally long"
-    values = [epoch.metrics[metric.name] for epoch in plan.runs[0].epochs]
-    slope, offset = np.polyfit(values, a[:, 1], 1)
-    assert slope < 0 and a[:, 1] == pytest.approx(slope * np.array(values) + offset, abs=1e-3)
-    results.run("other", "a", triplet=None, epochs=6)
-    plan = read_plan(results.plan("other", {"a": "a"}, measure=("train",)))
-    assert "published" not in str(curves.metric_curves(plan, plan.runs, metric)), "no run of this plan made that value"
+    assert curves.metric_curves(plan, plan.runs, metric)
+    for over, steps in (("epoch", (1, 1)), ("step", (8, 8)), ("time", (3.5, 2.5))):
+        lines, more = drawn[f"p-metric-{over}"]
+        assert more["levels"] == [(0.13, "published: 0.13")]
+        for line, run, step in zip(lines, plan.runs, steps, strict=True):
+            assert [value for _, value in line.points] == [epoch.metrics[metric.name] for epoch in run.epochs]
+            assert [place for place, _ in line.points] == pytest.approx([step * (n + 1) for n in range(6)])
 
 
-def test_lines_that_coincide_stay_visible(results: Results) -> None:
-    for name in "ab":
-        results.run("p", name, triplet=None)
-    plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
-    svg, _ = curves.loss(plan, plan.runs, "epoch")
-    widths = dict(re.findall(r"stroke: var\(--(s[01])\); stroke-width: ([\d.]+); stroke-linecap: square", svg))
-    assert float(widths["s0"]) > float(widths["s1"]) + 1
-
-
-def test_datasets_are_described(html: str) -> None:
-    page = Page(html)
+def test_datasets_are_described(page: Page) -> None:
     for fact in ("a state every 6 h", "latitude 87° to −87°", "99.3 MB", "64 × 64 × 64 points"):
         assert fact in page.text.replace("\u00a0", " "), fact
     physical, model = (next(t for t in page.tables if name in (row[0] for row in t)) for name in ("t2m", "density"))
@@ -1444,8 +1205,7 @@ def test_datasets_are_described(html: str) -> None:
     assert parts[1:] == [["train", "2", "2,924", "96.0\u00a0MB"], ["valid", "1", "100", "3.30\u00a0MB"]]
 
 
-def test_provenance_is_told(html: str) -> None:
-    page = Page(html)
+def test_provenance_is_told(page: Page) -> None:
     for fact in (
         "python -m dlscale train --config results/plans/ladder/bf16/config.yaml",
         "git commit0123456789abcdef with local changes",
@@ -1456,18 +1216,6 @@ def test_provenance_is_told(html: str) -> None:
     ):
         assert fact in page.text.replace("\u00a0", " "), fact
     assert "None" not in page.text
-
-
-def test_the_best_prediction_leads(ladder: Results) -> None:
-    pictures = re.findall(r'alt="Prediction[^"]* run ([^"]*)"', ladder.report())
-    assert pictures == ["4 workers", "baseline", "bf16"]
-
-
-def test_the_policy_allows_the_script_and_no_other(ladder: Results) -> None:
-    html = ladder.report()
-    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}';" in html
 
 
 # ---- in a browser --------------------------------------------------------------------------------
@@ -1500,33 +1248,9 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
         "--hide-scrollbars",
         (tmp_path / "page.html").as_uri(),
     )
-    from matplotlib.image import imread
-
     pixels = imread(picture)
     assert pixels.shape[1] == width
     assert len(np.unique((255 * pixels[..., :3]).astype(np.uint8).reshape(-1, 3), axis=0)) > 50, "blank"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not chromium, reason="no chromium on PATH")
-@pytest.mark.parametrize("width", [390, 1200])
-def test_tables_show_their_values_and_whole_captions(html: str, tmp_path: Path, width: int) -> None:
-    """The column of names, which stays in view, leaves room beside it; a caption ends where its table's box does."""
-    found = probed(
-        html.replace("<details>", "<details open>"),
-        tmp_path,
-        width,
-        """[...document.querySelectorAll(".scroll")].map((frame) => {
-        const wide = (each) => frame.querySelector(each).getBoundingClientRect();
-        return {
-          about: frame.ariaLabel,
-          names: frame.scrollWidth > frame.clientWidth ? wide("tbody th").width / frame.clientWidth : 0,
-          beyond: wide("caption > span").right - frame.getBoundingClientRect().left - frame.clientWidth,
-        };
-        })""",
-    )
-    assert any("by channel" in each["about"] for each in found)
-    assert all(each["names"] <= 0.6 and each["beyond"] <= 0 for each in found), found
 
 
 def probed(html: str, folder: Path, width: int, expression: str) -> Any:

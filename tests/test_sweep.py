@@ -57,13 +57,6 @@ def test_names_are_legal_short_and_different() -> None:
     assert names[0] == "model-a-1e-5_loss-a-1" and names[2] == "model-a-1e16_loss-a-1"
 
 
-def test_values_of_different_keys_have_different_names() -> None:
-    runs = load({"over": {"loader": [{"workers": 2}, {"prefetch": 2}, {"kind": "torch", "workers": 3}]}})
-    assert list(runs) == ["loader-workers-2", "loader-prefetch-2", "loader-torch-workers-3"]
-    assert [(each.run.loader.workers, each.run.loader.prefetch) for each in runs.values()][:2] != [(2, 2), (2, 2)]
-    assert [each.run.label for each in runs.values()][:2] == ["loader workers 2", "loader prefetch 2"]
-
-
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
@@ -79,13 +72,6 @@ def test_too_many_trials_are_refused_at_once(sweep: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"{message} (trials; expected at most 10000|stands twice)"):
         load(sweep)
     assert time.perf_counter() - begun < 10
-
-
-def test_more_draws_leave_the_first_ones_as_they_are() -> None:
-    over = {"optimizer.lr": {"log_uniform": [1e-4, 1e-1]}, "seed": {"integers": [1, 3]}, "batch_size": [8, 16]}
-    few, more = (list(Sweep(method="random", over=over, trials=count, seed=5).runs) for count in (10, 30))
-    assert more[:10] == few and len(set(more)) == 30
-    assert list(Sweep(method="random", over=over, trials=10, seed=6).runs) != few
 
 
 @pytest.mark.parametrize("seed", [0, 1, 17])

@@ -9,7 +9,7 @@ import pytest
 
 from dlscale.core import telemetry
 from dlscale.measure.profiling import Profile
-from dlscale.report.profiles import read_rows
+from dlscale.report.compare import read_rows
 from tests.cluster.flow import Flow
 from tests.cluster.test_containers import flow as flow  # a fixture
 from tests.cluster.test_containers import running

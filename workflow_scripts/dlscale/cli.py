@@ -162,21 +162,11 @@ QUESTIONS = {
     "compare": Question(
         "dlscale.report.compare",
         "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings. "
-        "Or of two profiles; or hold speeds against earlier ones on this machine: 1 if a run became slower, else 0.",
-        (
-            "results",
-            {
-                "nargs": "*",
-                "metavar": "RESULTS",
-                "help": "before and after: results folders or plans; with --profiles runs; with --gate plans, or none",
-            },
-        ),
+        "Or of two profiles.",
+        ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before and after: folders or plans, or runs"}),
         (
             option("--profiles", "compare the profiles of two runs", False, action="store_true"),
-            option("--gate", "JSON file of earlier measurements, to hold plans against", False, metavar="FILE"),
-            option(
-                "--update", "with --gate: add what is measured to the file, and return 0", False, action="store_true"
-            ),
+            option("--gate", "return 1 if a run became slower beyond noise", False, action="store_true"),
         ),
     ),
 }

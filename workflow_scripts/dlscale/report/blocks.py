@@ -1,20 +1,17 @@
-"""What a page is made of: cells in tables, and sections with legends, figures, tables and notes.
-
-A table has one model: the page's template shows it as HTML, `show` on a terminal.
-"""
+"""Cells, tables, legends and sections of the page; `show` prints a table on a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dlscale.core.text import NONE, number
-from dlscale.report.figures import MARKERS, PAINT, RUN_COLOURS
+from dlscale.report.figures import MARKERS, RUN_COLOURS
 
-#: Words and figures for the template.
+#: Values for the template.
 View = dict[str, Any]
 
 
@@ -23,18 +20,13 @@ class Cell:
     """A table's cell."""
 
     text: str = NONE
-    key: float | str = ""  #: Value, and what it sorts by; empty where nothing is known.
+    key: float | str = ""  #: Value to sort by; empty where nothing is known.
     note: str = ""  #: A second line.
-    link: str = ""  #: The anchor that it links to.
-
-    @property
-    def words(self) -> bool:
-        """Whether it holds words, which stand to the left."""
-        return isinstance(self.key, str) and self.key != ""
+    link: str = ""  #: Anchor.
 
 
 def cell(value: Any, text: Callable[[Any], str] = number, note: str = "", link: str = "") -> Cell:
-    """Return the cell of a value, which may be None, words, or not a number."""
+    """Return the cell of a value: a number, words, or None."""
     if value is None:
         return Cell()
     if isinstance(value, str):
@@ -50,24 +42,26 @@ class Table:
     columns: list[tuple[str, bool]]  #: Headings, and whether they are of words.
     rows: list[tuple[Cell, ...]]
     caption: str = ""
-    about: str = ""  #: For who does not see it.
+    about: str = ""  #: Caption for screen readers.
     sortable: bool = True
-    note: str = ""  #: Below it.
-    title: str = ""  #: Of what is folded away; else it is in view.
-    meaning: str = ""  #: Beside that.
-    style: str = ""  #: Class of its own.
+    note: str = ""  #: Text below it.
+    title: str = ""  #: Title, if it is folded away.
+    meaning: str = ""  #: Text beside the title.
+    style: str = ""  #: Class in CSS.
 
 
 def table(columns: Iterable[tuple[str, str, Sequence[Cell]]], caption: str = "", about: str = "", **more: Any) -> Table:
-    """Return a table of columns, each with its group, heading and cells; those that no row fills are left out."""
+    """Return a table of columns (group, heading, cells), without empty ones."""
     filled = [column for column in columns if any(each.text != NONE for each in column[2])]
     groups = list(Counter(group for group, _, _ in filled).items())
-    headings = [(heading, any(each.words for each in cells)) for _, heading, cells in filled]
+    headings = [
+        (heading, any(isinstance(each.key, str) and each.key for each in cells)) for _, heading, cells in filled
+    ]
     return Table(groups, headings, list(zip(*(cells for _, _, cells in filled), strict=True)), caption, about, **more)
 
 
 def show(shown: Table) -> None:
-    """Print a table on the terminal, as wide as that is, and to anything else as wide as it gets."""
+    """Print a table: as wide as the terminal, elsewhere on whole lines."""
     import sys
 
     import rich.box
@@ -92,25 +86,21 @@ class Entry:
     """An entry of a legend: a marker in a colour, or a stroke."""
 
     label: str
-    colour: str = ""  #: As in `figures`.
-    marker: str = ""  #: A character; else it is a stroke.
+    colour: str = ""  #: One of `figures.PAINT`.
+    marker: str = ""  #: A character; none for a stroke.
     dashes: str = ""
     width: float | None = None
     note: str = ""
 
-    @property
-    def paint(self) -> str:
-        return PAINT.get(self.colour, "")
-
 
 def entry(style: int, label: str, note: str = "") -> Entry:
-    """Return the entry of the run that has such a colour and marker."""
+    """Return the entry of a run, with the colour and marker of its `style`."""
     return Entry(label, RUN_COLOURS[style], MARKERS[style][1], note=note)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a plan: shown where its maker returned one, not None."""
+    """A section of a plan."""
 
     title: str
     about: str = ""
@@ -118,27 +108,14 @@ class Section:
     plots: Sequence[tuple[str, str]] = ()  #: SVG and caption.
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    form: str = ""  #: The template's macro that shows what only this section has.
-    own: Any = None  #: What that shows.
+    form: str = ""  #: Macro of the template for `own`.
+    own: Any = None  #: Content that only this section has.
     few: bool = False  #: Whether its figures are wide, and few.
 
 
 def some(shown: int, of: int, what: str, rest: str) -> list[str]:
-    """Return a note on how many of all are shown; none where all are."""
+    """Return a note, in a list, on how many of all are shown; an empty list where all are."""
     return [f"{shown} of {of} {what}: {rest}"] if shown < of else []
-
-
-def mean_of(values: Sequence[float], text: Callable[[Any], str] = number) -> Cell:
-    """Return the cell of a mean, and below it the least and the greatest if they differ."""
-    if not values:
-        return Cell()
-    ends = min(values), max(values)
-    return cell(sum(values) / len(values), text, " to ".join(map(text, ends)) if ends[0] != ends[1] else "")
-
-
-def with_note(one: Cell, note: str) -> Cell:
-    """Return a cell with a further note; an empty one as it is."""
-    return replace(one, note="; ".join(filter(None, [one.note, note]))) if one.text != NONE else one
 
 
 def joules(value: float | None) -> str:

@@ -1,32 +1,34 @@
 """`dlscale compare`: what got faster, slower, better.
 
-`compare BEFORE AFTER` takes two results folders, or plans: speeds with the spread of their trials, and, of runs timed
-in turns with first runs of the same work, how much faster they were: what the machine did cancels out of that.
-`compare --profiles BEFORE AFTER` takes the profiles of two runs. `compare --gate FILE [PLAN …]` holds speeds against
-earlier ones on this machine, which `--update` notes in the file: 1 if a run became slower.
+`compare BEFORE AFTER` takes two results folders, or plans; with `--gate` it returns 1 if a run became slower beyond
+noise. `compare --profiles BEFORE AFTER` takes the profiles of two runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import folder, results_of
+from dlscale.core import text
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.files import write_text
-from dlscale.core.text import NONE, many, number
-from dlscale.report import gate, profiles
-from dlscale.report.blocks import Cell, cell, show, table
-from dlscale.report.diagnosis import disturbed
-from dlscale.report.results import RunResult, changes, read_plan
+from dlscale.core.files import no_pipe
+from dlscale.core.noise import standard_errors
+from dlscale.measure.profiling import Profile, TopEntry
+from dlscale.report.blocks import Cell, Table, cell, show, table
+from dlscale.report.results import RunResult, changes, crowded, read_plan
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from dlscale.config.resolve import Configuration
 
 #: Settings that are named of a run.
@@ -34,11 +36,9 @@ MOST = 4
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what became of results, profiles, or speeds; return the exit status."""
-    if args.gate:
-        return held(args, configuration)
-    if args.update or len(args.results) != 2:
-        raise UserError("compare: expected two results, BEFORE AFTER; --update stands with --gate FILE")
+    """Print the comparison of `args.results`; return the exit status."""
+    if args.gate and args.profiles:
+        raise UserError("compare: --gate holds speeds against earlier ones, and not profiles; leave one of the two out")
     return (of_profiles if args.profiles else of_results)(args, configuration)
 
 
@@ -46,19 +46,21 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def of_results(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what became of the runs that both of `args.results` have."""
+    """Print the comparison of the runs that both results have; with `args.gate` return 1 if one became slower."""
     before, after = (_runs(name, results_of(configuration)) for name in args.results)
-    busy = disturbed(before) | disturbed(after)
     if before.keys().isdisjoint(after):
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
         raise UserError(f"{' and '.join(args.results)}: no run of one is in the other; name plans with runs in common")
-    found = [change(key, before[key], after[key], busy) for key in both]
+    # Two figures of each run: with more looks, chance finds more losses.
+    looks = 2 * len(both) if args.gate else 1
+    found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
     lone = {name: [key for key in one if key not in other] for name, one, other in sides}
+    slower = [each["run"] for each in found if each["slower"]]
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))
-        return 0
+        return 1 if args.gate and slower else 0
     columns = [
         ("", "run", [cell(each["run"]) for each in found]),
         ("", "samples/s before", [cell(each["samples_per_second"][0]) for each in found]),
@@ -66,58 +68,58 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
         ("", "speed", [cell(each["speed"] and each["speed"]["words"]) for each in found]),
         ("", "over the first run", [cell(each["over_first"] and each["over_first"]["words"]) for each in found]),
         ("", "other devices", [cell(each["devices"] and f"{each['devices']}: not compared") for each in found]),
-        ("", "validation loss", [_pair(each["valid_loss"], number) for each in found]),
-        (
-            "",
-            "settings",
-            [cell("; ".join(each["settings"][:MOST]) + " …" * (len(each["settings"]) > MOST)) for each in found],
-        ),
+        ("", "validation loss", [_pair(each["valid_loss"], text.number) for each in found]),
+        ("", "settings", [cell("; ".join(each["settings"][:MOST]) + _more(each["settings"])) for each in found]),
         ("", "on a busy machine, before and after", [_pair(each["busy"], str) for each in found]),
     ]
     show(table(columns))
     for name, runs in lone.items():
         if runs:
             print(f"only in {name}: {', '.join(runs)}")
-    return 0
+    if args.gate:
+        print(f"slower beyond noise: {', '.join(slower) or 'none'}")
+    return 1 if args.gate and slower else 0
 
 
-def change(key: str, before: RunResult, after: RunResult, busy: dict[Path, str]) -> dict[str, Any]:
-    """Return what became of a run, as values of JSON; `busy` as `disturbed` returns it."""
+def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dict[str, Any]:
+    """Return the changes of a run, as values of JSON."""
     names = [run.device.name for run in (before, after)]
     elsewhere = all(names) and names[0] != names[1]
+    speeds = {
+        "speed": None if elsewhere else measured_apart(after, before, looks=looks),
+        "over_first": None if elsewhere else relative_to_first(after, before, looks),
+    }
     losses = [run.last.valid_loss if run.last else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
-    shown = {name: [NONE if value is None else str(value) for value in pair] for name, pair in differ.items()}
+    shown = {name: [text.NONE if value is None else str(value) for value in pair] for name, pair in differ.items()}
     return {
         "run": key,
         "samples_per_second": [before.speed, after.speed],
-        "speed": None if elsewhere else _plain(measured_apart(after, before)),
-        "over_first": None if elsewhere else _plain(relative_to_first(after, before)),
+        **{name: found and _plain(found) for name, found in speeds.items()},
+        "slower": before.compute == after.compute and any(found and found.high < 1 for found in speeds.values()),
         "valid_loss": [loss if math.isfinite(loss) else None for loss in losses],
         "settings": [f"{name} {old} -> {new}" for name, (old, new) in shown.items()],
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
-        "busy": [busy.get(run.folder) for run in (before, after)],
+        "busy": [crowded(run.crowd) or None for run in (before, after)],
     }
 
 
-def _plain(found: SpeedUp | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
+def _plain(found: SpeedUp) -> dict[str, Any]:
     ends = [found.low, found.high] if math.isfinite(found.error) else None
     return {"ratio": found.ratio, "interval": ends, "noise": found.noise, "words": found.words}
 
 
+def _more(settings: list[str]) -> str:
+    return " …" * (len(settings) > MOST)
+
+
 def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:
-    """Return what was before, and after; nothing where neither is known."""
-    words = [NONE if value is None else shown(value) for value in values]
+    words = [text.NONE if value is None else shown(value) for value in values]
     return Cell() if values == [None, None] else cell(" -> ".join(words))
 
 
 def _runs(name: str, results: Path) -> dict[str, RunResult]:
-    """Return runs by `PLAN.RUN`: of a results folder, of a plan's folder, or of a plan by its name.
-
-    Runs that are not finished are left out, and named on the standard error.
-    """
+    """Return the finished runs, by `PLAN.RUN`, of a results folder, a plan's folder, or a plan by its name."""
     path = Path(name) if Path(name).exists() else results / "plans" / name
     plans = [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/*/plan.yaml"))
     if not plans:
@@ -135,16 +137,25 @@ def _runs(name: str, results: Path) -> dict[str, RunResult]:
 # ---- profiles ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Summary:
+    """A profile as it is compared."""
+
+    rows: list[TopEntry]
+    steps: dict[str, int]  #: Steps by profiler.
+    batch: float | None = None  #: Samples a step of one process.
+
+
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what changed from the profile of the first run to that of the second."""
+    """Print the changes from the profile of the first run to that of the second."""
     named = [name if Path(name).exists() else folder(name, configuration) for name in args.results]
-    before, after = map(profiles.read, named)
+    before, after = map(read, named)
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:
         said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"
         raise UserError(f"the profiles have no profiler in common ({said}); profile both with the same tools")
-    found, per = profiles.compare(before, after), profiles.unit(before, after)
-    parts = {"faster and slower": profiles.extremes(found), "in one of the two alone": profiles.unmatched(found)}
+    found, per = compare(before, after), unit(before, after)
+    parts = {"faster and slower": extremes(found), "in one of the two alone": unmatched(found)}
     if args.json:
         lists = {name: json.loads(part.to_json(orient="records")) for name, part in parts.items()}
         print(json.dumps({"per": per, "batches": [before.batch, after.batch], **lists}, indent=2))
@@ -153,46 +164,113 @@ def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -
         print(f"a process has batches of {before.batch:g} before and {after.batch:g} after: all times are per sample")
     for name, part in parts.items():
         if len(part):
-            show(profiles.changes_table(part, name))
+            show(_table(part, name))
     return 0
 
 
-# ---- gate --------------------------------------------------------------------------------------------
+def read(path: str | Path) -> Summary:
+    """Read the profile of a run: the run's folder, its folder `profile`, or a file in that."""
+    path = Path(path)
+    place = path if path.is_dir() else path.parent
+    if not (place / "profile.json").is_file() and (place / "profile").is_dir():
+        place /= "profile"
+    record = Profile.read(place / "profile.json")
+    return Summary(
+        read_rows(place / "profile_summary.csv"),
+        {tool.name: tool.steps for tool in record.tools},
+        record.batch_size / record.nranks if record.batch_size else None,
+    )
 
 
-def held(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Hold the plans in `args.results`, or the targets, against the file `args.gate`; 1 if a run became slower."""
-    results, path = results_of(configuration), Path(args.gate)
-    names = args.results or (configuration.workflow.targets if configuration else [])
-    runs = {
-        f"{name}.{run.name}": run
-        for name in names
-        for run in read_plan(_plan(results, name, configuration), stages=["throughput"]).runs
-        if run.throughput and run.speed
-    }
-    if not runs:
-        raise UserError(f"{results}: no run of {', '.join(names) or 'any plan'} has throughput; run the workflow first")
-    reference = gate.read(path, args.update)
-    looks = list(gate.held(reference, runs))
-    if args.json:
-        print(json.dumps([look.plain() for look in looks], indent=2))
-    else:
-        print("".join(f"{look.line()}\n" for look in looks), end="")
-    if args.update:
-        write_text(path.resolve(), gate.updated(reference, runs).text() + "\n")
-        if not args.json:
-            print(f"{path}: {many(len(runs), 'run')} noted: {', '.join(runs)}")
-        return 0
-    if not looks:
-        raise UserError(f"{path}: it has none of these runs on this machine, doing the same work; add them by --update")
-    return 1 if any(look.lost for look in looks) else 0
+def read_rows(file: Path) -> list[TopEntry]:
+    """Read a `profile_summary.csv`."""
+    no_pipe(file)
+    try:
+        with file.open(newline="", encoding="utf-8") as lines:
+            each = enumerate(csv.DictReader(lines), 1)
+            rows = [TopEntry.checked(row, f"{file}: row {number}") for number, row in each]
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; run the profile stage first") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{file}: no summary of a profile ({error}); run the profile stage again") from None
+    if not rows:
+        raise UserError(f"{file}: holds no row; run the profile stage again")
+    return rows
 
 
-def _plan(results: Path, name: str, configuration: Configuration | None) -> Path:
-    plan = results / "plans" / name / "plan.yaml"
-    if plan.exists():
-        return plan
-    known = sorted(each.parent.name for each in results.glob("plans/*/plan.yaml"))
-    if configuration and name in configuration.plans:
-        raise UserError(f"plan {name} has no results yet; name those that have: {', '.join(known) or 'none'}")
-    raise UserError(f"{plan}: no such file; {unknown('plan', name, known)}")
+def unit(before: Summary, after: Summary) -> str:
+    """Return the unit that two profiles are compared by: a `step`, or a `sample` where batches differ."""
+    return "step" if None in (before.batch, after.batch) or before.batch == after.batch else "sample"
+
+
+def compare(before: Summary, after: Summary) -> pd.DataFrame:
+    """Return the changes of each row that either has: tool, kind, name, before, after, noise, difference, certain, per.
+
+    Times are seconds, of several ranks their mean; NaN where one has no such row. The noise is half the 95 % interval
+    of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2) times Student's t of
+    the fewer steps: infinite for one step, and for lines, whose spread is unknown. Only profilers that both have are
+    compared.
+    """
+    per, both = unit(before, after), {"before": before, "after": after}
+    parts = [_means(summary, per).add_suffix(f"_{when}") for when, summary in both.items()]
+    joined = parts[0].join(parts[1], how="outer").reset_index()
+    tools = set.intersection(*({row.tool for row in summary.rows} for summary in both.values()))
+    joined = joined[joined.tool.isin(tools)].rename(columns={f"mean_{when}": when for when in both})
+    fewest = {tool: min(summary.steps.get(tool, 1) for summary in both.values()) for tool in tools}
+    reaches = [_reach(kind, fewest[tool]) for tool, kind in zip(joined.tool, joined.kind, strict=True)]
+    joined["difference"] = joined.after - joined.before
+    joined["noise"] = ((joined.error_before**2 + joined.error_after**2) ** 0.5 * reaches).fillna(math.inf)
+    joined["certain"] = joined.difference.abs() > joined.noise
+    return joined[["tool", "kind", "name", "before", "after", "noise", "difference", "certain"]].assign(per=per)
+
+
+def _reach(kind: str, steps: int) -> float:
+    """Return the noise in standard errors; those of sampled stacks do not depend on the steps."""
+    return math.inf if kind == "line" else standard_errors(math.inf if kind == "function" else steps)
+
+
+def _means(summary: Summary, per: str) -> pd.DataFrame:
+    """Return mean and standard error over the ranks, s a step or sample; a rank without a row took no time for it."""
+    import pandas as pd
+
+    rows = pd.DataFrame([{**row.model_dump(), "square": row.std**2} for row in summary.rows])
+    found = rows.groupby(["tool", "kind", "name"]).agg({"seconds": "sum", "square": "sum"})
+    tools = found.index.get_level_values("tool")
+    ranks = tools.map(rows.groupby("tool")["rank"].nunique().to_dict()).to_numpy()
+    steps = tools.map({tool: max(summary.steps.get(tool, 1), 1) for tool in set(tools)}).to_numpy()
+    scale = 1 / (summary.batch or 1) / ranks if per == "sample" else 1 / ranks
+    return pd.DataFrame({"mean": scale * found.seconds, "error": scale * (found.square / steps) ** 0.5})
+
+
+def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
+    """Return the rows that got faster the most, then those that got slower the most."""
+    import pandas as pd
+
+    faster = changes[changes.difference < 0].nsmallest(count, "difference")
+    return pd.concat([faster, changes[changes.difference > 0].nlargest(count, "difference")])
+
+
+def unmatched(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
+    """Return the rows that only one profile has, the longest first."""
+    lone = changes[changes.difference.isna()]
+    return lone.loc[lone[["before", "after"]].max(axis=1).nlargest(count).index]
+
+
+def _table(changes: pd.DataFrame, caption: str) -> Table:
+    rows: list[Any] = list(changes.itertuples())
+    columns = [
+        ("", "name", [cell(row.name) for row in rows]),
+        ("", "change (ms)", [_ms(row.difference, row.noise) for row in rows]),
+        ("", f"before (ms a {rows[0].per})", [_ms(row.before) for row in rows]),
+        ("", f"now (ms a {rows[0].per})", [_ms(row.after) for row in rows]),
+        ("", "kind", [cell(f"{row.kind}, {row.tool}") for row in rows]),
+        ("", "certain", [cell("yes" if row.certain else "within the noise") for row in rows]),
+    ]
+    return table(columns, caption)
+
+
+def _ms(seconds: float, noise: float = 0.0) -> Cell:
+    if math.isnan(seconds):
+        return Cell()
+    spread = f"± {text.number(1e3 * noise, 2)}" if math.isfinite(noise) else "noise unknown"
+    return cell(1e3 * seconds, note=spread * bool(noise))

@@ -1,7 +1,4 @@
-"""Curves of trainings: loss, metric, skill, learning rate; and beside them logs of other programs.
-
-`dlscale import` brings the logs in, as `references/NAME/reference.json` of the results.
-"""
+"""Curves of trainings: loss, metric, learning rate; and beside them logs that `dlscale import` brought in."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from dlscale.core.record import Number, Record
 from dlscale.core.schema import Name
 from dlscale.report import published
 from dlscale.report.blocks import Entry, Section, entry, some
-from dlscale.report.figures import DASHED, INK, MARKERS, MUTED, RUN_COLOURS, Line, lines, run_line
+from dlscale.report.figures import DASHED, DASHES, INK, MARKERS, MUTED, RUN_COLOURS, Line, lines, run_line
 from dlscale.report.results import PlanResult, RunResult, by_settings, first_and_least
 
-#: How many runs are drawn; the table has all.
+#: Most runs that are drawn.
 LINES = len(MARKERS)
 
-#: What a curve is drawn over, and what that shows. Time is that of training and validation, without pauses.
+#: Axes of curves: label and meaning. Time is that of training and validation, without pauses.
 Over = Literal["epoch", "step", "samples", "time"]
 AXES: dict[Over, tuple[str, str]] = {
     "epoch": ("epoch", "what each pass teaches"),
@@ -32,9 +29,6 @@ AXES: dict[Over, tuple[str, str]] = {
     "samples": ("training samples", "what each sample teaches"),
     "time": ("time, validation included", "what waiting buys"),
 }
-
-#: How the lines of references are dashed, in points; sixteen lines differ in that, in their colour or their width.
-DASHES = ("1 1.5", "5 2", "5 1.5 1 1.5", "9 2")
 
 #: A value of an epoch, or of a model before its first step.
 Value = Callable[[Epoch | Untrained], float | None]
@@ -49,23 +43,23 @@ class Reference(Record):
     name: Name
     label: str
     study: Name
-    plans: list[str] = []  #: That show it; none: all of the study.
-    files: dict[str, str]  #: The event files that it was read from: their SHA-256 by name.
-    counts: Literal["step", "epoch"] = "step"  #: What the steps in the files are.
+    plans: list[str] = []  #: Plans that show it; none for all of the study.
+    files: dict[str, str]  #: SHA-256 of its event files, by name.
+    counts: Literal["step", "epoch"] = "step"  #: Unit of the steps in the files.
     batch_size: int | None = Field(None, ge=1)
     epoch_samples: int | None = Field(None, ge=1)  #: Training samples of an epoch.
-    #: By our name of a quantity (`loss/valid`): step as in the files, seconds since training began, value.
+    #: Points by our name of a quantity (`loss/valid`): step as in the files, seconds since training began, value.
     curves: dict[str, list[tuple[int, float, Number]]]
 
     def scale(self, over: Over) -> float | None:
-        """Return by what to multiply a step of the files; None where that is not known."""
+        """Return the factor of the files' steps; None where it is not known."""
         samples = self.batch_size if self.counts == "step" else self.epoch_samples
         if over == "samples" or self.counts == "step":
             return samples if over == "samples" else 1.0
         return self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
 
     def points(self, quantity: str, over: Over) -> list[tuple[float, float]]:
-        """Return a curve; no points where the quantity is not in the files, or the scale is not known."""
+        """Return a curve, empty where the quantity or the scale is not known."""
         curve, scale = self.curves.get(quantity, []), self.scale(over)
         if over == "time":
             return [(seconds, value) for _, seconds, value in curve]
@@ -73,7 +67,7 @@ class Reference(Record):
 
 
 def shown(plan: PlanResult) -> list[RunResult]:
-    """Return the trained runs that are drawn; of a convergence those that differ in their seed alone as one."""
+    """Return the trained runs that are drawn; of a convergence one for all seeds."""
     if plan.record.kind != "convergence":
         return first_and_least(plan.trained, LINES, lambda run: run.final_loss)
     groups = by_settings(plan.trained)[:LINES]
@@ -81,23 +75,25 @@ def shown(plan: PlanResult) -> list[RunResult]:
 
 
 def curve(style: int, run: RunResult, over: Over, value: Value) -> Line:
-    """Return a value after each epoch, with that before the first if it is known; of several seeds mean and ends.
+    """Return the line of a value after each epoch, and before the first if it is known; of several seeds mean and ends.
 
-    There are no points in time where geometry or loader changed on the way: nobody knows it.
+    It has no points in time where geometry or loader changed on the way.
     """
-    values = run.over_seeds(value)
-    known = [
-        (place, each) for place, each in zip(places(run, over), values, strict=False) if all(map(math.isfinite, each))
-    ]
-    points = [(place, sum(each) / len(each)) for place, each in known if each]
-    return run_line(style, points, band=[(min(each), max(each)) for _, each in known if each] if run.repeats else ())
+    seeds = [[epochs[0].untrained, *epochs] for epochs in (run.epochs, *run.repeats)]
+    known = []
+    for place, epochs in zip(places(run, over), zip(*seeds, strict=False), strict=False):
+        values = [y for epoch in epochs if epoch and (y := value(epoch)) is not None]
+        if values and all(map(math.isfinite, values)):
+            known.append((place, values))
+    points = [(place, sum(values) / len(values)) for place, values in known]
+    return run_line(style, points, band=[(min(values), max(values)) for _, values in known] if run.repeats else ())
 
 
 def places(run: RunResult, over: Over) -> list[float]:
-    """Return where a run's epochs are on an axis."""
+    """Return 0, and the places of a run's epochs on an axis."""
     if over != "time":
-        return [getattr(epoch, over) for epoch in run.epochs]
-    times = accumulate(epoch.epoch_seconds + epoch.valid_seconds for epoch in run.epochs)
+        return [0.0, *(getattr(epoch, over) for epoch in run.epochs)]
+    times = accumulate((epoch.epoch_seconds + epoch.valid_seconds for epoch in run.epochs), initial=0.0)
     return list(times) if run.training_seconds is not None else []
 
 
@@ -106,23 +102,13 @@ def draw(name: str, drawn: Sequence[Line], over: Over, label: str, **more: Any) 
     return lines(name, drawn, AXES[over][0], label, time=over == "time", whole=over == "epoch", **more)
 
 
-# ---- sections ----------------------------------------------------------------------------------------
-
-
 def training(plan: PlanResult) -> Section | None:
-    """Return the curves of loss, skill, learning rate, and of the metric that is followed."""
+    """Return the curves of loss, learning rate, and the metric that is followed."""
     runs = shown(plan)
     if not runs:
         return None
     axes: tuple[Over, ...] = ("step", "samples", "time") if plan.record.kind == "convergence" else ("epoch", "time")
     plots = [loss(plan, runs, over) for over in axes]
-    if any(plan.skill(run.epochs[-1]) is not None for run in runs):
-        drawn = [run_line(n, [(each.epoch, plan.skill(each)) for each in run.epochs]) for n, run in enumerate(runs)]
-        values = [value for line in drawn for _, value in line.points if value is not None]
-        limits = max(min([*values, -0.05]) * 1.1, -1.0), max([*values, 0.1]) * 1.1
-        naive = [(0.0, "naive answer")]
-        drawing = draw(f"{plan.name}-skill", drawn, "epoch", "skill", y=limits, levels=naive, height=1.5)
-        plots.append((drawing, "Skill on the validation data; 1 is perfect."))
     rates = [run_line(n, [(each.epoch, each.learning_rate) for each in run.epochs]) for n, run in enumerate(runs)]
     drawing = draw(f"{plan.name}-rate", rates, "epoch", "learning rate", y="zero", height=1.5)
     plots.append((drawing, "Learning rate at the end of each epoch."))
@@ -143,14 +129,14 @@ def loss(plan: PlanResult, runs: Sequence[RunResult], over: Over) -> Plot:
     drawn = []
     for style, run in enumerate(runs):
         drawn.append(curve(style, run, over, lambda epoch: epoch.valid_loss))
-        trained = list(zip(places(run, over), [epoch.train_loss for epoch in run.epochs], strict=False))
+        trained = list(zip(places(run, over)[1:], [epoch.train_loss for epoch in run.epochs], strict=False))
         drawn.append(Line(trained, RUN_COLOURS[style], dashes=DASHED, width=1.1))
     axis, what = AXES[over]
     return draw(f"{plan.name}-{over}", drawn, over, plan.loss.label, height=3.0), f"Loss over {axis}: {what}."
 
 
 def followed(plan: PlanResult) -> Metric | None:
-    """Return the metric that is drawn: one that was published, else the leading one; None if it is the loss itself."""
+    """Return the metric that is drawn: a published one, else the leading one; None if it is the loss itself."""
     wanted = [figure.metric for figure in plan.record.published if figure.metric in plan.metrics]
     metric = plan.metrics[wanted[0]] if wanted else plan.lead
     if metric is None or not plan.trained:
@@ -160,7 +146,7 @@ def followed(plan: PlanResult) -> Metric | None:
 
 
 def metric_curves(plan: PlanResult, runs: Sequence[RunResult], metric: Metric) -> list[Plot]:
-    """Return the figures of a metric over epochs, steps and time, beside the values published of the plan's runs."""
+    """Return the figures of a metric over epochs, steps and time, with the values published for the plan's runs."""
     mine = {f"{plan.name}.{run.name}" for run in plan.runs}
     levels = {
         figure.value: f"published: {published.shown(figure)}"
@@ -181,7 +167,7 @@ def metric_curves(plan: PlanResult, runs: Sequence[RunResult], metric: Metric) -
 
 
 def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
-    """Return the loss and the metric that is followed beside the references of a plan; None if it has none."""
+    """Return loss and followed metric beside the references of a plan; None if it has none."""
     runs, metric, study = shown(plan), followed(plan), plan.record.study
     mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]
     quantities: list[tuple[str, str, str, Value]] = [
@@ -194,7 +180,7 @@ def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
     for quantity, title, label, value in quantities if runs else []:
         for over in ("step", "samples", "time"):
             theirs = [_line(style, each.points(quantity, over)) for style, each in enumerate(mine)]
-            ours = [run_line(style, own_points(run, value, over)) for style, run in enumerate(runs)]
+            ours = [replace(curve(style, run, over, value), band=()) for style, run in enumerate(runs)]
             if any(line.points for line in theirs):
                 name, (axis, what) = f"{plan.name}-beside-{quantity.replace('/', '-')}-{over}", AXES[over]
                 drawing = draw(name, [*ours, *theirs], over, label, x="wide", height=2.6)
@@ -213,10 +199,3 @@ def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
 def _line(style: int, points: Sequence[tuple[float, float]]) -> Line:
     colour, width = (INK, MUTED)[style // 4 % 2], (1.4, 3.0)[style // 8 % 2]
     return Line(points, colour, dashes=DASHES[style % 4], width=width)
-
-
-def own_points(run: RunResult, value: Value, over: Over) -> list[tuple[float, float]]:
-    """Return a value of a run, also before its first step where that is known."""
-    first = run.epochs[0].untrained
-    known = zip([0.0, *places(run, over)], [first, *run.epochs], strict=False)
-    return [(x, y) for x, each in known if each and (y := value(each)) is not None]

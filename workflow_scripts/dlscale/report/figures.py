@@ -1,8 +1,6 @@
 """Figures of the page: lines, bars and strips, as inline SVG that takes its colours from the page's CSS.
 
-Stand-in colours are replaced by `currentColor` and CSS variables (`--s0` … `--s7` for runs, `--io`, `--synthetic`,
-`--full` for modes, `--grid`, `--muted`), so that figures follow the theme. The same input gives the same bytes.
-Identifiers are made of `name`, which is unique in the page.
+The same input gives the same bytes. Identifiers are made of `name`, which is unique in the page.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
 
 from dlscale.core.text import number, shorten
 from dlscale.measure.records import MODES
@@ -27,7 +23,9 @@ MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"),
 
 #: How lines are dashed: lengths of dashes and gaps, for figures and legends.
 SOLID, DASHED, DOTTED = "", "3 2", "1 1.5"
+DASHES = (DOTTED, "5 2", "5 1.5 1 1.5", "9 2")
 
+#: Stand-ins for `currentColor` and the CSS variables in `PAINT`, so that figures follow the theme.
 INK, MUTED, GRID = "#010101", "#010102", "#010103"
 RUN_COLOURS = [f"#0102{index:02x}" for index in range(len(MARKERS))]
 MODE_COLOURS = {mode: f"#0103{index:02x}" for index, mode in enumerate(MODES)}
@@ -37,7 +35,6 @@ PAINT = (
     | {colour: f"var(--{mode.lower()})" for mode, colour in MODE_COLOURS.items()}
 )
 
-#: Matplotlib types its settings one by one, hence Any.
 _STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": GRID,
@@ -67,9 +64,8 @@ UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
 
 def svg(name: str, draw: Callable[[Axes], None], inches: tuple[float, float]) -> str:
-    """Return what `draw` draws as an SVG element for an HTML page."""
+    """Return the SVG element, for an HTML page, of the axes that `draw` fills."""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     text = io.StringIO()
@@ -79,7 +75,6 @@ def svg(name: str, draw: Callable[[Axes], None], inches: tuple[float, float]) ->
         # The browser draws the text; it has more letters than matplotlib's font.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=inches, layout="constrained")
-        FigureCanvasSVG(figure)
         draw(figure.subplots())
         figure.savefig(
             text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -97,21 +92,19 @@ def svg(name: str, draw: Callable[[Axes], None], inches: tuple[float, float]) ->
 
 @dataclass(frozen=True)
 class Line:
-    """A line, or points alone; values that are not known are left out."""
+    """A line, without unknown values."""
 
     points: Sequence[tuple[float, float | None]]
     colour: str
-    marker: str = ""  #: Of `MARKERS`.
-    dashes: str = SOLID  #: Lengths of dashes and gaps, as in SVG; `none` for points alone.
+    marker: str = ""  #: One of `MARKERS`.
+    dashes: str = SOLID  #: Lengths of dashes and gaps, as in SVG.
     width: float = 1.8
-    size: float = 5.0  #: Of markers.
-    hollow: bool = False
-    band: Sequence[tuple[float, float]] = ()  #: Least and greatest at each point.
-    whiskers: Sequence[float] = ()  #: Half of each point's.
+    band: Sequence[tuple[float, float]] = ()  #: Least and greatest value at each point.
+    whiskers: Sequence[float] = ()  #: Half length at each point.
 
 
 def run_line(style: int, points: Sequence[tuple[float, float | None]], **more: Any) -> Line:
-    """Return the line of the run that has such a colour and marker."""
+    """Return the line of a run, in the colour and with the marker of its `style`."""
     return Line(points, RUN_COLOURS[style], MARKERS[style][0], **more)
 
 
@@ -123,10 +116,10 @@ def lines(
     *,
     time: bool = False,
     whole: bool = False,
-    x: Literal["from zero", "as it is", "log", "doubling", "wide"] = "from zero",
-    y: Literal["auto", "zero", "log"] | tuple[float, float] = "auto",
+    x: Literal["from zero", "doubling", "wide"] = "from zero",
+    y: Literal["auto", "zero", "log"] = "auto",
     levels: Sequence[tuple[float, str]] = (),
-    ticks: Sequence[str] | Sequence[int] = (),
+    ticks: Sequence[int] = (),
     height: float = 2.8,
 ) -> str:
     """Draw lines over `axis`: seconds, if it is a `time`, and without fractions, if it is `whole`.
@@ -134,21 +127,21 @@ def lines(
     Parameters
     ----------
     x
-        `wide` is logarithmic where one line is twenty times as long as another; `doubling` to the base of two.
+        `wide` is logarithmic where one line is twenty times as long as another; `doubling` has the base two.
     y
-        `auto` is logarithmic for positive values of which one is ten times another; else the limits.
+        `auto` is logarithmic for positive values that span a factor of ten.
     levels
-        Values to compare with, and what they are called.
+        Values to compare with, and their names.
     ticks
-        Whole numbers that alone are told, or names of the places from 0 on.
+        The only numbers along the axis.
     """
 
     def draw(axes: Axes) -> None:
-        from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+        from matplotlib.ticker import MaxNLocator
 
         known = [[(place, value) for place, value in line.points if value is not None] for line in drawn]
         lengths = [points[-1][0] for points in known if points]
-        logarithmic = x == "log" or (x == "wide" and max(lengths) > 20 * min(lengths))
+        logarithmic = x == "wide" and max(lengths) > 20 * min(lengths)
         plain = (1.0, "s") if logarithmic else _time_unit(max(lengths, default=0.0))
         scale, unit = plain if time else (1.0, "")
         for line, points in zip(drawn, known, strict=True):
@@ -164,17 +157,13 @@ def lines(
         elif x == "doubling":
             axes.set_xscale("log", base=2)
             axes.margins(x=0.08)
-        elif ticks and isinstance(ticks[0], str):
-            axes.set_xticks(range(len(ticks)), [shorten(str(word), 16) for word in ticks])
-            axes.set_xlim(-0.5, len(ticks) - 0.5)
-        elif x != "as it is":
+        else:
             axes.set_xlim(left=0)
         if whole:
             axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        if ticks and not isinstance(ticks[0], str):
-            axes.xaxis.set_major_locator(FixedLocator([float(tick) for tick in ticks]))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        if ticks:
+            axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axes.minorticks_off()
         values = [value for points in known for _, value in points] + [level for level, _ in levels]
         values += [end for line in drawn for ends in line.band for end in ends]
         wide = bool(values) and min(values) > 0 and max(values) > 10 * min(values)
@@ -182,9 +171,6 @@ def lines(
             _logarithmic(axes, "y")
         elif y == "zero":
             axes.set_ylim(0, 1.1 * max(values, default=1.0) or 1.0)
-        elif y != "auto":
-            axes.set_ylim(*y)
-        _uncover(axes)
 
     return svg(name, draw, (WIDTH, height))
 
@@ -195,34 +181,21 @@ def _line(axes: Axes, line: Line, points: Sequence[tuple[float, float]]) -> None
         low, high = zip(*line.band, strict=True)
         axes.fill_between(places, low, high, color=line.colour, alpha=0.2, linewidth=0)
     marker = line.marker or ("_" if len(points) == 1 else "")
-    (drawn,) = axes.plot(places, values, color=line.colour, linewidth=line.width, marker=marker, markersize=line.size)
+    (drawn,) = axes.plot(places, values, color=line.colour, linewidth=line.width, marker=marker, markersize=5)
     drawn.set_markevery(max(1, len(points) // 12))
-    if line.dashes == "none":
-        drawn.set_linestyle("")
-    elif line.dashes:
+    if line.dashes:
         drawn.set_dashes([float(length) for length in line.dashes.split()])
-    if line.hollow:
-        drawn.set(markerfacecolor="none", markeredgewidth=1.6)
     if line.whiskers:
         axes.errorbar(places, values, yerr=line.whiskers, fmt="none", ecolor=line.colour, elinewidth=1, capsize=2)
 
 
-def _uncover(axes: Axes) -> None:
-    """Widen each line that later ones cover, so that lines which coincide all stay visible."""
-    drawn = [line.get_xydata() for line in axes.lines]
-    for index, line in enumerate(axes.lines):
-        covering = sum(np.array_equal(drawn[index], other, equal_nan=True) for other in drawn[index + 1 :])
-        line.set_linewidth(line.get_linewidth() + min(2.0, 5 / len(drawn)) * covering)
-        line.set_markersize(line.get_markersize() + min(2.0, 5 / len(drawn)) * covering)
-
-
 def _time_unit(greatest: float) -> tuple[float, str]:
-    """Return the seconds and the name of the unit in which times up to `greatest` seconds read well."""
+    """Return seconds and name of the unit for times up to `greatest` seconds."""
     return next((seconds, unit) for least, seconds, unit in UNITS if greatest >= least)
 
 
 def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Set a logarithmic axis with plain numbers; matplotlib's own ones are mathematical text."""
+    """Make an axis logarithmic, with plain numbers where matplotlib has mathematical text."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -239,23 +212,23 @@ def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of parts, one after the other."""
+    """A bar of stacked parts."""
 
     parts: Sequence[tuple[float, str]]  #: Lengths and colours.
-    said: str  #: At its end.
-    name: str = ""  #: At its left.
-    error: float = 0.0  #: Half of the whisker at its end.
-    mark: float | None = None  #: Where an upright line is.
+    said: str  #: Words at its end.
+    name: str = ""  #: Words at its left.
+    error: float = 0.0  #: Half length of the whisker at its end.
+    mark: float | None = None  #: Place of an upright line.
 
     @property
     def end(self) -> float:
         return max(sum(length for length, _ in self.parts) + self.error, self.mark or 0.0)
 
 
-def bars(name: str, groups: Sequence[tuple[str, Sequence[Bar]]], label: str, room: float = 0.3) -> str:
-    """Draw bars in groups, each below its name; `room` is what the numbers at their ends need, a share of the axis.
+def bars(name: str, groups: Sequence[tuple[str, Sequence[Bar]]], label: str) -> str:
+    """Draw bars in groups, each below its name.
 
-    Bars of one part of which one is thirty times as long as another are drawn over a logarithmic axis.
+    Bars of one part that differ by a factor of thirty are drawn over a logarithmic axis.
     """
 
     def draw(axes: Axes) -> None:
@@ -264,7 +237,7 @@ def bars(name: str, groups: Sequence[tuple[str, Sequence[Bar]]], label: str, roo
         wide = bool(ends) and max(ends) > 30 * min(ends) and all(len(bar.parts) == 1 for bar in drawn)
         if wide:
             _logarithmic(axes, "x")
-        axes.set_xlim(min(ends) / 3 if wide else 0, max(ends, default=1.0) * (6 if wide else 1 + room))
+        axes.set_xlim(min(ends) / 3 if wide else 0, max(ends, default=1.0) * (6 if wide else 1.3))
         top, places = 0.0, list[tuple[float, str]]()
         for title, each in groups:
             left: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "fontweight": "bold"}
@@ -295,12 +268,12 @@ def bars(name: str, groups: Sequence[tuple[str, Sequence[Bar]]], label: str, roo
 
 # ---- strips ------------------------------------------------------------------------------------------
 
-#: A quantity over time: name with unit, seconds from the begin, values, the end of its axis (None: the greatest value).
+#: A quantity over time: name with unit, seconds from the begin, values, end of its axis (None: the greatest value).
 Strip = tuple[str, Sequence[float], Sequence[float], float | None]
 
 
 def strips(name: str, series: Sequence[Strip]) -> str:
-    """Draw quantities over time, one strip each, from 0 to the value that is told at its right."""
+    """Draw quantities over time, one strip each, from 0 to the value at its right."""
 
     def draw(axes: Axes) -> None:
         last = max(max(seconds, default=0.0) for _, seconds, _, _ in series)

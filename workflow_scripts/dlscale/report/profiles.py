@@ -1,31 +1,28 @@
-"""Where the time of a step goes, and what became of it: profiles in the page, and side by side."""
+"""Throughput, profiles and telemetry of runs, in the page."""
 
 from __future__ import annotations
 
-import csv
-import math
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from dlscale.core import text
-from dlscale.core.errors import UserError
-from dlscale.core.noise import standard_errors
+from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
-from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, table
-from dlscale.report.figures import GRID, MODE_COLOURS, MUTED, RUN_COLOURS, Bar, bars
+from dlscale.measure.records import MODES
+from dlscale.report import published
+from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, some, table
+from dlscale.report.figures import GRID, MODE_COLOURS, MUTED, RUN_COLOURS, Bar, Strip, bars, strips
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
-
-if TYPE_CHECKING:
-    import pandas as pd
+from dlscale.report.verdict import of
 
 #: How many runs, and rows of a profile, are shown.
 BARS, TOP = 8, 10
 
-#: Parts of a step in the order in which they come, with their names: `other` is what no range covers, `unexplained`
-#: what nothing shows. Loading is coloured as IO, computing as runs are, which stand in other figures.
+#: Parts of a step in their order, with name and colour: those of loading and computing as in other figures. `other` is
+#: covered by no range, `unexplained` by no measurement.
 PARTS = {
     "data": ("waiting for data", MODE_COLOURS["IO"]),
     "copy": ("copy to the device", RUN_COLOURS[6]),
@@ -38,6 +35,45 @@ PARTS = {
 }
 
 
+# ---- throughput --------------------------------------------------------------------------------------
+
+
+def throughput(plan: PlanResult) -> Section | None:
+    """Return the rates and verdicts of the first and the fastest runs; None if none was timed."""
+    measured = [run for run in plan.runs if run.throughput]
+    if not measured:
+        return None
+    shown = first_and_least(measured, BARS, slowness)
+    words = "Samples per second of each run: mean over the trials, whiskers one standard deviation."
+    return Section(
+        "Throughput",
+        plots=[(rates(f"{plan.name}-throughput", shown), words)],
+        notes=some(len(shown), len(measured), "runs", "the first and the fastest. The table has all."),
+        form="throughput",
+        own=[{"run": run.label, "id": plan.anchor(run), "verdict": of(run)} for run in shown],
+        few=True,
+    )
+
+
+def rates(name: str, runs: Sequence[RunResult]) -> str:
+    """Draw IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
+    groups = []
+    for run in runs:
+        known = [(mode, each) for mode in MODES if (each := run.trials(mode))]
+        drawn = [Bar([(t.mean, MODE_COLOURS[mode])], text.number(t.mean), mode, t.std) for mode, t in known]
+        groups.append((run.label, drawn))
+    return bars(name, groups, "throughput (samples/s)")
+
+
+def devices(runs: Iterable[RunResult]) -> list[str]:
+    """Return the devices that runs were measured on, each once."""
+    names = []
+    for device in (run.device for run in runs if run.device.name):
+        threads = [text.many(device.threads, "thread")] if device.kind == "cpu" and device.threads else []
+        names.append(", ".join([device.name, *threads]))
+    return list(dict.fromkeys(names))
+
+
 # ---- the parts of a step -----------------------------------------------------------------------------
 
 
@@ -47,12 +83,12 @@ class Step:
 
     label: str
     parts: dict[str, float]  #: Seconds by part (of `PARTS`).
-    full: float | None  #: Seconds of a step of FULL, which a profile's steps are not; None if it was not measured.
-    samples: int | None  #: Of a step, over all processes.
+    full: float | None  #: Seconds of a step of FULL; None if it was not measured.
+    samples: int | None  #: Samples over all processes.
 
 
 def step(run: RunResult) -> Step | None:
-    """Return where a step's time goes: from its profile, else from its throughput; None if neither tells."""
+    """Return where a step's time goes: from its profile, else from its throughput; None without either."""
     profile, measured = run.profile, run.throughput
     batch = (measured.batch_size if measured else None) or (profile.batch_size if profile else None)
     full, computing, loading = (
@@ -64,24 +100,16 @@ def step(run: RunResult) -> Step | None:
         return Step(f"{run.label} ({tool.name})", of_tool(tool), full, batch)
     if not (full and computing):
         return None
-    # A step cannot wait longer than its batch takes to load. What is missing beyond that nobody has measured: the two
-    # slow each other down, or something else did.
+    # A step waits no longer than its batch takes to load. Nothing measured explains the rest.
     parts = {"data": min(max(0.0, full - computing), loading or 0.0), "compute": min(full, computing)}
     return Step(run.label, {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
-
-
-def shares(run: RunResult) -> dict[str, float]:
-    """Return the share of a step's time that each part has; nothing if nothing tells."""
-    found = step(run)
-    whole = sum(found.parts.values()) if found else 0.0
-    return {part: seconds / whole for part, seconds in found.parts.items()} if found and whole else {}
 
 
 def of_tool(tool: ProfiledTool) -> dict[str, float]:
     """Return seconds a step by part; they add up to the step.
 
-    Of a device they are its work by range, where parts of it ran side by side shares of the time that it was busy;
-    `data` is the time for which it was idle while the host was asking for data, `other` all the rest of the step.
+    Of a device they are its work by range, scaled to its busy time where parts ran side by side; `data` is its idle
+    time while the host was asking for data, `other` the rest of the step.
     """
     ranges, idle = tool.ranges, tool.activity.idle_seconds
     found = {part: ranges[part] for part in PARTS if part in ranges}
@@ -99,16 +127,12 @@ def of_tool(tool: ProfiledTool) -> dict[str, float]:
     return {**parts, "other": max(0.0, seconds - sum(parts.values()))}
 
 
-# ---- the page ----------------------------------------------------------------------------------------
-
-
 def section(plan: PlanResult, page: Path) -> Section | None:
-    """Return where the time of a step goes, run by run, and what the profilers left; None if nothing tells."""
+    """Return where the time of a step goes, run by run, and the profilers' files; None if nothing tells."""
     steps = [found for run in first_and_least(plan.runs, BARS, slowness) if (found := step(run))]
     if not steps:
         return None
-    profiled = [run for run in plan.runs if run.profile]
-    # Steps of different batches are no before and after: then all bars are those of a sample.
+    # Steps of different batches compare by the sample.
     sample = len({each.samples for each in steps}) > 1 and all(each.samples for each in steps)
     return Section(
         "Where a step's time goes",
@@ -119,7 +143,7 @@ def section(plan: PlanResult, page: Path) -> Section | None:
         ],
         plots=[(timeline(f"{plan.name}-timeline", steps, sample), _about(sample, steps))],
         form="profiles",
-        own=[_profile(plan, run, page, before) for run, before in zip(profiled, [None, *profiled], strict=False)],
+        own=[_profile(plan, run, run.profile, page) for run in plan.runs if run.profile],
         few=True,
     )
 
@@ -137,191 +161,177 @@ def timeline(name: str, steps: Sequence[Step], sample: bool = False) -> str:
 
 
 def _about(sample: bool, steps: Sequence[Step]) -> str:
-    said = [f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work."]
+    said = f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work. "
     if any(each.full for each in steps):
-        said.append("The upright line and the number are FULL: other steps, at another moment, with no profiler.")
+        said += "The upright line and the number are FULL: other steps, at another moment, with no profiler."
     else:
-        said.append("The number is such a step; without a profiler it may be shorter.")
-    if any("unexplained" in each.parts for each in steps):
-        said.append(
-            "Of a run that was not profiled the bar is FULL, too: computing takes SYNTHETIC's time, waiting for data "
-            "at most IO's, and nothing shows where the rest goes."
-        )
-    return " ".join(said)
+        said += "The number is such a step; without a profiler it may be shorter."
+    unexplained = (
+        " Of a run that was not profiled the bar is FULL, too: computing takes SYNTHETIC's time, waiting for data at "
+        "most IO's, and nothing shows where the rest goes."
+    )
+    return said + unexplained * any("unexplained" in each.parts for each in steps)
 
 
-def _profile(plan: PlanResult, run: RunResult, page: Path, before: RunResult | None) -> View:
-    profile, folder = run.profile, Path(os.path.relpath(run.folder / "profile", page))
-    assert profile
+def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> View:
+    folder = Path(os.path.relpath(run.folder / "profile", page))
     top = [each for each in profile.top if each.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
-    files = {
-        tool.name: [(title, (folder / name).as_posix()) for title, name in tool.files.items()] for tool in profile.tools
-    }
     return {
         "id": plan.anchor(run),
         "label": run.label,
-        "tools": [(tool, files[tool.name]) for tool in profile.tools],
-        "tables": [
-            *([_top_table(run, top)] if top else []),
-            *([found] if before and (found := _changes_table(before, run)) else []),
+        "tools": [
+            (tool, [(title, (folder / name).as_posix()) for title, name in tool.files.items()])
+            for tool in profile.tools
         ],
+        "tables": [_top_table(run, top)] if top else [],
         "memory": profile.memory,
+        "exchanged": _exchanged(profile),
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
 
 
-def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
-    def calls(value: float) -> str:
-        return text.count(int(value)) if value == int(value) else text.number(value)
+def _exchanged(profile: Profile) -> list[str]:
+    """Return the bytes that a rank exchanges in a step, kind by kind."""
+    counted = profile.exchanged.counted if profile.exchanged else {}
+    return [f"{kind.replace('_', '-')} {text.size(bytes_)}" for kind, bytes_ in sorted(counted.items())]
 
+
+def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
     columns = [
-        ("", "name", [Cell(row.name, row.name) for row in top]),
-        ("", "ms a step", [_ms(row.seconds, row.std) for row in top]),
+        ("", "name", [cell(row.name) for row in top]),
+        (
+            "",
+            "ms a step",
+            [cell(1e3 * row.seconds, note=f"± {text.number(1e3 * row.std, 2)}" * bool(row.std)) for row in top],
+        ),
         ("", "share", [cell(row.share, text.percent) for row in top]),
-        ("", "calls a step", [cell(row.calls, calls) for row in top]),
+        ("", "calls a step", [cell(row.calls, lambda calls: f"{round(calls, 2):,.12g}") for row in top]),
         ("", "kind", [cell(row.kind) for row in top]),
     ]
     about = f"Where the time of a step goes, {run.label}"
     return table(columns, "Where the time of a step goes: the first rows of the summary.", about, style="top")
 
 
-def _changes_table(before: RunResult, run: RunResult) -> Table | None:
-    """Return what got faster and slower between two profiles and is more than their noise, the greatest first."""
-    found = compare(*(read(each.folder) for each in (before, run)))
-    found = found[found.certain]
-    found = found[found.tool == found.tool.iloc[0]] if len(found) else found  # two profilers would tell the same twice
-    caption = f"What got faster and slower since {before.label}, where it is more than the noise of the steps."
-    shown = extremes(found, TOP // 2)
-    return changes_table(shown, caption, f"{caption[:-1]}, {run.label}") if len(shown) else None
-
-
-# ---- side by side ------------------------------------------------------------------------------------
+# ---- the machine -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A profile as it is compared."""
+class Job:
+    """A stage of a run on its first node, as Slurm's `seff` sees it."""
 
-    rows: list[TopEntry]
-    steps: dict[str, int]  #: That each profiler saw.
-    complete: frozenset[str] = frozenset()  #: The profilers that leave no row out.
-    batch: float | None = None  #: Samples a step of one process.
+    stage: str
+    seconds: float  #: Wall-clock time.
+    cores: int  #: Cores given.
+    cpu_seconds: float  #: Processor time of all its processes.
+    peak_bytes: float | None  #: Greatest memory of all its processes together.
+    memory_bytes: int | None  #: Memory given.
+    gpu: float | None  #: Mean share of the time in which a kernel ran.
+    waiting: float | None  #: Share of a training step that waits for data.
+
+    @property
+    def efficiency(self) -> float:
+        """CPU efficiency, 0 to 1."""
+        return self.cpu_seconds / (self.seconds * self.cores)
+
+    @property
+    def memory(self) -> float | None:
+        return self.peak_bytes / self.memory_bytes if self.peak_bytes is not None and self.memory_bytes else None
 
 
-def read(path: str | Path) -> Summary:
-    """Read the profile of a run: the run's folder, its folder `profile`, or a file in that."""
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    if not (folder / "profile.json").is_file() and (folder / "profile").is_dir():
-        folder /= "profile"
-    record = Profile.read(folder / "profile.json")
-    return Summary(
-        read_rows(folder / "profile_summary.csv"),
-        {tool.name: tool.steps for tool in record.tools},
-        frozenset(tool.name for tool in record.tools if tool.complete),
-        record.batch_size / record.nranks if record.batch_size else None,
+def job(run: RunResult) -> Job | None:
+    """Return what training used, or a run's first stage; None without telemetry."""
+    stage, nodes = next(((stage, nodes) for stage, nodes in run.telemetry.items() if nodes), ("", []))
+    known = [sample for sample in nodes[0] if sample.cpu_run is not None] if nodes else []
+    if not known:
+        return None
+    found, given, timed = summary(known), run.provenance, step(run)
+    parts = timed.parts if timed else {}
+    used = [(gpu.utilization, s.seconds) for s in known for gpu in s.gpus if gpu.utilization is not None]
+    return Job(
+        stage,
+        found.seconds,
+        (given and given.cores) or known[0].cores,
+        sum((sample.cpu_run or 0.0) * sample.cores * sample.seconds for sample in known),
+        found.peaks.get("rss_bytes"),
+        given.memory_bytes if given else None,
+        sum(share * seconds for share, seconds in used) / sum(seconds for _, seconds in used) if used else None,
+        parts["data"] / sum(parts.values()) if "data" in parts and any(parts.values()) else None,
     )
 
 
-def read_rows(file: Path) -> list[TopEntry]:
-    """Read a `profile_summary.csv`."""
-    try:
-        with file.open(newline="", encoding="utf-8") as lines:
-            each = enumerate(csv.DictReader(lines), 1)
-            rows = [TopEntry.checked(row, f"{file}: row {number}") for number, row in each]
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; run the profile stage first") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file}: no summary of a profile ({error}); run the profile stage again") from None
-    if not rows:
-        raise UserError(f"{file}: holds no row; run the profile stage again")
-    return rows
-
-
-def unit(before: Summary, after: Summary) -> str:
-    """Return what two profiles are compared by: a `step`, or a `sample` where a step has other ones."""
-    return "step" if None in (before.batch, after.batch) or before.batch == after.batch else "sample"
-
-
-def compare(before: Summary, after: Summary) -> pd.DataFrame:
-    """Return what became of each row that either has: tool, kind, name, before, after, noise, difference, certain, per.
-
-    Times are seconds, of several ranks their mean; NaN where a profiler may have left the row out. The noise is half of
-    the 95 % interval of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2)
-    times Student's t of the fewer steps: infinite of one step, and of lines, of which no spread is known. What drifts
-    from one profile to the other is not in it. Only profilers that both have are compared.
-    """
-    per, both = unit(before, after), (before, after)
-    joined = _means(before).add_suffix("_before").join(_means(after).add_suffix("_after"), how="outer").reset_index()
-    tools = set.intersection(*({row.tool for row in summary.rows} for summary in both))
-    joined = joined[joined.tool.isin(tools)]
-    for summary, when in zip(both, ("before", "after"), strict=True):
-        scale = 1 / (summary.batch or 1) if per == "sample" else 1.0
-        # Of a profiler that leaves nothing out, a row that is not there took no time.
-        absent = joined[f"error_{when}"].isna()
-        joined[when] = scale * joined[f"mean_{when}"].mask(absent & joined.tool.isin(summary.complete), 0.0)
-        joined[f"error_{when}"] = scale * joined[f"error_{when}"].fillna(0.0)
-    fewest = {tool: min(summary.steps.get(tool, 1) for summary in both) for tool in tools}
-    reaches = [_reach(kind, fewest[tool]) for tool, kind in zip(joined.tool, joined.kind, strict=True)]
-    noise = (joined.error_before**2 + joined.error_after**2) ** 0.5 * reaches
-    joined["difference"] = joined.after - joined.before
-    joined["noise"] = noise.fillna(math.inf).mask(joined.difference.isna(), math.inf)
-    joined["certain"] = joined.difference.abs() > joined.noise
-    return joined[["tool", "kind", "name", "before", "after", "noise", "difference", "certain"]].assign(per=per)
-
-
-def _reach(kind: str, steps: int) -> float:
-    """Return how many standard errors the noise is; of lines it is unknown."""
-    return math.inf if kind == "line" else standard_errors(steps)
-
-
-def _means(summary: Summary) -> pd.DataFrame:
-    """Return seconds a step, mean over the ranks, and their standard error; NaN where a rank may have left it out."""
-    import pandas as pd
-
-    rows = pd.DataFrame([{**row.model_dump(), "square": row.std**2} for row in summary.rows])
-    found = rows.groupby(["tool", "kind", "name"]).agg({"seconds": "sum", "square": "sum", "rank": "nunique"})
-    tools = found.index.get_level_values("tool")
-    ranks = tools.map(rows.groupby("tool")["rank"].nunique().to_dict()).to_numpy()
-    steps = tools.map({tool: max(summary.steps.get(tool, 1), 1) for tool in set(tools)}).to_numpy()
-    # Of a profiler that leaves nothing out, a rank without the row took no time for it.
-    lost = (found["rank"] < ranks) & ~tools.isin(list(summary.complete))
-    error = (found.square / steps) ** 0.5 / ranks
-    return pd.DataFrame({"mean": (found.seconds / ranks).mask(lost), "error": error.mask(lost, 0.0)})
-
-
-def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
-    """Return what got faster the most, then what got slower the most, the greatest difference first."""
-    import pandas as pd
-
-    faster = changes[changes.difference < 0].nsmallest(count, "difference")
-    return pd.concat([faster, changes[changes.difference > 0].nlargest(count, "difference")])
-
-
-def unmatched(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
-    """Return the rows that only one profile has while the other may have left them out, the longest first."""
-    lone = changes[changes.difference.isna()]
-    return lone.loc[lone[["before", "after"]].max(axis=1).nlargest(count).index]
-
-
-def changes_table(changes: pd.DataFrame, caption: str, about: str = "") -> Table:
-    """Return what became of rows, in milliseconds."""
-    rows: list[Any] = list(changes.itertuples())
-    per = rows[0].per if rows else "step"
+def efficiency(plan: PlanResult) -> Section | None:
+    """Return the jobs of a plan's runs, and the figures published for them; None without telemetry."""
+    jobs = {run: found for run in plan.runs if (found := job(run))}
+    if not jobs:
+        return None
+    every = list(jobs.values())
     columns = [
-        ("", "name", [Cell(row.name, row.name) for row in rows]),
-        ("", "change (ms)", [_ms(row.difference, row.noise) for row in rows]),
-        ("", f"before (ms a {per})", [_ms(row.before) for row in rows]),
-        ("", f"now (ms a {per})", [_ms(row.after) for row in rows]),
-        ("", "kind", [cell(f"{row.kind}, {row.tool}") for row in rows]),
-        ("", "certain", [cell("yes" if row.certain else "within the noise") for row in rows]),
+        ("", "run", [Cell(run.label, place, link=plan.anchor(run)) for place, run in enumerate(jobs)]),
+        ("", "stage", [cell(each.stage) for each in every]),
+        ("", "wall-clock", [cell(each.seconds, text.duration) for each in every]),
+        ("", "cores", [cell(each.cores, str) for each in every]),
+        ("", "CPU utilised", [cell(each.cpu_seconds, text.duration) for each in every]),
+        ("", "CPU efficiency", [cell(each.efficiency, text.percent) for each in every]),
+        ("", "memory utilised", [cell(each.peak_bytes, text.size) for each in every]),
+        ("", "memory efficiency", [cell(each.memory, text.percent) for each in every]),
+        ("", "GPU utilisation", [cell(each.gpu, text.percent) for each in every]),
+        ("", "waiting for data", [cell(each.waiting, text.percent) for each in every]),
     ]
-    return table(columns, caption, about or caption, style="top", sortable=False)
+    caption = (
+        "As Slurm's seff has it, on the first node, start and validation included: CPU efficiency is processor time / "
+        "(wall-clock time × cores). Memory is the greatest of all processes together; what they share counts in each. "
+        "Waiting for data is a share of a training step."
+    )
+    known = [
+        f"{figure.label}: {published.what(figure)} {published.shown(figure)} ({figure.hardware}; {figure.source})"
+        for figure in plan.record.published
+        if not figure.samples_per_second and any(f"{plan.name}.{run.name}" in figure.runs for run in jobs)
+    ]
+    return Section(
+        "Job efficiency",
+        tables=[table(columns, caption, f"Job efficiency of {plan.title}")],
+        notes=[f"Published for these runs, at full size: {' · '.join(known)}"] if known else [],
+    )
 
 
-def _ms(seconds: float, noise: float = 0.0) -> Cell:
-    if math.isnan(seconds):
-        return Cell()
-    spread = f"± {text.number(1e3 * noise, 2)}" if math.isfinite(noise) else "noise unknown"
-    return cell(1e3 * seconds, note=spread * bool(noise))
+def watched(plan: PlanResult) -> Section | None:
+    """Return the machine's telemetry while runs trained, or were measured; None without any."""
+    plots = []
+    for run in first_and_least([run for run in plan.runs if any(run.telemetry.values())], BARS, slowness):
+        stage, nodes = next((stage, nodes) for stage, nodes in run.telemetry.items() if nodes)
+        if series := of_node(nodes[0]):
+            said = "on its first node: once a second; each strip from 0 to the value at its right."
+            plots.append((strips(f"{plan.name}-{run.name}-watched", series), f"{run.label}, stage {stage}, {said}"))
+    return Section("What the machine did meanwhile", plots=plots, few=True) if plots else None
+
+
+#: Quantities that are drawn: column, and factor to the unit in the label; None is the number of cores.
+WATCHED: dict[str, tuple[str, float | None]] = {
+    "processors: the run (cores)": ("cpu_run", None),
+    "processors: others (cores)": ("cpu_others", None),
+    "memory of the run (GiB)": ("rss_bytes", 2**-30),
+    "reading, system calls (MB/s)": ("read_bytes_per_second", 1e-6),
+    "reading, system calls (thousand/s)": ("reads_per_second", 1e-3),
+    "reading, from disks (MB/s)": ("disk_read_bytes_per_second", 1e-6),
+    "GPUs, mean (% of time with a kernel)": ("utilization", 100.0),
+    "GPUs, mean (W)": ("watts", 1.0),
+    "GPUs, mean memory (GiB)": ("memory_bytes", 2**-30),
+}
+
+
+def of_node(samples: Sequence[Sample]) -> list[Strip]:
+    """Return the strips of the quantities that are known of a node."""
+    drawn: list[Strip] = []
+    for label, (column, factor) in WATCHED.items():
+        points = []
+        for sample in samples:
+            sources = [sample] if hasattr(sample, column) else sample.gpus
+            known = [value for source in sources if (value := getattr(source, column)) is not None]
+            if known:
+                value = statistics.fmean(known) * (sample.cores if factor is None else factor)
+                points.append((sample.time - begin(samples), value))
+        top = samples[0].cores if factor is None and points else 100 if column == "utilization" else None
+        if points and (top or any(y > 0 for _, y in points)):
+            drawn.append((label, [x for x, _ in points], [y for _, y in points], top))
+    return drawn

@@ -1,7 +1,6 @@
-"""Stage `promote`: which trials of a sweep come to the next rung of successive halving.
+"""Stage `promote`: choose the trials of a sweep for the next rung of successive halving.
 
-The best of the rung before, by the sweep's metric after its last epoch (Jamieson and Talwalkar 2016, arXiv:1502.07943).
-A trial that diverged is the worst.
+They are the best of the rung before, by the sweep's metric (Jamieson and Talwalkar 2016, arXiv:1502.07943).
 """
 
 from __future__ import annotations

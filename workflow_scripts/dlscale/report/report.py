@@ -1,7 +1,6 @@
-"""Stage `report`: one page, in one file, that shows everything that was measured.
+"""Stage `report`: one page, in one file, of everything that was measured.
 
-The page needs nothing else: styles, script, figures and tables are inside, and its content security policy forbids it
-to load anything. The same results give the same bytes.
+Styles, script, figures and tables are inside, and its content security policy lets it load nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +26,22 @@ from dlscale.core.files import OLDEST, write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
-from dlscale.report.blocks import Table, View, cell, table
+from dlscale.report.blocks import Table, View, cell, joules, table
 from dlscale.report.curves import Reference
+from dlscale.report.figures import PAINT
+from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
-from dlscale.report.sections import Page, devices, picture, plan_view
+from dlscale.report.sections import Page, picture, plan_view
 
 #: How many predictions the page shows, and how many of a plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
-#: Seconds between two fillings of a page: each takes some, for which nothing else is measured.
+#: Least time between two fillings of a page, s.
 EVERY = 60.0
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references, in their order."""
+    """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references."""
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
     folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
     references = [Reference.read(path) for path in dict.fromkeys(args.references)]
@@ -49,14 +50,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 def fill(options: str) -> None:
-    """Write the page of these options of stage `report` (JSON) with what is there, and say what is to come.
+    """Write an early page, from these options of stage `report` (JSON), of the plans and datasets that are there.
 
-    It is there for people alone: it is older than all that it is made of, so that the stage makes it.
+    It is older than all that it is made of, so that the stage makes it again.
     """
     given, _ = read_settings(options)
     out = Path(given["out"])
     if out.exists() and (out.stat().st_mtime > OLDEST or time.time() - out.stat().st_ctime < EVERY):
-        return  # that of an earlier call, which stays until the new one is whole; or filled just now
+        return  # a finished page, or one filled just now
     done = {path: Path(path).with_name("summary.csv").exists() for path in given["plans"]}
     given["plans"] = [path for path in done if done[path]]
     given["to_come"] = [Path(path).parent.name for path in done if not done[path]]
@@ -64,9 +65,9 @@ def fill(options: str) -> None:
     given["datasets"] = [path for path in given["datasets"] if all(Path(path, name).exists() for name in needed)]
     try:
         main(argparse.Namespace(**given))
-    except UserError as error:  # another plan's runs are just being made anew
+    except UserError as error:  # another plan's runs are being made
         logging.info("the page is not filled: %s", error)
-    except Exception:  # nor does that take away what the stage has made; of the stage `report` it is an error
+    except Exception:  # an error of the stage `report` only
         logging.exception("the page is not filled")
     else:
         os.utime(out, (OLDEST, OLDEST))
@@ -81,9 +82,9 @@ def page(
     call: str = "snakemake",
     to_come: Sequence[str] = (),
 ) -> str:
-    """Return the report as HTML, to be written into the folder `place`; `call` are words that call the workflow.
+    """Return the report as HTML for the folder `place`; `call` are words that call the workflow.
 
-    Where plans are still `to_come`, it names them, and browsers load it again every few seconds.
+    With plans `to_come` browsers reload it every few seconds.
     """
     import jinja2
     from markupsafe import Markup
@@ -94,7 +95,10 @@ def page(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent")}
+    environment.filters |= {
+        key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent", "duration")
+    }
+    environment.filters |= {"joules": joules, "paint": lambda colour: PAINT.get(colour, "")}
     named = {folder.resolve().name: folder for folder in folders}
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)
@@ -115,7 +119,7 @@ def page(
 
 
 def _views(plans: Sequence[PlanResult], shown: Page) -> list[View]:
-    """Return what the page shows of each plan; drawing takes most of the time, in which all cores share."""
+    """Return the plans for the template, drawn in parallel."""
     view = partial(plan_view, page=shown)
     if len(plans) < 2:
         return [view(plan) for plan in plans]
@@ -127,15 +131,15 @@ def _views(plans: Sequence[PlanResult], shown: Page) -> list[View]:
 def _study(name: str, plans: Sequence[PlanResult]) -> View:
     of_it = [plan for plan in plans if plan.record.study == name]
     record = of_it[0].record
-    figures = [dict(zip(published.COLUMNS, published.row(figure), strict=True)) for figure in record.published]
-    columns = [("", heading, [cell(row[heading]) for row in figures]) for heading in published.COLUMNS]
+    columns = [("", heading, list(map(cell, cells))) for heading, cells in published.columns(record.published).items()]
     about = f"Published figures of {name}"
-    shown = {"sortable": False, "title": "Published figures", "meaning": str(len(figures)), "style": "known"}
+    meaning = str(len(record.published))
+    shown = {"sortable": False, "title": "Published figures", "meaning": meaning, "style": "known"}
     return {
         "name": name,
         "title": record.study_title or name,
         "plans": [{"name": plan.name, "title": plan.title} for plan in of_it],
-        "published": table(columns, "Published figures.", about, **shown) if figures else None,
+        "published": table(columns, "Published figures.", about, **shown) if record.published else None,
     }
 
 
@@ -143,7 +147,7 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
 
 
 def dataset(folder: Path, name: str) -> View:
-    """Return what the page shows of the dataset in `folder`: its `manifest.json` and `preview.png`."""
+    """Return the dataset in `folder` for the template: its `manifest.json` and `preview.png`."""
     manifest = Manifest.read(folder / "manifest.json")
     settings = manifest.provenance.get("settings") or {}
     splits = {split: files for split, files in manifest.splits.items() if files}
@@ -173,7 +177,6 @@ def _field(name: str, field: str, info: FieldInfo) -> Table:
         ("", "physical unit", [cell(text.unit(of) or "1") for of in info.units]),
         ("", "model sees", [cell(_formula(transform)) for transform in info.transforms]),
     ]
-    # The published layout comes without extremes.
     known = {"mean": info.mean, "standard deviation": info.std, "minimum": info.minimum, "maximum": info.maximum}
     for heading, values in known.items():
         columns.append(("", heading, [cell(value, lambda number: text.number(number, 4)) for value in values or []]))

@@ -1,16 +1,20 @@
-"""How a computation scales over devices, as the page shows it."""
+"""How runs do with more devices and larger batches: scaling, convergence and parallelism, in the page."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from dlscale.config.records import Published
-from dlscale.core.text import count, many, number, percent
+from dlscale.core.metrics import VALID_LOSS, Metric
+from dlscale.core.text import count, duration, many, number, percent, size
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.blocks import Cell, Entry, Section, Table, cell, entry, some, table
+from dlscale.report.blocks import Cell, Entry, Section, Table, cell, entry, joules, some, table
 from dlscale.report.figures import DASHED, DOTTED, MARKERS, MODE_COLOURS, MUTED, RUN_COLOURS, Line, lines
-from dlscale.report.results import PlanResult
+from dlscale.report.results import PlanResult, Reached, RunResult, asked, by_settings, took
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
 #: How many series the figures show; the table has all.
@@ -20,8 +24,8 @@ LINES = 4
 ORDER = tuple(reversed(MODES))
 MODE_MARKERS = dict(zip(ORDER, MARKERS[LINES:], strict=False))
 
-#: How many times as fast loading may be as computing where both are drawn from zero.
-WIDE = 8
+
+# ---- scaling -----------------------------------------------------------------------------------------
 
 
 def glance(plan: PlanResult) -> str | None:
@@ -31,15 +35,13 @@ def glance(plan: PlanResult) -> str | None:
     if plan.record.kind not in SCALING or not known:
         return None
     of, point, efficiency = max(known, key=lambda one: (one[1].devices, one[2].value))
-    said = f"FULL has {percent(efficiency.value)} of the ideal on {point.devices} devices ({of.label})"
-    if efficiency.doubtful:
-        return f"{said}, ± {percent(efficiency.noise)}: that is noise rather than scaling"
+    said = f"FULL has {_words(efficiency)} of the ideal on {point.devices} devices ({of.label})"
     share = point.communication("FULL")
-    if share is None:
-        return said
-    if share.value <= share.noise:
-        return f"{said}; communication is within the noise of {percent(share.noise)}"
-    return f"{said}; communication takes {percent(share.value)} of a step"
+    return f"{said}; communication takes {_words(share)} of a step" if share else said
+
+
+def _words(ratio: Ratio) -> str:
+    return f"{percent(ratio.value)} ± {percent(ratio.noise)}"
 
 
 def section(plan: PlanResult) -> Section | None:
@@ -51,81 +53,58 @@ def section(plan: PlanResult) -> Section | None:
     shown, twins = several[:LINES], any(point.twin for each in several[:LINES] for point in each.points)
     weak = plan.record.kind == "weak_scaling"
     batch = "the batch of each device" if weak else "the batch of all devices together"
-    strokes = [Entry("measured"), Entry("ideal", dashes=DASHED)]
-    strokes += [Entry("without averaged gradients, hollow markers", dashes=DOTTED)] * twins
+    legend = [Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER]
+    legend += [entry(style, each.label) for style, each in enumerate(shown)]
+    legend += [Entry("measured"), Entry("ideal", dashes=DASHED)]
+    legend += [Entry("without averaged gradients", dashes=DOTTED)] * twins
+    notes = some(len(shown), len(several), "series are drawn", "the table has all.")
     alone = [f"{each.label} ({many(each.points[0].devices, 'device')})" for each in found if each not in several]
-    lone = f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."
+    notes += [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
     return Section(
         "Scaling",
         f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. Ideal is the rate of the fewest devices, "
         "times as many; efficiency is the share of it that is reached. Communication is the share of a step's time "
         "that is gone where gradients are not averaged, 1 − time without / time with. ± is what noise leaves: the 95 % "
         "interval over the trials, and 5 % at least between two processes.",
-        [
-            *(Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER),
-            *(entry(style, each.label) for style, each in enumerate(shown)),
-            *strokes,
-        ]
-        if shown
-        else [],
+        legend if shown else [],
         _plots(plan.name, shown, twins) if shown else [],
         [_table(plan, [point for each in found for point in each.points])],
-        [
-            *some(len(shown), len(several), "series are drawn", "the table has all."),
-            *([lone] if alone else []),
-        ],
+        notes,
     )
 
 
-# ---- figures -----------------------------------------------------------------------------------------
-
-
 def _plots(plan: str, shown: Sequence[Series], twins: bool) -> list[tuple[str, str]]:
-    def drawn(value: Callable[[Point], float | None], dashes: str = "") -> list[Line]:
-        """Return a line of each series; the ideal was not measured anywhere, and has no markers."""
-        return [
-            Line(
-                [(point.devices, value(point)) for point in each.points],
-                RUN_COLOURS[style],
-                "" if dashes == DASHED else MARKERS[style][0],
-                dashes,
-                hollow=dashes == DOTTED,
-            )
-            for style, each in enumerate(shown)
-        ]
-
-    def apart(point: Point) -> float | None:
-        run = point.run if point.devices == 1 else point.twin  # one device has nobody to wait for
-        trials = run.trials("SYNTHETIC") if run else None
-        return trials.mean if trials else None
-
     words = "throughput, solid, and ideal, dashed, of both (FULL), computing (SYNTHETIC) and loading (IO)."
     plots = [(rates(f"{plan}-scaling-{place}", each), f"{each.label}: {words}") for place, each in enumerate(shown)]
     if twins:
-        overhead = drawn(lambda point: point.rate("SYNTHETIC")) + drawn(apart, DOTTED)
+        overhead = []
+        for style, each in enumerate(shown):
+            look = RUN_COLOURS[style], MARKERS[style][0]
+            overhead.append(Line([(point.devices, point.rate("SYNTHETIC")) for point in each.points], *look))
+            apart = [(point.devices, _apart(point)) for point in each.points]
+            overhead.append(Line(apart, *look, dashes=DOTTED))
         words = "Overhead of communication: computing with (solid) and without (dotted) averaged gradients."
-        plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)"), words))
-    times = drawn(lambda point: _ms(point.seconds(point.rate("FULL"))))
-    times += drawn(lambda point: _ms(point.seconds(point.ideal("FULL"))), DASHED)
-    words = "Time of a step of FULL, solid, and ideal, dashed."
-    plots.append((over_devices(f"{plan}-step", times, "time of a step (ms)", x="doubling"), words))
+        plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)", "log"), words))
     words = "Efficiency: the share of the ideal that FULL reaches; whiskers are what noise leaves."
-    plots.append((over_devices(f"{plan}-scaled", _reached(shown), "efficiency of FULL (%)", x="doubling"), words))
+    plots.append((over_devices(f"{plan}-scaled", _reached(shown), "efficiency of FULL (%)", "zero"), words))
     return plots
 
 
+def _apart(point: Point) -> float | None:
+    run = point.run if point.devices == 1 else point.twin  # one device has none to wait for
+    trials = run.trials("SYNTHETIC") if run else None
+    return trials.mean if trials else None
+
+
 def rates(name: str, each: Series) -> str:
-    """Draw the rates of a series by mode, and their ideals; over logarithmic axes where they are far apart."""
+    """Draw the rates of a series by mode, and their ideals."""
     drawn = []
     for mode in ORDER:
         measured = [(point.devices, point.rate(mode)) for point in each.points]
         ideal = [(point.devices, point.ideal(mode)) for point in each.points]
         drawn.append(Line(measured, MODE_COLOURS[mode], MODE_MARKERS[mode][0]))
         drawn.append(Line(ideal, MODE_COLOURS[mode], dashes=DASHED, width=1.2))
-    first = [rate for mode in MODES if (rate := each.points[0].rate(mode))]
-    if max(first, default=1.0) > WIDE * min(first, default=1.0):  # the least would lie on the axis
-        return over_devices(name, drawn, "throughput (samples/s)", x="doubling", y="log")
-    return over_devices(name, drawn, "throughput (samples/s)")
+    return over_devices(name, drawn, "throughput (samples/s)", "log")
 
 
 def _reached(shown: Sequence[Series]) -> list[Line]:
@@ -139,47 +118,37 @@ def _reached(shown: Sequence[Series]) -> list[Line]:
     return drawn
 
 
-def over_devices(name: str, drawn: Sequence[Line], label: str, **more: str) -> str:
-    """Draw lines over numbers of devices, from zero or by doublings."""
+def over_devices(name: str, drawn: Sequence[Line], label: str, y: Literal["zero", "log"]) -> str:
+    """Draw lines over numbers of devices, by doublings."""
     counts = sorted({int(place) for line in drawn for place, value in line.points if value is not None})
-    room = max(counts, default=1) / 14 if "x" not in more else 0  # what a number needs
-    ticks = [now for now, then in zip(counts, [*counts[1:], 1e9], strict=False) if then - now > room]
-    return lines(name, drawn, "devices", label, ticks=ticks, **{"y": "zero", **more})  # type: ignore[arg-type]
+    return lines(name, drawn, "devices", label, x="doubling", y=y, ticks=counts)
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
-
-
-# ---- table -------------------------------------------------------------------------------------------
+#: Metrics of published figures, by mode and heading: efficiency of real training, communication of computing alone.
+_PUBLISHED = {("FULL", "efficiency"): "scaling_efficiency", ("SYNTHETIC", "communication"): "communication"}
 
 
 def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
-    several = [int(point.run.setting("geometry.nodes", 1)) for point in rows]
-    nodes = [f"{count_} nodes" if count_ > 1 else "" for count_ in several]
+    def ratios(mode: str, heading: str, found: Sequence[Ratio | None]) -> tuple[str, str, list[Cell]]:
+        metric = _PUBLISHED.get((mode, heading), "")
+        figures = [published.final(plan.record.published, plan.name, point.run.name, metric) for point in rows]
+        return mode, heading, [_ratio(*each) for each in zip(found, figures, strict=True)]
+
+    nodes = [int(point.run.setting("geometry.nodes", 1)) for point in rows]
     columns: list[tuple[str, str, list[Cell]]] = [
         ("Run", "run", [Cell(point.run.label, n, link=plan.anchor(point.run)) for n, point in enumerate(rows)]),
-        ("Run", "devices", [cell(point.devices, str, nodes[n]) for n, point in enumerate(rows)]),
+        ("Run", "devices", [cell(p.devices, str, f"{n} nodes" * (n > 1)) for p, n in zip(rows, nodes, strict=True)]),
         ("Run", "samples a step", [cell(point.batch, count) for point in rows]),
     ]
     for mode in ORDER:
-        # Published are the efficiency of real training and the communication of computing alone.
         columns += [
             (mode, "samples/s", [_rate(point, mode) for point in rows]),
-            (
-                mode,
-                "efficiency",
-                [_ratio(p.efficiency(mode), _known(plan, p, "scaling_efficiency", mode)) for p in rows],
-            ),
-            (
-                mode,
-                "communication",
-                [_ratio(p.communication(mode), _known(plan, p, "communication", mode)) for p in rows],
-            ),
+            ratios(mode, "efficiency", [point.efficiency(mode) for point in rows]),
+            ratios(mode, "communication", [point.communication(mode) for point in rows]),
         ]
         if mode == "FULL":
-            times = [cell(_ms(point.seconds(point.rate(mode)))) for point in rows]
-            columns.append(("Step of FULL", "time (ms)", times))
+            times = [1e3 * point.batch / rate if (rate := point.rate(mode)) else None for point in rows]
+            columns.append(("Step of FULL", "time (ms)", [cell(time) for time in times]))
         if mode == "SYNTHETIC":
             columns.append(("One process", "communication", [_ratio(point.alone) for point in rows]))
     caption = (
@@ -195,14 +164,152 @@ def _rate(point: Point, mode: str) -> Cell:
     return cell(trials.mean, lambda mean: f"{number(mean)} ± {number(trials.std, 2)}", note) if trials else Cell()
 
 
-def _known(plan: PlanResult, point: Point, metric: str, mode: str) -> Published | None:
-    of = {"scaling_efficiency": "FULL", "communication": "SYNTHETIC"}[metric]
-    return published.final(plan.record.published, plan.name, point.run.name, metric) if mode == of else None
-
-
 def _ratio(ratio: Ratio | None, figure: Published | None = None) -> Cell:
     if ratio is None:
         return Cell()
     notes = [f"± {percent(ratio.noise)}"] if ratio.noise else []
     notes += [f"published: {published.shown(figure)}, {figure.source}"] if figure else []
     return cell(ratio.value, percent, "; ".join(notes))
+
+
+# ---- convergence -------------------------------------------------------------------------------------
+
+
+def aim(plan: PlanResult) -> tuple[Metric, float] | None:
+    """Return the aim that trainings are compared at: their target, or else the least validation loss that all reach."""
+    wanted = [asked(run) for run in plan.trained]
+    if wanted and wanted[0] and wanted.count(wanted[0]) == len(wanted):
+        return wanted[0]
+    finite = [loss for run in plan.trained if (loss := run.best_valid_loss) is not None]
+    return (VALID_LOSS, max(finite)) if finite else None
+
+
+def convergence(plan: PlanResult) -> Section | None:
+    """Return how trainings with larger and larger batches converge; None of other plans, and where none trained."""
+    compared = aim(plan) if plan.record.kind == "convergence" else None
+    if compared is None:
+        return None
+    (metric, value), found = compared, by_settings(plan.trained)
+    firsts, several = [runs[0] for _, runs in found], [runs for _, runs in found]
+    reached = [[each for run in runs if (each := took(run, metric, value)).epoch] for runs in several]
+    target = metric.aim(value)
+
+    def spent(of: Callable[[Reached], float | None], shown: Callable[[float], str] = number) -> list[Cell]:
+        return [_mean([known for each in group if (known := of(each)) is not None], shown) for group in reached]
+
+    columns = [
+        ("Training", "run", [Cell(label, n, link=plan.anchor(runs[0])) for n, (label, runs) in enumerate(found)]),
+        ("Training", "seeds", [cell(len(runs), count) for runs in several]),
+        ("Training", "batch size", [cell(run.setting("batch_size"), count) for run in firsts]),
+        ("Training", "devices", [cell(run.devices, count) for run in firsts]),
+        ("Training", "learning rate", [_learning_rate(run) for run in firsts]),
+        ("Training", "steps", [_mean([run.epochs[-1].step for run in runs], _whole) for runs in several]),
+        ("Training", "validation loss", [_losses([run.final_loss for run in runs]) for runs in several]),
+        (f"To {target}", "reached by", [_share(len(a), len(b)) for a, b in zip(reached, several, strict=True)]),
+        (f"To {target}", "steps", spent(lambda each: each.epoch.step if each.epoch else None, _whole)),
+        (f"To {target}", "samples", spent(lambda each: each.epoch.samples if each.epoch else None, _whole)),
+        (f"To {target}", "time", spent(lambda each: each.seconds, duration)),
+        (f"To {target}", plan.runs[0].hours, spent(lambda each: each.gpu_hours)),
+        (f"To {target}", "energy", spent(lambda each: each.joules, joules)),
+    ]
+    which = "the target" if all(map(asked, plan.trained)) else "the least that all of them reach"
+    return Section(
+        "Convergence",
+        f"The same training with larger and larger batches. What it took to reach {target}, {which}, is counted from "
+        "the first step to the end of the validation that showed it.",
+        tables=[table(columns, "Means over the seeds; below, their ends.", f"Convergence of {plan.title}")],
+    )
+
+
+def _share(part: int, of: int) -> Cell:
+    return cell(part / of, lambda _: f"{part} of {many(of, 'run')}")
+
+
+def _learning_rate(run: RunResult) -> Cell:
+    """Return the learning rate after warm-up; below, the rule that scales it from the base batch size."""
+    rate, rule, base = (run.setting(key) for key in ("optimizer.lr", "schedule.scaling", "schedule.base_batch_size"))
+    ratio = run.setting("batch_size", 0) / base if base else 1.0
+    scale = {"sqrt": math.sqrt(ratio), "linear": ratio}.get(rule, 1.0)
+    return cell(None if rate is None else rate * scale, note="" if rule in (None, "none") else rule)
+
+
+def _whole(value: float) -> str:
+    return count(round(value))
+
+
+def _mean(values: Sequence[float], text: Callable[[float], str] = number) -> Cell:
+    """Return the cell of a mean, with the least and the greatest below it if they differ."""
+    if not values:
+        return Cell()
+    ends = min(values), max(values)
+    return cell(sum(values) / len(values), text, " to ".join(map(text, ends)) if ends[0] != ends[1] else "")
+
+
+def _losses(values: Sequence[float]) -> Cell:
+    finite = [value for value in values if math.isfinite(value)]
+    lost, mean = len(values) - len(finite), _mean(finite)
+    if not finite:
+        return Cell("diverged")
+    return replace(mean, note="; ".join(filter(None, [mean.note, f"{lost} of {len(values)} diverged" * bool(lost)])))
+
+
+# ---- parallelism -------------------------------------------------------------------------------------
+
+
+def parallelism(plan: PlanResult) -> Section | None:
+    """Return memory and rate by the way in which devices share a model; None of other plans."""
+    runs = [run for run in plan.runs if run.throughput] if plan.record.kind == "parallelism" else []
+    if not runs:
+        return None
+
+    def column(group: str, heading: str, value: Callable[[RunResult], Any], shown: Callable[[Any], str]) -> Any:
+        return group, heading, [cell(value(run), shown) for run in runs]
+
+    axes = {axis: [int(run.setting(f"geometry.{axis}", 1)) for run in runs] for axis in ("tp", "cp")}
+    dp = [run.devices // (tp * cp) for run, tp, cp in zip(runs, *axes.values(), strict=True)]
+    full, speeds = [run.trials("FULL") for run in runs], plan.record.published
+    columns = [
+        ("Run", "run", [Cell(run.label, n, link=plan.anchor(run)) for n, run in enumerate(runs)]),
+        column("Devices", "in all", lambda run: run.devices, count),
+        *(("Devices", axis, [cell(value, count) for value in values]) for axis, values in {**axes, "dp": dp}.items()),
+        ("Devices", "weights", [_weights(run, tp) for run, tp in zip(runs, axes["tp"], strict=True)]),
+        column("Devices", "batch size", lambda run: run.setting("batch_size"), count),
+        column("Memory of a device", "predicted", _predicted, size),
+        column("Memory of a device", "measured", lambda run: run.throughput and run.throughput.peak_memory_bytes, size),
+        ("Memory of a device", "published", [_published(published.memories(speeds, plan.name, r.name)) for r in runs]),
+        ("FULL", "samples/s", [cell(t.mean, note=f"± {number(t.std, 2)}") if t else Cell() for t in full]),
+        column("FULL", "a device", lambda run: run.speed and run.speed / run.devices, number),
+        column("FULL", "MFU", lambda run: run.throughput and run.throughput.mfu(), percent),
+        ("FULL", "published", [_published(published.speeds_of(speeds, plan.name, run.name)) for run in runs]),
+    ]
+    caption = "± is one standard deviation over the trials. Published figures are of the full size."
+    return Section(
+        "Parallelism",
+        "tp: devices that share each layer; cp: those that share a sample's tokens; dp: those that see other samples, "
+        "which share the weights, too, with fsdp. Memory is that of one device: predicted before the first step, a "
+        "first estimate where devices share a model, and the greatest that was measured; of a processor that is the "
+        "whole process, Python and its libraries included.",
+        tables=[table(columns, caption, f"Parallelism of {plan.title}")],
+    )
+
+
+def _predicted(run: RunResult) -> int | None:
+    """Return the predicted peak memory of a step, bytes: the throughput stage's, or else the profile's."""
+    profiled = run.profile.memory.predicted if run.profile and run.profile.memory else None
+    use = (run.throughput and run.throughput.predicted) or profiled
+    return (use.peak or use.total) if use else None
+
+
+def _weights(run: RunResult, tp: int) -> Cell:
+    kind = str(run.setting("parallel.kind", "ddp"))
+    words = {"ddp": "copied", "fsdp": "shared", "dp": "copied at each step"}[kind]
+    return cell(kind, note=f"divided by tp {tp}{', and shared' * (kind == 'fsdp')}" if tp > 1 else words)
+
+
+def _published(known: list[Published]) -> Cell:
+    """Return the first of several figures, those of other editions below it."""
+    if not known:
+        return Cell()
+    first, *others = known
+    notes = [f"{first.devices}, {first.source}", *(f"{published.shown(each)}, {each.source}" for each in others)]
+    return cell(first.samples_per_second or first.value or 0.0, lambda _: published.shown(first), "; ".join(notes))

@@ -1,13 +1,12 @@
-"""What the page shows of a plan: its card, and its sections, each by a function that returns None if it is hidden."""
+"""A plan in the page: its card, and its sections, each by a function that returns None where there is nothing."""
 
 from __future__ import annotations
 
 import base64
-import itertools
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,27 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import Metric
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES
-from dlscale.report import curves, glance, machine, profiles, published, questions, scaling, trials
-from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, entry, joules, some, table
+from dlscale.report import curves, profiles, published, scaling, trials
+from dlscale.report.blocks import Cell, Section, Table, View, cell, joules, some, table
 from dlscale.report.collect import Row, rows_of, summary_csv
-from dlscale.report.curves import LINES, Reference
-from dlscale.report.diagnosis import bound, disturbance, gain
-from dlscale.report.figures import MODE_COLOURS, MUTED, Bar, Line, bars, lines, run_line
-from dlscale.report.results import PlanResult, RunResult, changes, first_and_least, roofs, slowness
-from dlscale.report.speedup import SpeedUps
-from dlscale.report.verdict import of
+from dlscale.report.curves import Reference
+from dlscale.report.results import (
+    PlanResult,
+    Reached,
+    RunResult,
+    changes,
+    first_and_least,
+    reached,
+    slowness,
+    without_seed,
+)
+from dlscale.report.speedup import Group, SpeedUp, SpeedUps
+from dlscale.report.verdict import bound, disturbance, of
 
-#: How many runs each part of the page shows: a report of hundreds stays readable.
-BARS = 8
+#: Most runs, or metrics, of a card.
+CARD = 6
+
+#: Most runs in the tables by channel.
 CHANNEL_ROWS = 40
 
 
@@ -38,16 +46,16 @@ CHANNEL_ROWS = 40
 class Page:
     """The page that plans are shown in."""
 
-    folder: Path = Path()  #: That links to files lead from.
+    folder: Path = Path()  #: Start of links to files.
     plans: frozenset[str] = frozenset()
     datasets: frozenset[str] = frozenset()
-    pictures: int = 3  #: Predictions of a plan, at most.
+    pictures: int = 3  #: Most predictions of a plan.
     references: Sequence[Reference] = ()
     call: str = "snakemake"  #: Words of a shell that call the workflow.
 
 
 def plan_view(plan: PlanResult, page: Page) -> View:
-    """Return what the page shows of a plan."""
+    """Return a plan for the template."""
     used = dict.fromkeys(str(run.settings.get("dataset")) for run in plan.runs)
     lacking: dict[str, list[str]] = {}
     for run, what in plan.record.left_out.items():
@@ -62,11 +70,11 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "omitted": len(plan.record.left_out),
         "disturbance": disturbance(plan.runs, page.call),
         "datasets": [{"name": name, "linked": name in page.datasets} for name in used],
-        "devices": devices(plan.runs),
-        "speed": glance.speed(plan),
-        "bound": glance.fastest_bound(plan),
-        "quality": glance.quality(plan),
-        "targets": glance.targets(plan),
+        "devices": profiles.devices(plan.runs),
+        "speed": speed(plan),
+        "bound": fastest_bound(plan),
+        "quality": quality(plan),
+        "targets": targets(plan),
         "scales": scaling.glance(plan),
         "tuned": trials.verdicts(plan),
         "swept": trials.best(plan),
@@ -76,107 +84,140 @@ def plan_view(plan: PlanResult, page: Page) -> View:
     }
 
 
-def devices(runs: Iterable[RunResult]) -> list[str]:
-    """Return what the runs were measured on, each once."""
-    names = []
-    for device in (run.device for run in runs if run.device.name):
-        threads = device.threads if device.kind == "cpu" else None
-        names.append(f"{device.name}, {text.many(threads, 'thread')}" if threads else device.name)
-    return list(dict.fromkeys(names))
+# ---- the card ----------------------------------------------------------------------------------------
 
 
-def _least_loss(plan: PlanResult, limit: int) -> list[RunResult]:
-    return first_and_least(plan.trained, limit, lambda run: run.final_loss)
-
-
-# ---- throughput --------------------------------------------------------------------------------------
-
-
-def throughput(plan: PlanResult, page: Page) -> Section | None:
-    """Return the rates of each run, the roofline, and what bounds each."""
-    measured = [run for run in plan.runs if run.throughput]
-    if not measured:
-        return None
-    shown, speeds = first_and_least(measured, BARS, slowness), SpeedUps(plan.runs)
-    rungs = plan.runs if plan.record.kind == "ladder" else []
-    gains = {run: gain(before, run, speeds.over(run, before)) for before, run in itertools.pairwise(rungs)}
-    words = "Samples per second of each run: mean over the trials, whiskers one standard deviation."
-    points, roof = _roofline(plan, measured)
-    verdicts = [
-        {"run": each.label, "id": plan.anchor(each), "gain": gains.get(each), "bound": bound(each.throughput)}
-        | {"verdict": of(each)}
-        for each in shown
-    ]
-    rest = "the first and the fastest. The table has all."
-    return Section(
-        "Throughput",
-        legend=points,
-        plots=[(rates(f"{plan.name}-throughput", shown), words), *roof],
-        notes=some(len(shown), len(measured), "runs", rest),
-        form="throughput",
-        own=verdicts,
-        few=True,
-    )
-
-
-def rates(name: str, runs: Sequence[RunResult]) -> str:
-    """Draw IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
-    groups = []
-    for run in runs:
-        known = [(mode, each) for mode in MODES if (each := run.trials(mode))]
-        drawn = [Bar([(t.mean, MODE_COLOURS[mode])], text.number(t.mean), mode, t.std) for mode, t in known]
-        groups.append((run.label, drawn))
-    return bars(name, groups, "throughput (samples/s)")
-
-
-def _roofline(plan: PlanResult, measured: Sequence[RunResult]) -> tuple[list[Entry], list[tuple[str, str]]]:
-    """Return the runs under their devices' roofs (Williams et al. 2009, doi:10.1145/1498765.1498785), and its legend.
-
-    Nothing where FLOPs or peaks are not known.
-    """
-    drawn = [
-        (run, each)
-        for run in measured
-        if (each := run.throughput) and each.work and each.work.bytes and each.peaks and each.synthetic
-    ][:LINES]
-    if not drawn:
-        return [], []
-    points, legend = [], []
-    for style, (run, each) in enumerate(drawn):
-        assert each.work and each.work.bytes and each.synthetic
-        intensity, reached = each.work.flops / each.work.bytes, each.synthetic.mean * each.work.flops / each.nranks
-        # What a compiler spares of the bytes nobody counts.
-        compiled = each.compile is not None
-        points.append(run_line(style, [(intensity, reached / 1e9)], dashes="none", size=8.0, hollow=compiled))
-        legend.append(entry(style, run.label, "bytes of a step that is not compiled" * compiled))
-    found = roofs(each for _, each in drawn)
-    bends = [roof.flops / roof.bytes_per_second for roof in found]
-    places = [*bends, *(place for line in points for place, _ in line.points)]
-    least, most = min(places) / 4, max(places) * 8
-    for number_, (roof, bend) in enumerate(zip(found, bends, strict=True)):
-        edge = [(least, roof.bytes_per_second * least), (bend, roof.flops), (most, roof.flops)]
-        dashes = curves.DASHES[number_ % len(curves.DASHES)] if len(found) > 1 else ""
-        points.append(Line([(x, y / 1e9) for x, y in edge], MUTED, dashes=dashes, width=1.4))
-        name = f"{roof.dtype}, {', '.join(_of(roof.device, roof.nranks))}"
-        limit = f"{text.number(roof.flops / 1e9)} GFLOP/s, copy: {text.number(roof.bytes_per_second / 1e9)} GB/s"
-        legend.append(Entry(f"{name}: {limit}", MUTED, dashes=dashes))
-    axes = "FLOPs a byte that the operators read or write", "GFLOP/s of a device"
-    drawing = lines(f"{plan.name}-roofline", points, *axes, x="log", y="log", height=3.0)
-    words = (
-        "Roofline: what a device reaches when it computes alone, under the most that a matrix product and a copy "
-        "reached there in any run of the plan. To the left of the bend memory bounds it, to the right arithmetic."
-    )
-    if any(line.hollow for line in points):
-        words += (
-            " A hollow point is of a compiled run, but its bytes are those of a step that is not compiled: it lies "
-            "further to the right, nobody knows how far."
+def line(plan: PlanResult) -> str:
+    """Return a plan's fastest run and its best one in a line, for the end of a call."""
+    said, several = [], len(plan.runs) > 1
+    if found := speed(plan):
+        told = f"{text.number(found['speed'])} samples/s"
+        if found["gain"]:
+            told = f"{found['fastest']} is fastest, {found['gain'].words} as fast as {found['first']}, {told}"
+        said.append(
+            told if found["gain"] or found["alone"] or not several else f"{told}, no run is faster beyond noise"
         )
-    return legend, [(drawing, words)]
+    if found := quality(plan):
+        lead = found["lead"]
+        if lead and lead["skill"] is not None:
+            more = "less" if lead["skill"] >= 0 else "more"
+            told = f"{text.percent(abs(lead['skill']))} {more} error than {lead['answer']}"
+        elif lead:
+            told = f"{lead['metric'].full_title} {text.number(lead['value'])} {text.unit(lead['metric'].unit)}".strip()
+        else:
+            told = f"validation loss {text.number(found['last'].valid_loss)}"
+        said.append(f"{told} ({found['run']})" if several else told)
+    return f"{plan.name}: {'; '.join(said) or 'nothing was measured'}"
 
 
-def _of(device: Any, ranks: int) -> list[str]:
-    threads = [text.many(device.threads, "thread")] if device.kind == "cpu" and device.threads else []
-    return [device.name or device.kind, *threads, *([text.many(ranks, "rank")] if ranks > 1 else [])]
+def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
+    """Return the fastest of a plan's groups of runs, those equal to it within noise, and all; None without speeds."""
+    measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
+    speeds = SpeedUps(plan.runs)
+    groups = [group for group in speeds.groups if group.runs[0] in measured]
+    return (*speeds.fastest(groups), groups) if groups else None
+
+
+def speed(plan: PlanResult) -> View | None:
+    """Return the fastest run, beyond noise, and bars of the first and the fastest ones; None if none was measured.
+
+    Runs that do the same work are one, at their mean speed.
+    """
+    if (found := _fastest(plan)) is None:
+        return None
+    fastest, like, groups = found
+    rates = [run.speed or 0.0 for run in fastest.runs]
+    full = "throughput" in plan.record.measure
+    figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
+    greatest = max(group.speed for group in groups)
+    # The fastest in turns need not be so by itself.
+    shown = first_and_least(groups, CARD, lambda group: -math.inf if group is fastest else -group.speed)
+    return {
+        "what": "FULL: loading and computing together" if full else "Training, median over epochs",
+        "fastest": _label(fastest),
+        "alone": len(groups) == 1,
+        "pooled": any(len(group.runs) > 1 for group in groups),
+        "speed": fastest.speed,
+        "range": (min(rates), max(rates)) if len(rates) > 1 else None,
+        "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
+        "gain": fastest.gain,
+        "like": [_label(group) for group in like],
+        "first": next((_label(group) for group in groups if plan.runs[0] in group.runs), plan.runs[0].label),
+        "bars": [
+            {
+                "label": _label(group),
+                "id": plan.anchor(group.runs[0]),
+                "speed": group.speed,
+                "share": group.speed / greatest,
+                "gain": group.gain,
+                "fastest": group is fastest,
+                "published": published.beside(figures, group.runs[0].name),
+            }
+            for group in shown
+        ],
+        "of": len(groups),
+    }
+
+
+def _label(group: Group) -> str:
+    if len(group.runs) == 1:
+        return group.runs[0].label
+    labels = list(dict.fromkeys(map(without_seed, group.runs)))
+    return ", ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} like it"
+
+
+def fastest_bound(plan: PlanResult) -> View | None:
+    """Return the bound of the run that `speed` calls the fastest; None if that was not measured."""
+    if (found := _fastest(plan)) is None:
+        return None
+    run = min(found[0].runs, key=slowness)
+    if (judged := of(run)).bound is None:
+        return None
+    means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
+    return {
+        "bound": judged.bound,
+        "finding": next(iter(judged.findings), None),
+        "todo": judged.todo,
+        "run": run.label,
+        "bars": [(mode, mean, mean / max(means.values())) for mode, mean in means.items()],
+    }
+
+
+def quality(plan: PlanResult) -> View | None:
+    """Return the best run's losses, leading metric, and skills; None if none was trained."""
+    if plan.best is None:
+        return None
+    last, lead = plan.best.epochs[-1], None
+    skills = [(metric, metric.skill(last.metrics)) for metric in plan.described.values()]
+    scores = [
+        {"metric": metric, "value": last.metrics[metric.name], "skill": skill}
+        for metric, skill in skills
+        if skill is not None and math.isfinite(skill)
+    ]
+    if plan.lead and plan.lead.name in last.metrics:
+        lead = {
+            "metric": plan.lead,
+            "value": last.metrics[plan.lead.name],
+            "naive": last.metrics.get(plan.lead.naive or ""),
+            "skill": plan.lead.skill(last.metrics),
+            "answer": plan.lead.answer,
+        }
+    return {"run": plan.best.label, "last": last, "lead": lead, "scores": scores[:CARD], "of": len(scores)}
+
+
+def targets(plan: PlanResult) -> list[View]:
+    """Return, for each target of the plan's runs, the first to reach it, and those that missed it."""
+    by_aim: dict[str, list[tuple[RunResult, Reached]]] = {}
+    for run in plan.runs:
+        if found := reached(run):
+            by_aim.setdefault(found.aim, []).append((run, found))
+    views = []
+    for aim, all_ in by_aim.items():
+        there = [(run, found) for run, found in all_ if found.epoch]
+        missed = [(run.label, found.nearest) for run, found in all_ if not found.epoch]
+        first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
+        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": first})
+    return views
 
 
 # ---- tables ------------------------------------------------------------------------------------------
@@ -192,25 +233,18 @@ def all_runs(plan: PlanResult, page: Page) -> Section:
 
 
 def runs_table(plan: PlanResult) -> Table:
-    """Return the table of all runs; columns that no run fills are left out."""
+    """Return the table of all runs, without empty columns."""
     ladder, order = plan.record.kind == "ladder", {run: index for index, run in enumerate(plan.runs)}
     speeds, before = SpeedUps(plan.runs), dict(zip(plan.runs[1:], plan.runs, strict=False))
 
     def changed(run: RunResult, row: Row) -> Cell:
-        """Name what it changes: in a ladder from the run before, else from the first."""
+        """Return the settings that it changes: in a ladder from the run before, else from the first."""
         other = before.get(run, run) if ladder else plan.runs[0]
         named = [f"{key}: {new}" for key, (_, new) in changes(other.settings, run.settings).items() if new is not None]
         return cell(", ".join(named[:4]) + " …" * (len(named) > 4))
 
     def column(name: str, shown: Callable[[Any], str] = text.number, note: Callable[..., str] = _spread) -> Make:
         return lambda run, row: cell(row.get(name), shown, note(run, row, name))
-
-    def over(other: Callable[[RunResult], RunResult | None]) -> Make:
-        def make(run: RunResult, row: Row) -> Cell:
-            found = speeds.over(run, against) if (against := other(run)) else None
-            return cell(found and found.ratio, _times, found.around if found and found.error else "")
-
-        return make
 
     def known(run: RunResult, row: Row, name: str) -> str:
         figure = published.final(plan.record.published, plan.name, run.name, name)
@@ -224,8 +258,12 @@ def runs_table(plan: PlanResult) -> Table:
         ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
         ("Throughput (samples/s)", "training", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
-        ("Verdict", "speed-up", over(lambda run: plan.runs[0])),
-        ("Verdict", "over the rung before", over(lambda run: before.get(run) if ladder else None)),
+        ("Verdict", "speed-up", lambda run, row: _gain(speeds.over(run, plan.runs[0]))),
+        (
+            "Verdict",
+            "over the rung before",
+            lambda run, row: _gain(speeds.over(run, before[run]) if ladder and run in before else None),
+        ),
         ("Verdict", "MFU", column("mfu", text.percent)),
         ("Verdict", "MBU", column("mbu", text.percent, _of_bytes)),
         ("Verdict", "published, full size", column("published_samples_per_second", note=_of_published)),
@@ -242,12 +280,11 @@ def runs_table(plan: PlanResult) -> Table:
         ("Training", "training loss", column("train_loss", note=known)),
         ("Training", "validation loss", column("valid_loss", note=known)),
         ("Training", "best validation loss", column("best_valid_loss")),
-        ("Training", "best epoch", column("best_epoch", text.count, lambda run, row, name: _of_best(row))),
+        ("Training", "best epoch", column("best_epoch", text.count, _of_best)),
         *(
             ("Training", each.title + " (higher is better)" * (each.better == "higher"), column(each.name))
             for each in scalars
         ),
-        ("Training", "mean skill", lambda run, row: cell(plan.skill(run.last) if run.last else None)),
         ("Target", "epochs to it", _reached),
         ("Target", "samples", column("target_samples", text.count)),
         ("Target", "time", column("target_seconds", text.duration)),
@@ -268,6 +305,10 @@ def _spread(run: RunResult, row: Row, name: str) -> str:
     return "" if spread is None else f"± {text.number(spread, 2)}"
 
 
+def _gain(found: SpeedUp | None) -> Cell:
+    return cell(found and found.ratio, _times, found.around if found and found.error else "")
+
+
 def _times(ratio: float) -> str:
     return f"{text.number(ratio)}×"
 
@@ -282,7 +323,7 @@ def _of_published(run: RunResult, row: Row, name: str) -> str:
     return ", ".join([*([_times(faster)] if faster not in (None, 1) else []), *words])
 
 
-def _of_best(row: Row) -> str:
+def _of_best(run: RunResult, row: Row, name: str) -> str:
     return f"{row['best_metric']} {text.number(row['best_value'])}"
 
 
@@ -293,7 +334,7 @@ def _reached(run: RunResult, row: Row) -> Cell:
 
 
 def channels(plan: PlanResult, page: Page) -> Section | None:
-    """Return a table for each kind of metric that is given by channel; naive answers and skills beside the errors."""
+    """Return a table for each kind of metric that has channels, with naive answers and skills."""
     naive = {metric.naive for metric in plan.metrics.values()}
     kinds: dict[str, list[Metric]] = {}
     rivals: dict[str, list[Metric]] = {}
@@ -302,7 +343,7 @@ def channels(plan: PlanResult, page: Page) -> Section | None:
             rivals.setdefault(metric.rival, []).append(metric)
         elif metric.channel and metric.name not in naive and not metric.derived:
             kinds.setdefault(metric.kind, []).append(metric)
-    shown = _least_loss(plan, CHANNEL_ROWS)
+    shown = first_and_least(plan.trained, CHANNEL_ROWS, lambda run: run.final_loss)
     tables = [_channel_table(plan, shown, metrics, rivals) for metrics in kinds.values()]
     return Section("Errors by channel", tables=tables) if tables else None
 
@@ -311,21 +352,19 @@ def _channel_table(
     plan: PlanResult, shown: Sequence[RunResult], metrics: Sequence[Metric], rivals: dict[str, list[Metric]]
 ) -> Table:
     first, last = metrics[0], [run.epochs[-1].metrics for run in shown]
-    answers = [_shared(last, [metric.naive for metric in metrics])]
-    names = [first.answer if rivals else f"naive answer: {first.answer}"]
-    if any(value is not None for value in answers[0]):
-        answers += [_shared(last, [metric.name for metric in each]) for each in rivals.values()]
-        names += [f"naive answer: {called}" for called in rivals]
-    else:
-        answers, names = [], []
-    labels = [cell(name, note="") for name in names] + [Cell(run.label, n) for n, run in enumerate(shown)]
+    answers = [(first.answer if rivals else f"naive answer: {first.answer}", [metric.naive for metric in metrics])]
+    answers += [(f"naive answer: {name}", [metric.name for metric in each]) for name, each in rivals.items()]
+    naive = {name: _shared(last, keys) for name, keys in answers}
+    if all(value is None for value in naive[answers[0][0]]):
+        naive = {}
+    labels = [*map(cell, naive), *(Cell(run.label, n) for n, run in enumerate(shown))]
     columns = [("", "run", labels)]
     for place, metric in enumerate(metrics):
         skills = [metric.skill(values) for values in last]
         notes = ["" if skill is None else f"skill {text.number(skill, 2)}" for skill in skills]
         errors = [cell(values.get(metric.name), note=note) for values, note in zip(last, notes, strict=True)]
         heading = f"{metric.channel} {text.unit(metric.unit)}".strip()
-        columns.append(("", heading, [cell(answer[place]) for answer in answers] + errors))
+        columns.append(("", heading, [cell(answer[place]) for answer in naive.values()] + errors))
     rest = "the first, and those with the least validation loss. The CSV file has all."
     skill = f" Skill is 1 − error / error of {first.answer}." if first.naive and first.better == "lower" else ""
     return table(
@@ -340,7 +379,7 @@ def _channel_table(
 
 
 def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> list[float | None]:
-    """Return the value of each metric that all runs share, as a naive answer's error on the same data is; else None."""
+    """Return the value of each metric that all runs share, as a naive answer's on the same data, or None."""
     columns = [[values.get(name or "") for values in last] for name in names]
     return [
         column[0]
@@ -354,7 +393,7 @@ def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> li
 
 
 def predictions(plan: PlanResult, page: Page) -> Section | None:
-    """Return the figures of prediction against truth, that of the best run first."""
+    """Return the figures of prediction against truth, the best run's first."""
     drawn = [(run, run.prediction) for run in plan.trained if run.prediction]
     if not drawn:
         return None
@@ -368,10 +407,7 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
 
 
 def picture(path: Path) -> View:
-    """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64.
-
-    A `UserError` is raised for a file that is missing, or not a whole PNG file.
-    """
+    """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -383,7 +419,7 @@ def picture(path: Path) -> View:
 
 
 def provenance(plan: PlanResult, page: Page) -> Section:
-    """Return what each run was made with."""
+    """Return what each run was made with: command, code, packages, device, settings."""
     return Section("Provenance", form="provenance", own=[_made(plan, run, page) for run in plan.runs])
 
 
@@ -423,15 +459,15 @@ def _plain(value: Any) -> str:
 SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     lambda plan, page: trials.sweep(plan),
     lambda plan, page: scaling.section(plan),
-    lambda plan, page: questions.convergence(plan),
-    lambda plan, page: questions.parallelism(plan),
+    lambda plan, page: scaling.convergence(plan),
+    lambda plan, page: scaling.parallelism(plan),
     lambda plan, page: curves.training(plan),
     lambda plan, page: curves.beside(plan, page.references),
-    throughput,
+    lambda plan, page: profiles.throughput(plan),
     lambda plan, page: profiles.section(plan, page.folder),
     lambda plan, page: trials.tunings(plan),
-    lambda plan, page: machine.efficiency(plan),
-    lambda plan, page: machine.watched(plan),
+    lambda plan, page: profiles.efficiency(plan),
+    lambda plan, page: profiles.watched(plan),
     all_runs,
     channels,
     predictions,

@@ -1,9 +1,8 @@
-"""How much faster one run of a plan is than another, and how runs scale over devices, each with its 95 % interval.
+"""Speed-ups between runs of a plan, and scaling over devices, each with its 95 % interval.
 
 Runs of one process were timed in turn with their plan's first run (`dlscale.measure.turns`): the spread of these ratios
-from one opening of both to the next is taken from all runs of the plan together. Runs measured apart have the spread of
-their trials, and whatever the machine did between the two. To either comes how much two measurements of the same work
-differ: the first run is timed beside a copy of itself, and other runs may do the same work.
+is taken from all runs of the plan together. Runs measured apart have the spread of their trials. Added to either is the
+difference of two measurements of the same work.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ from dlscale.core.text import number
 from dlscale.measure.records import Beside, Trials
 from dlscale.report.results import PlanResult, RunResult
 
-#: Two speeds measured apart may differ by as much, however quiet the trials were: logarithm of a ratio of 1.05.
+#: Least difference of two speeds measured apart that counts: logarithm of a ratio of 1.05.
 APART = math.log1p(0.05)
 
-#: Nothing less is told apart, however alike a plan's openings were: a logarithm of a ratio. All openings of a run are
-#: copies of one process: where both runs did the same, in 15 measurements, the ratio varied by 0.7 % (one standard
-#: deviation), of which 0.5 % is what openings vary by, and it was 1.8 % at most.
+#: Least difference in turns that counts, logarithm of a ratio: where both runs did the same, in 15 measurements, the
+#: ratio had a standard deviation of 0.7 %, and was 1.8 % at most.
 FLOOR = 0.015
 
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """The ratio of two speeds as its natural logarithm, which makes `twice` and `half` alike."""
+    """The ratio of two speeds."""
 
-    log: float
-    error: float  #: How far its 95 % interval reaches to each side; infinite where no spread is known.
+    log: float  #: Natural logarithm, which makes `twice` and `half` alike.
+    error: float  #: Half of its 95 % interval; infinite where no spread is known.
 
     @property
     def ratio(self) -> float:
@@ -49,7 +47,6 @@ class SpeedUp:
 
     @property
     def high(self) -> float:
-        """Upper end; infinite where no spread is known."""
         return math.exp(self.log + self.error) if math.isfinite(self.error) else math.inf
 
     @property
@@ -71,7 +68,7 @@ class SpeedUp:
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
-        """Return the geometric mean of several, as uncertain as one of them: they may share what disturbed them."""
+        """Return the geometric mean, as uncertain as one of them: they may share a disturbance."""
         return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
 
 
@@ -79,12 +76,12 @@ class SpeedUp:
 
 
 def spread(trials: Trials, looks: int = 1) -> float:
-    """Return how far the interval of a mean rate reaches, relative to it, by the spread of its trials."""
+    """Return half of the interval of a mean rate, relative to it, by the spread of its trials."""
     return reach(trials.std / trials.mean, len(trials.trial_time), looks) if trials.mean else math.inf
 
 
 def spread_of(run: RunResult, looks: int = 1) -> float:
-    """Return the same of a run's speed: of FULL, or of the epochs of its training."""
+    """Return the same of a run's speed: FULL, or its training epochs."""
     if trials := run.trials("FULL"):
         return spread(trials, looks)
     speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
@@ -92,12 +89,12 @@ def spread_of(run: RunResult, looks: int = 1) -> float:
 
 
 def between(before: Trials, after: Trials, floor: float = APART) -> SpeedUp:
-    """Return the ratio of two rates measured apart; `floor` is what equal ones may differ by, as a logarithm."""
+    """Return the ratio of two rates measured apart; equal ones may differ by `floor`, a logarithm."""
     return SpeedUp(math.log(after.mean / before.mean), math.hypot(spread(before), spread(after), floor))
 
 
 def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks: int = 1) -> SpeedUp | None:
-    """Return the same of two runs; None where either speed is unknown."""
+    """Return the ratio of two runs' speeds, measured apart; None where either is unknown."""
     if not (run.speed and other.speed):
         return None
     errors = (spread_of(each, looks) for each in (run, other))
@@ -107,107 +104,92 @@ def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks
 # ---- in turns ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Turns:
-    """The turns of two runs with a third; None of these is the third itself."""
+def by_turns(
+    own: Beside | None, its: Beside | None, opening: tuple[float, int], floor: float = 0.0, looks: int = 1
+) -> SpeedUp:
+    """Return the ratio of two runs' speeds by the turns of each with a third, or of one with the other (None).
 
-    own: Beside | None
-    its: Beside | None = None
-
-    @property
-    def log(self) -> float:
-        own, its = (statistics.fmean(each.ratios) if each else 0.0 for each in (self.own, self.its))
-        return own - its
-
-    def error(self, opening: float, freedom: int, looks: int = 1) -> float:
-        """Return how far the interval of that reaches, given the standard deviation of an opening's ratio.
-
-        That of all runs is known better than one run's own; a run that was disturbed more than the others has its own.
-        """
-        if not freedom:
-            return math.inf
-        known = [each.ratios for each in (self.own, self.its) if each]
-        variance = sum(max(opening, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
-        return standard_errors(freedom + 1, looks) * math.sqrt(variance)
+    `opening` is the standard deviation of an opening's ratio over all runs, with its degrees of freedom; a run that
+    varies more has its own. Equal runs may differ by `floor`, a logarithm.
+    """
+    log = (statistics.fmean(own.ratios) if own else 0.0) - (statistics.fmean(its.ratios) if its else 0.0)
+    spread, freedom = opening
+    known = [each.ratios for each in (own, its) if each]
+    variance = sum(max(spread, pooled([ratios])[0]) ** 2 / len(ratios) for ratios in known)
+    error = standard_errors(freedom + 1, looks) * math.sqrt(variance) if freedom else math.inf
+    return SpeedUp(log, math.hypot(error, floor))
 
 
-def relative_to_first(run: RunResult, other: RunResult) -> SpeedUp | None:
-    """Return the ratio of how much faster two runs were than their plans' first ones, if these did the same work.
+def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
+    """Return the ratio of two runs' speed-ups over their plans' first runs, if these did the same work.
 
-    None of the first runs themselves, and of those that do their work: these were timed with a copy.
+    None for the first runs themselves and for those that do their work.
     """
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
         return None
-    turns = _Turns(own, its)
-    return SpeedUp(turns.log, math.hypot(turns.error(*pooled([own.ratios, its.ratios])), FLOOR))
+    return by_turns(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs that do the same work (`dlscale.config.compute`), and so are equally fast."""
+    """Runs that do the same work (`dlscale.config.compute`)."""
 
     runs: list[RunResult]
     speed: float  #: Mean samples/s.
-    gain: SpeedUp | None  #: Over the plan's first run; None for that run and its like.
+    gain: SpeedUp | None  #: Speed-up over the plan's first run; None for that run and its like.
 
 
 class SpeedUps:
-    """The speeds of a plan's runs beside each other."""
+    """The speed-ups between a plan's runs."""
 
     def __init__(self, runs: Sequence[RunResult]) -> None:
         self.runs = [run for run in runs if run.speed]
         self.first = runs[0]
 
-    def over_first(self, run: RunResult) -> SpeedUp | None:
-        """Return how much faster a run is than the plan's first one; None where either speed is unknown."""
-        return self.over(run, self.first)
-
     def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
         """Return how much faster a run is than another; None where either speed is unknown.
 
-        Whoever picks among so many `looks` needs wider intervals, which hold together.
+        With several `looks` the wider intervals hold together.
         """
         if not (run.speed and other.speed):
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
-        if (turns := self._in_turns(run, other)) is not None:
-            return SpeedUp(turns.log, math.hypot(turns.error(*self._opening, looks), self.floor))
-        return measured_apart(run, other, self.apart, looks)
+        return self._in_turns(run, other, self.floor, looks) or measured_apart(run, other, self.apart, looks)
 
     @cached_property
     def _opening(self) -> tuple[float, int]:
-        """Standard deviation of one opening's ratio, and its degrees of freedom: of all runs of the plan together."""
+        """Standard deviation of an opening's ratio over all runs, and its degrees of freedom."""
         return pooled([run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside])
 
     @cached_property
     def floor(self) -> float:
-        """Logarithm of the ratio, in turns, that two measurements of the same work may have beyond that."""
+        """Logarithm of the ratio, in turns, that the same work has beyond the spread of openings."""
         same = [found for one, other in self._alike(itself=True) if (found := self._in_turns(one, other))]
-        return max([FLOOR, *(abs(turns.log) for turns in same if abs(turns.log) > turns.error(*self._opening))])
+        return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
     def apart(self) -> float:
-        """The same of two measurements that were made one after the other."""
+        """Logarithm of the ratio that the same work has, measured apart."""
         same = [abs(math.log((run.speed or 1) / (other.speed or 1))) for run, other in self._alike()]
         return max([APART, *same])
 
-    def _in_turns(self, run: RunResult, other: RunResult) -> _Turns | None:
-        """Return how much faster a run is than another by turns with it, or with a third; None where there were none.
+    def _in_turns(self, run: RunResult, other: RunResult, floor: float = 0.0, looks: int = 1) -> SpeedUp | None:
+        """Return the ratio by turns of a run with another, or of both with a third; None where there were none.
 
-        Of the first run and itself it is that of the run and its copy.
+        For the first run and itself they are the run's with its copy.
         """
         own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-        with_other = _Turns(own) if own and own.compute == other.compute else None
-        with_run = _Turns(None, its) if its and its.compute == run.compute else None
-        if other is self.first and with_other:
-            return with_other
-        if run is self.first and with_run:
-            return with_run
-        if own and its and own.compute == its.compute:
-            return _Turns(own, its)
-        return with_other or with_run
+        straight = [(own, None)] if own and own.compute == other.compute else []
+        back = [(None, its)] if its and its.compute == run.compute else []
+        third = [(own, its)] if own and its and own.compute == its.compute else []
+        pairs: list[tuple[Beside | None, Beside | None]] = [*third, *straight, *back]
+        if other is self.first:
+            pairs = [*straight, *third, *back]
+        elif run is self.first:
+            pairs = [*back, *third, *straight]
+        return by_turns(*pairs[0], self._opening, floor, looks) if pairs else None
 
     def _alike(self, itself: bool = False) -> Iterator[tuple[RunResult, RunResult]]:
         combine = itertools.combinations_with_replacement if itself else itertools.combinations
@@ -215,22 +197,20 @@ class SpeedUps:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Runs by the work that they do, in the plan's order."""
         alike: dict[str, list[RunResult]] = {}
         for run in self.runs:
             alike.setdefault(run.compute, []).append(run)
         return [self._group(runs) for runs in alike.values()]
 
     def _group(self, runs: list[RunResult]) -> Group:
-        over = [] if self.first in runs else [gain for run in runs if (gain := self.over_first(run))]
+        over = [] if self.first in runs else [gain for run in runs if (gain := self.over(run, self.first))]
         speed = statistics.fmean(run.speed or 0.0 for run in runs)
         return Group(runs, speed, SpeedUp.mean(over) if over else None)
 
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
-        """Return the fastest of some groups, and those that noise does not tell from it.
+        """Return the fastest of some groups, and those equal to it within noise.
 
-        The fastest is the first run's where no other is faster beyond noise: the more are looked at, the faster one
-        seems by chance, so that intervals here are those that hold of all groups together.
+        It is the first run's where no other is faster beyond noise, by intervals that hold of all groups together.
         """
         looks = max(len(groups) - 1, 1)
         ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
@@ -252,25 +232,17 @@ class SpeedUps:
 #: The kinds of plans that ask how runs scale.
 SCALING = ("weak_scaling", "strong_scaling")
 
-#: Settings in which the runs of a series may differ: where and with how many samples they compute, and what changes
-#: nothing in how long a step takes.
+#: Settings in which the runs of a series may differ: geometry, batch, and those that a step's time does not depend on.
 _OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
 _LATER = ("training", "schedule", "throughput", "profile", "tune")
-
-#: Noise of a ratio that leaves little to read from it.
-WIDE_NOISE = 0.2
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two measured rates, or 1 minus it, and how far noise may move it to either side."""
+    """A ratio of two measured rates, or 1 minus it, with its noise to either side."""
 
     value: float
     noise: float
-
-    @property
-    def doubtful(self) -> bool:
-        return self.noise > WIDE_NOISE or self.value - self.noise > 1 or self.value + self.noise < 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +250,7 @@ class Point:
     """A run at one number of devices."""
 
     run: RunResult
-    base: RunResult  #: Of the same series, that with the fewest devices.
+    base: RunResult  #: The run of the series with the fewest devices.
     twin: RunResult | None  #: The same computation without averaged gradients.
 
     @property
@@ -290,17 +262,16 @@ class Point:
         return int(self.run.setting("batch_size", 0))
 
     def rate(self, mode: str) -> float | None:
-        """Return the samples/s measured."""
         trials = self.run.trials(mode)
         return trials.mean if trials else None
 
     def ideal(self, mode: str) -> float | None:
-        """Return the samples/s that as many devices would have if each were as fast as those of the base."""
+        """Return the samples/s of as many devices as fast as those of the base."""
         base = self.base.trials(mode)
         return base.mean * self.devices / self.base.devices if base else None
 
     def efficiency(self, mode: str) -> Ratio | None:
-        """Return samples/s relative to the ideal; weak and strong scaling share the formula."""
+        """Return samples/s relative to the ideal, in weak and strong scaling."""
         own, base, ideal = self.run.trials(mode), self.base.trials(mode), self.ideal(mode)
         if not (own and base and ideal):
             return None
@@ -313,12 +284,8 @@ class Point:
 
     @property
     def alone(self) -> Ratio | None:
-        """The same of SYNTHETIC, measured by one call of the stage: without sums over ranks against with them."""
+        """The same of SYNTHETIC, from one process: without sums over ranks against with them."""
         return _share(self.run.trials("SYNTHETIC"), self.run.trials("alone"), 0.0)
-
-    def seconds(self, rate: float | None) -> float | None:
-        """Return the time of a step at a rate, s."""
-        return self.batch / rate if rate else None
 
 
 @dataclass(frozen=True)
@@ -326,57 +293,59 @@ class Series:
     """Runs that differ in their number of devices alone, from few to many."""
 
     label: str
-    batch: int  #: Samples of a step: of weak scaling on each device (or those that share a model), else on all.
+    batch: int  #: Samples a step: in weak scaling of each device (or those that share a model), else of all.
     points: list[Point]
 
 
 def series(plan: PlanResult) -> list[Series]:
     """Return the plan's measured runs that average gradients, by batch and settings.
 
-    A run's twin has as many devices, the same batch and the same settings, those of `parallel` left out: where nothing
-    is averaged they do nothing.
+    A run's twin has the same devices, batch and settings but those of `parallel`, which do nothing there.
     """
     weak = plan.record.kind == "weak_scaling"
-    shared: dict[str, dict[str, Any]] = {}
+    batch = {run: _batch(run, weak) for run in plan.runs if run.throughput}
+    shared = {run: _shared(run) for run in batch}
     found: dict[str, dict[int, RunResult]] = {}
-    twins: dict[tuple[str, int], RunResult] = {}
-    for run in (run for run in plan.runs if run.throughput):
-        every = flat(run.settings).items()
-        settings = {key: value for key, value in every if key not in _OWN and key.partition(".")[0] not in _LATER}
+    twins: dict[str, RunResult] = {}
+    for run, settings in shared.items():
         if run.averages:
-            key = _key(settings, _batch(run, weak))
-            shared[key] = settings
-            found.setdefault(key, {}).setdefault(run.devices, run)
+            found.setdefault(_key(batch[run], settings), {}).setdefault(run.devices, run)
         else:
-            twins.setdefault((_twin_key(settings, _batch(run, weak)), run.devices), run)
+            twins.setdefault(_key(batch[run], run.devices, _apart(settings)), run)
+    bases = [runs[min(runs)] for runs in found.values()]
     made = []
-    for key, runs in found.items():
-        base, settings = runs[min(runs)], shared[key]
-        batch = _batch(base, weak)
+    for base, runs in zip(bases, found.values(), strict=True):
+        settings = shared[base]
         # What FSDP sends is no sum of gradients alone, and has no twin.
-        alike = _twin_key(settings, batch) if settings.get("parallel.kind", "ddp") == "ddp" else ""
-        points = [Point(run, base, twins.get((alike, devices))) for devices, run in sorted(runs.items())]
-        others = [shared[other] for other, theirs in found.items() if _batch(theirs[min(theirs)], weak) == batch]
-        made.append(Series(_label(batch, weak, settings, others), batch, points))
+        apart = _apart(settings) if settings.get("parallel.kind", "ddp") == "ddp" else None
+        points = [Point(runs[n], base, twins.get(_key(batch[base], n, apart))) for n in sorted(runs)]
+        alike = [shared[other] for other in bases if batch[other] == batch[base]]
+        made.append(Series(_label(batch[base], weak, settings, alike), batch[base], points))
     return made
 
 
-def _key(settings: dict[str, Any], batch: int) -> str:
-    return json.dumps([batch, settings], sort_keys=True, default=str)
+def _shared(run: RunResult) -> dict[str, Any]:
+    """Return the settings that the runs of a series share."""
+    every = flat(run.settings).items()
+    return {key: value for key, value in every if key not in _OWN and key.partition(".")[0] not in _LATER}
 
 
-def _twin_key(settings: dict[str, Any], batch: int) -> str:
-    return _key({key: value for key, value in settings.items() if not key.startswith("parallel.")}, batch)
+def _apart(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if not key.startswith("parallel.")}
+
+
+def _key(*parts: Any) -> str:
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def _batch(run: RunResult, weak: bool) -> int:
-    """Return the samples of a step that the plan keeps: on each device, or those that share a model, or on all."""
+    """Return the samples a step that the plan keeps the same."""
     batch, sharing = int(run.setting("batch_size", 0)), run.setting("geometry.tp", 1) * run.setting("geometry.cp", 1)
     return int(batch * sharing // run.devices) if weak else batch
 
 
 def _label(batch: int, weak: bool, settings: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
-    """Return what tells a series from the others: its batch, and its settings that differ among those of that batch."""
+    """Return a series' batch, and its settings that differ among those of that batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
     said = [f"{key.rpartition('.')[2]} {'none' if settings[key] is None else settings[key]}" for key in keys]
     return "; ".join([f"{batch} samples {'a device' if weak else 'a step'}", *said])

@@ -1,10 +1,9 @@
-"""What a search found, as the page shows it: the trials of a sweep by rank, and the settings that `tune` tried."""
+"""Searches, as the page shows them: the trials of a sweep by rank, and the settings that `tune` tried."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -14,18 +13,14 @@ from dlscale.core.settings import nested
 from dlscale.core.text import NONE, count, duration, number, size
 from dlscale.measure.tuning import Tried, Tuning
 from dlscale.report.blocks import Cell, Section, Table, View, cell, some, table
-from dlscale.report.figures import MUTED, RUN_COLOURS, Line, lines
-from dlscale.report.results import PlanResult, RunResult
+from dlscale.report.results import PlanResult
 
-#: How many trials the table of a sweep shows, and settings have a figure: what keeps a large one readable.
+#: How many trials the table of a sweep shows.
 ROWS = 40
-PLOTS = 8
-
-# ---- sweep -------------------------------------------------------------------------------------------
 
 
 def best(plan: PlanResult) -> View | None:
-    """Return a sweep's best trial; None of another plan, and of one whose trials do not train."""
+    """Return a sweep's best trial; None of other plans, and of trials that do not train."""
     if plan.record.sweep is None or plan.best is None:
         return None
     score, better = plan.score(plan.best)
@@ -43,26 +38,26 @@ def best(plan: PlanResult) -> View | None:
 
 
 def sweep(plan: PlanResult) -> Section | None:
-    """Return a sweep's trials by rank, its metric over each setting, and the best settings; None of another plan."""
+    """Return a sweep's trials by rank, and the best settings; None of other plans."""
     if (found := best(plan)) is None or plan.record.sweep is None:
         return None
     ranked, values = plan.ranked, plan.record.sweep.trials
     keys, shown = list(dict.fromkeys(key for each in values.values() for key in each)), ranked[:ROWS]
+    scores = [plan.score(run)[0] for run in shown]
     columns = [
         ("", "trial", [Cell(run.label, rank, link=plan.anchor(run)) for rank, run in enumerate(shown)]),
         *(("", key, [_setting(values[run.name].get(key)) for run in shown]) for key in keys),
         ("", "epochs", [cell(run.epochs[-1].epoch, count) for run in shown]),
-        ("", title(plan), [_score(plan.score(run)[0]) for run in shown]),
+        ("", title(plan), [cell(score) if math.isfinite(score) else Cell("diverged") for score in scores]),
     ]
     caption = "Trials, the best first. A trial that diverged is the worst."
     note = "".join(some(len(shown), len(ranked), "trials", "the best. The CSV file has all."))
     trials = table(columns, caption, f"Trials of {plan.title}", note=note)
-    plots = [_plot(plan, ranked, key) for key in keys[:PLOTS]]
-    return Section("Sweep", plots=plots, tables=[trials], form="sweep", own=found)
+    return Section("Sweep", tables=[trials], form="sweep", own=found)
 
 
 def title(plan: PlanResult) -> str:
-    """Return what readers call the metric of a sweep."""
+    """Return the readers' name of a sweep's metric."""
     assert plan.record.sweep is not None
     name = plan.record.sweep.metric
     known = {"valid_loss": "validation loss", "samples_per_second": "samples/s"}
@@ -81,45 +76,16 @@ def _setting(value: Any) -> Cell:
     return Cell(f"{value:g}", value) if number_ else cell(str(value))
 
 
-def _score(value: float) -> Cell:
-    return cell(value) if math.isfinite(value) else Cell("diverged")
-
-
-def _plot(plan: PlanResult, ranked: Sequence[RunResult], key: str) -> tuple[str, str]:
-    """Return the figure of the metric over a setting, and what it shows; words stand in the order they come in."""
-    assert plan.record.sweep is not None
-    last = max(run.epochs[-1].epoch for run in ranked)
-    known = [run for run in ranked if math.isfinite(plan.score(run)[0])]
-    settings: dict[RunResult, Any] = {run: plan.record.sweep.trials[run.name].get(key) for run in known}
-    numeric = all(isinstance(each, int | float) and not isinstance(each, bool) for each in settings.values())
-    words = [] if numeric else list(dict.fromkeys(str(each) for each in reversed(settings.values())))
-    places: dict[RunResult, Any] = {run: each if numeric else words.index(str(each)) for run, each in settings.items()}
-    drawn = []
-    for run in reversed(known):  # the best on top
-        first, hollow = run is ranked[0], run.epochs[-1].epoch < last
-        look = {
-            "colour": RUN_COLOURS[0] if first else MUTED,
-            "marker": "D" if first else "o",
-            "size": 8.0 if first else 5.0,
-        }
-        drawn.append(Line([(places[run], plan.score(run)[0])], dashes="none", hollow=hollow, **look))  # type: ignore[arg-type]
-    wide = numeric and bool(places) and min(places.values()) > 0 and max(places.values()) >= 8 * min(places.values())
-    name = f"{plan.name}-{key.replace('.', '-')}"
-    drawing = lines(name, drawn, key, title(plan), x="log" if wide else "as it is", ticks=words, height=2.6)
-    parts = "; hollow: ended in an earlier rung" if any(line.hollow for line in drawn) else ""
-    return drawing, f"Each trial by {key}; the diamond is the best{parts}."
-
-
 # ---- tune --------------------------------------------------------------------------------------------
 
 
 def verdicts(plan: PlanResult) -> list[View]:
-    """Return what was found best for each run that was tuned."""
+    """Return the verdict of each tuned run."""
     return [{"run": r.label, "id": plan.anchor(r), "verdict": r.tuning.verdict()} for r in plan.runs if r.tuning]
 
 
 def tunings(plan: PlanResult) -> Section | None:
-    """Return what was tried of each run of a plan that was tuned; None if none was."""
+    """Return the settings that were tried of each tuned run; None if none was tuned."""
     own = [
         {
             "run": run.label,
@@ -140,22 +106,22 @@ def tunings(plan: PlanResult) -> Section | None:
 
 
 def tried(tuning: Tuning, run: str = "") -> Table:
-    """Return a row for each setting, in the order in which they did best.
+    """Return a row for each setting, the best first.
 
-    A setting's speed is relative to the run's own in the last rung that it came to: rungs differ by the machine's
-    drift.
+    A speed is relative to the run's own in the last rung that the setting reached: rungs differ by the machine's drift.
     """
     own, *others = tuning.candidates
     winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None
-    # The finalist first; then those that came furthest, and did best there; last what was dropped.
-    others.sort(key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -_relative(each, own)))
+    # The finalist; then by the rung reached, and by speed there; last those that were dropped.
+    others.sort(
+        key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -(_relative(each, own) or 0))
+    )
     rows = [own, *others]
-    measured = [each if each.rates and each.rates[-1] else None for each in rows]
     words = [", ".join(f"{key}: {value}" for key, value in each.changes.items()) for each in others]
     columns = [
         ("", "setting", [Cell(name, n) for n, name in enumerate(["the run's own", *words])]),
-        ("", "samples/s", [cell(each and statistics.geometric_mean(each.rates[-1])) for each in measured]),
-        ("", "relative", [cell(each and _relative(each, own), lambda ratio: f"{number(ratio)}×") for each in measured]),
+        ("", "samples/s", [cell(_rate(each, -1)) for each in rows]),
+        ("", "relative", [cell(_relative(each, own), lambda ratio: f"{number(ratio)}×") for each in rows]),
         ("", "rungs", [cell(len(each.rates), count) for each in rows]),
         ("", "memory", [cell(each.peak_memory_bytes, size) for each in rows]),
         ("", "dropped because", [cell(each.problem or NONE) for each in rows]),
@@ -167,7 +133,10 @@ def tried(tuning: Tuning, run: str = "") -> Table:
     return table(columns, caption, f"Settings that were tried, {run}", sortable=False)
 
 
-def _relative(each: Tried, own: Tried) -> float:
-    if not (each.rates and each.rates[-1]):
-        return 0.0
-    return statistics.geometric_mean(each.rates[-1]) / statistics.geometric_mean(own.rates[len(each.rates) - 1])
+def _rate(each: Tried, rung: int) -> float | None:
+    return statistics.geometric_mean(each.rates[rung]) if each.rates and each.rates[rung] else None
+
+
+def _relative(each: Tried, own: Tried) -> float | None:
+    rate, base = _rate(each, -1), _rate(own, len(each.rates) - 1)
+    return rate / base if rate and base else None

@@ -1,10 +1,7 @@
-"""What holds a run back, how far it is from its device's limit, and what to try next: from all that was measured of it.
+"""The verdict: causes that hold a run back, and whether the machine was quiet meanwhile.
 
-`dlscale explain RUN` prints it, and the page shows it.
-
-Each function of `LOOKS` looks for a cause and returns what it found with the figures that show it, or None: what was
-not measured shows nothing, and a run without such causes is bound by its computation or its loader alone, which `bound`
-says.
+`dlscale explain RUN` and the page show it. Each function of `LOOKS` looks for one cause and returns it with the figures
+that show it, or None, also where nothing was measured.
 """
 
 from __future__ import annotations
@@ -12,25 +9,111 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import folder
 from dlscale.core.errors import UserError
 from dlscale.core.settings import Raw
-from dlscale.core.telemetry import Sample, Summary, summary
+from dlscale.core.telemetry import Summary, summary
 from dlscale.core.text import many, number, percent, size
 from dlscale.measure.profiling import Activity, Profile
-from dlscale.measure.records import Throughput, Trials, Usage
-from dlscale.report.diagnosis import UNKNOWN, Bound, bound
+from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.report.results import LEAST, LEAST_SECONDS, RunResult, crowd, others, read_run, setting
-from dlscale.report.speedup import between
+from dlscale.report.speedup import between, spread
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
+
+# ---- what bounds a run -------------------------------------------------------------------------------
+
+#: Bound of a run that was disturbed.
+UNKNOWN = "not known"
+
+#: FULL may seem faster than its slower part by this share, however quiet the trials were: they were timed apart.
+ABOVE = 0.1
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of FULL."""
+
+    what: str  #: Name, in two words.
+    key: str  #: Colour.
+    why: str  #: Reason, in a sentence or two.
+    share: float  #: FULL relative to the slower of loading alone and computing alone.
+    loading: float | None  #: Share of the time that loading takes, where it and computing take turns.
+
+
+def bound(throughput: Throughput | None) -> Bound | None:
+    """Read a throughput triplet; None unless all three are there.
+
+    FULL cannot beat the slower of loading alone (IO) and computing alone (SYNTHETIC); its share of that says how well
+    the two overlap.
+    """
+    modes = [trials for mode in MODES if throughput and (trials := throughput.mode(mode))]
+    if len(modes) < len(MODES) or not all(trials.mean for trials in modes):
+        return None
+    io, synthetic, full = (trials.mean for trials in modes)
+    slower = min(modes[:2], key=lambda trials: trials.mean)
+    if io < 0.8 * synthetic:
+        what, key, advice = "data loading", "io", "A faster loader would help."
+    elif synthetic < 0.8 * io:
+        what, key, advice = "computation", "synthetic", "A faster loader would not help."
+    else:
+        what, key, advice = "both alike", "both", "Both would have to be faster."
+    share = full / slower.mean
+    serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
+    loading = None
+    reaches = f"{percent(share)} of the slower one" if share <= 1 else "the slower one, within the noise"
+    if full - slower.mean > max(ABOVE * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))):
+        what, key, reaches = UNKNOWN, "both", f"{number(full)}, beyond noise"
+        advice = (
+            "It cannot be faster than its slower part: the machine was disturbed, so none of these rates hold. "
+            "Measure again."
+        )
+    elif share < 0.8 and full < 0.9 * serial:
+        advice = "That is less than one after the other would give: they compete for the same cores or memory."
+    elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * slower.mean:
+        loading = serial / io
+        advice = "That is what one after the other gives: they do not overlap."
+    elif share < 0.8:
+        advice = "They overlap only in part."
+    why = (
+        f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. "
+        f"FULL reaches {reaches}. {advice}"
+    )
+    return Bound(what, key, why, share, loading)
+
+
+# ---- a quiet machine ---------------------------------------------------------------------------------
+
+
+def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | None:
+    """Return a warning, with the command that measures again, if other programs were at work; else None.
+
+    `call` are words of a shell that call the workflow.
+    """
+    shares = {run: run.crowd for run in runs if run.crowd}
+    if not shares:
+        return None
+    ends = dict.fromkeys(map(percent, (min(shares.values()), max(shares.values()))))
+    labels = [run.label for run in shares]
+    which = "; ".join(labels) if len(labels) <= 3 else f"{len(labels)} of {len(runs)} runs"
+    files = [str(run.folder / "throughput.json") for run in shares if run.throughput]
+    again = f": {call} --force {shlex.join(files)}" if files else "."
+    return (
+        f"The machine was not quiet. Other programs kept {' to '.join(ends)} of the cores busy while {which} "
+        f"{'was' if len(shares) == 1 else 'were'} measured. Times and rates of these runs mean little, and speed-ups "
+        f"what their intervals say: measure again with nothing else running{again}"
+    )
+
+
+# ---- the verdict -------------------------------------------------------------------------------------
 
 #: Why a GPU's clocks go down that is no fault.
 POWER_CAP = "power cap"
@@ -38,23 +121,21 @@ POWER_CAP = "power cap"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured of a run; None what was not."""
+    """The measurements of a run."""
 
     settings: Raw
     throughput: Throughput | None = None
     profile: Profile | None = None
-    watched: Summary | None = None  #: What the first node did meanwhile.
+    watched: Summary | None = None  #: Telemetry of the first node.
 
     def trials(self, mode: str) -> Trials | None:
         return self.throughput.mode(mode) if self.throughput else None
 
     def rate(self, mode: str) -> float | None:
-        """Samples/s; None if they were not measured."""
         trials = self.trials(mode)
         return trials.mean if trials and trials.mean else None
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """Return a setting by its dotted path."""
         return setting(self.settings, path, default)
 
     @property
@@ -64,7 +145,7 @@ class Evidence:
 
     @property
     def activity(self) -> Activity:
-        """What the profilers saw of a step, each figure from the first that has it."""
+        """Figures of the profilers, each from the first that has it."""
         seen: dict[str, Any] = {}
         for tool in reversed(self.profile.tools if self.profile else []):
             seen |= tool.activity.model_dump(exclude_none=True)
@@ -72,16 +153,16 @@ class Evidence:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median seconds of a step with no profiler at work."""
+        """Median seconds of a step without a profiler."""
         steps = self.profile.seconds_per_step if self.profile else []
         return statistics.median(steps) if steps else None
 
     @property
     def idle(self) -> tuple[float, float] | None:
-        """Shares of a step for which a GPU does nothing, and of these for which the host waits for data; None unseen.
+        """Shares of a step for which a GPU is idle, and for which it is so since the host waits for data.
 
-        A profiler makes the host slower and not the device: what the device is busy for is taken from the profiled
-        steps, in seconds, and the step's length from those without a profiler.
+        A profiler slows the host and not the device: busy seconds are those of profiled steps, the step's length is
+        that of steps without a profiler.
         """
         for tool in self.profile.tools if self.profile and self.cuda else []:
             busy, profiled = tool.activity.device_busy, tool.seconds_per_step
@@ -99,58 +180,48 @@ class Evidence:
 
     @property
     def loading(self) -> float:
-        """Share of the time that would be saved if loading took none; 0 where it is not loading that bounds the run."""
+        """Share of the time that loading costs; 0 where it does not bound the run."""
         io, synthetic, full = map(self.rate, ("IO", "SYNTHETIC", "FULL"))
         if not (io and synthetic and full) or io > 0.8 * synthetic:
             return 0.0
         return max(0.0, 1 - full / synthetic)
-
-    @property
-    def readers(self) -> int:
-        """Processes or threads that load: the training process itself where there are no others."""
-        return max(1, int(self.setting("loader.workers", 1)))
 
 
 @dataclass(frozen=True)
 class Finding:
     """One cause that holds a run back."""
 
-    cause: str  #: Its name.
-    what: str  #: In a few words.
-    why: str  #: The figures that show it, in a sentence or two.
-    todo: str  #: What to try next.
-    share: float | None  #: Of the run's time, what it costs, about; None where that is not known.
+    cause: str  #: Name.
+    what: str  #: Title, in a few words.
+    why: str  #: Figures that show it, in a sentence or two.
+    todo: str  #: Remedy.
+    share: float | None  #: Share of the run's time that it costs, about; None where unknown.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of a run."""
+    """The verdict on a run."""
 
-    bound: Bound | None  #: From the three throughputs; None if they were not all measured.
+    bound: Bound | None  #: Reading of the three throughputs; None if one is missing.
     findings: list[Finding]  #: Causes, the dearest first.
-    limit: str  #: How far the run is from what its device can do; empty if that was not measured.
-    todo: str  #: What to try next: of the dearest cause, or else of what bounds the run.
+    limit: str  #: Distance from the device's limit, in words; empty if that was not measured.
+    todo: str  #: Remedy of the dearest cause, or else of the bound.
 
 
 def of(run: RunResult) -> Verdict:
-    """Judge a run of a plan."""
-    return verdict(Evidence(run.settings, run.throughput, run.profile, watched(run.telemetry)))
-
-
-def watched(telemetry: Mapping[str, Sequence[Sequence[Sample]]]) -> Summary | None:
-    """Return what the first node did while throughput was measured, or while the run trained."""
-    nodes = next((telemetry[stage] for stage in ("throughput", "train") if telemetry.get(stage)), None)
-    return summary(nodes[0]) if nodes else None
+    """Judge a run of a plan, with the telemetry of its first node while it was timed, or while it trained."""
+    nodes = run.telemetry.get("throughput") or run.telemetry.get("train")
+    return verdict(Evidence(run.settings, run.throughput, run.profile, summary(nodes[0]) if nodes else None))
 
 
 def verdict(evidence: Evidence) -> Verdict:
-    """Judge a run from what was measured of it."""
+    """Judge a run by its measurements."""
     every = [finding for look in LOOKS if (finding := look(evidence))]
     found = [finding for finding in every if finding.share is None or finding.share >= LEAST]
-    # What disturbs a measurement comes first: with it, nothing else is certain. What costs nothing here comes last.
+    # A neighbour comes first: it makes all else uncertain. What costs nothing comes last.
     found.sort(key=lambda finding: (finding.cause != "neighbour", -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
-    if bounding and bounding.what == UNKNOWN:  # nothing that is made of these rates is told, but what disturbed them
+    if bounding and bounding.what == UNKNOWN:  # findings from these rates do not hold
         found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
         again = "Measure again with nothing else running, or on nodes of your own: none of these rates hold."
         return Verdict(bounding, found, "", again)
@@ -163,14 +234,16 @@ def verdict(evidence: Evidence) -> Verdict:
 
 
 def loading(evidence: Evidence) -> Finding | None:
-    """Loading alone is slow: for want of files, of workers beside idle cores, or of cores for what it computes."""
+    """Find slow loading: storage, too few workers beside idle cores, or too much work for the cores."""
     usage, delivers = _usage(evidence, "IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
     if not (evidence.loading and usage):
         return None
-    busy, idle = usage.cpu_seconds / usage.seconds / min(evidence.readers, usage.cores), _idle(usage)
+    readers = max(1, int(evidence.setting("loader.workers", 1)))
+    busy = usage.cpu_seconds / usage.seconds / min(readers, usage.cores)
+    idle = usage.cores - usage.cores_cpu_seconds / usage.seconds
     faster = _faster_loader(evidence)
-    if busy > 0.5 and idle >= 0.5 and evidence.readers < usage.cores:
-        count, more = evidence.setting("loader.workers", 1), min(usage.cores, max(2, 2 * evidence.readers))
+    if busy > 0.5 and idle >= 0.5 and readers < usage.cores:
+        count, more = evidence.setting("loader.workers", 1), min(usage.cores, max(2, 2 * readers))
         why = (
             f"{delivers} with {many(count, 'worker')}, which {'is' if count == 1 else 'are'} busy, while "
             f"{number(idle, 2)} of {usage.cores} cores are idle."
@@ -199,7 +272,7 @@ def loading(evidence: Evidence) -> Finding | None:
 
 
 def overlap(evidence: Evidence) -> Finding | None:
-    """Loading and computing take turns."""
+    """Find loading and computing in turn."""
     found = bound(evidence.throughput)
     if not found or found.loading is None:
         return None
@@ -221,7 +294,7 @@ def overlap(evidence: Evidence) -> Finding | None:
 
 
 def straggler(evidence: Evidence) -> Finding | None:
-    """One process is slower than the others, which wait for it."""
+    """Find one rank that the others wait for."""
     for mode, doing in (("alone", "computes"), ("IO", "loads")):
         trials = evidence.trials(mode)
         if not trials or len(trials.rank_throughput) < 2 or (mode == "IO" and not evidence.loading):
@@ -243,7 +316,7 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def communication(evidence: Evidence) -> Finding | None:
-    """Sums of gradients over the processes, which computation does not hide."""
+    """Find sums of gradients that computation does not hide."""
     measured, activity, seconds = evidence.throughput, evidence.activity, evidence.step_seconds
     alone, together = evidence.trials("alone"), evidence.trials("SYNTHETIC")
     if straggler(evidence):
@@ -279,7 +352,7 @@ def communication(evidence: Evidence) -> Finding | None:
 
 
 def launches(evidence: Evidence) -> Finding | None:
-    """Operators that are too small: to call them takes longer than to compute them."""
+    """Find operators that take longer to call than to compute."""
     if evidence.setting("cuda_graph") or evidence.loading:
         return None
     seconds, launched = evidence.step_seconds, evidence.activity.launches
@@ -316,7 +389,7 @@ def launches(evidence: Evidence) -> Finding | None:
 
 
 def sync(evidence: Evidence) -> Finding | None:
-    """The host waits for the device within a step."""
+    """Find waits of the host for the device within a step."""
     activity, seconds = evidence.activity, evidence.step_seconds
     items = activity.items or 0.0
     share: float | None = None
@@ -324,7 +397,7 @@ def sync(evidence: Evidence) -> Finding | None:
         waited = activity.sync_seconds / seconds
         if waited < LEAST or (not items and (activity.syncs or 0) < 1):
             return None
-        # A host that waits costs nothing while the device has work: only what that is idle, if not for want of data.
+        # Only an idle device costs time, and not one that waits for data.
         idle, for_data = evidence.idle
         share = idle - max(for_data, evidence.loading)
         if share < LEAST:
@@ -348,7 +421,7 @@ def sync(evidence: Evidence) -> Finding | None:
 
 
 def memory(evidence: Evidence) -> Finding | None:
-    """The operators move more than they compute: memory, not arithmetic, takes the time."""
+    """Find operators that move more than they compute."""
     measured = evidence.throughput
     used = measured.mbu("SYNTHETIC") if measured else None
     if not (measured and used and measured.work and measured.peaks) or launches(evidence) or evidence.loading:
@@ -372,7 +445,7 @@ def memory(evidence: Evidence) -> Finding | None:
 
 
 def copies(evidence: Evidence) -> Finding | None:
-    """Batches go to the device from memory that is not page-locked: the copy makes the host wait."""
+    """Find copies to the device from memory that is not page-locked."""
     activity, seconds = evidence.activity, evidence.step_seconds
     if not (activity.pageable_bytes and activity.copy_seconds and seconds):
         return None
@@ -392,7 +465,7 @@ def copies(evidence: Evidence) -> Finding | None:
 
 
 def neighbour(evidence: Evidence) -> Finding | None:
-    """Other programs keep the machine busy."""
+    """Find other programs on the run's cores."""
     share = crowd(evidence.throughput, [])
     usage = _usage(evidence, "FULL") or _usage(evidence, "IO") or _usage(evidence, "SYNTHETIC")
     if not (share and usage):
@@ -408,13 +481,13 @@ def neighbour(evidence: Evidence) -> Finding | None:
 
 
 def throttled(evidence: Evidence) -> Finding | None:
-    """The GPU's clocks are held back, by power or temperature."""
+    """Find GPU clocks held back by power or temperature."""
     watched = evidence.watched
     if not (watched and watched.seconds):
         return None
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
     held = watched.throttled_seconds / watched.seconds
-    # At its power cap a GPU that has much to do always is: only the cycles count that it lost. Heat is a fault.
+    # A busy GPU is always at its power cap: there only lost cycles count. Heat is a fault.
     share = watched.clock_loss if reasons == [POWER_CAP] else held
     return Finding(
         "throttled",
@@ -426,7 +499,6 @@ def throttled(evidence: Evidence) -> Finding | None:
     )
 
 
-#: Each looks for one cause, or one of several that exclude each other.
 LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     loading,
     overlap,
@@ -441,11 +513,8 @@ LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
 )
 
 
-# ---- what else is said -------------------------------------------------------------------------------
-
-
 def limit(evidence: Evidence) -> str:
-    """Say how far the run is from its device's limit."""
+    """Return in words how far the run is from its device's limit."""
     measured = evidence.throughput
     if not (measured and measured.work and measured.peaks and (mfu := measured.mfu("FULL")) is not None):
         return ""
@@ -469,16 +538,15 @@ def _next(evidence: Evidence, bounding: Bound | None) -> str:
         return "Measure throughput: it says what bounds the run."
     if bounding.key == "io":
         return _faster_loader(evidence).strip() or "The loader is the fastest there is: store less, or use more nodes."
-    rungs = []
-    if "16" not in str(evidence.setting("precision", "")):
-        rungs.append("precision: bf16")
-    if not evidence.compiled:
-        rungs.append("compile: {mode: default}")
-    if not evidence.setting("optimizer.fused") and evidence.setting("optimizer.kind") != "adadelta":
-        rungs.append("optimizer: {fused: true}")
-    if evidence.cuda and not evidence.setting("cuda_graph"):
-        rungs.append("cuda_graph: true")
-    return f"{', '.join(rungs)}." if rungs else "All rungs are taken: a larger batch, or more devices."
+    lacks = {
+        "precision: bf16": "16" not in str(evidence.setting("precision", "")),
+        "compile: {mode: default}": not evidence.compiled,
+        "optimizer: {fused: true}": not evidence.setting("optimizer.fused")
+        and evidence.setting("optimizer.kind") != "adadelta",
+        "cuda_graph: true": evidence.cuda and not evidence.setting("cuda_graph"),
+    }
+    rungs = ", ".join(rung for rung, lacking in lacks.items() if lacking)
+    return f"{rungs}." if rungs else "All rungs are taken: a larger batch, or more devices."
 
 
 def _faster_loader(evidence: Evidence) -> str:
@@ -492,15 +560,11 @@ def _usage(evidence: Evidence, mode: str) -> Usage | None:
     return usage if usage and usage.seconds >= LEAST_SECONDS else None
 
 
-def _idle(usage: Usage) -> float:
-    return usage.cores - usage.cores_cpu_seconds / usage.seconds
-
-
 # ---- dlscale explain ---------------------------------------------------------------------------------
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what holds the runs `args.runs` (PLAN.RUN, or their folders) back; return the exit status."""
+    """Print the verdicts on the runs `args.runs` (PLAN.RUN, or their folders); return the exit status."""
     found = dict[str, Verdict]()
     for name in args.runs:
         run = read_run(folder(name, configuration))

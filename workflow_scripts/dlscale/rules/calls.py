@@ -21,7 +21,7 @@ from dlscale.preflight import cost, doctor, environment, live, why
 from dlscale.preflight.cost import Work
 from dlscale.preflight.data import probe_space
 from dlscale.preflight.probe import Finding
-from dlscale.report import glance
+from dlscale.report import sections
 from dlscale.report.results import read_plan
 from dlscale.rules.jobs import Jobs
 
@@ -197,7 +197,7 @@ class Call:
             except UserError:  # only a part of it was asked for
                 continue
         for plan in plans[:RESULTS_SHOWN]:
-            say(glance.line(plan))
+            say(sections.line(plan))
         if len(plans) > RESULTS_SHOWN:
             say(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page")
         best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
