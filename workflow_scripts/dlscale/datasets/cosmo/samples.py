@@ -46,6 +46,8 @@ _ALL = [
 #: Identity first, then the other 23 rotations, then the 24 reflections.
 SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determinant, s.axes, s.flips)))
 COUNT = {"none": 1, "rotations": 24, "full": 48}
+#: Blocks of the training volumes that the line is fitted to, and their edge: two million points for ten numbers or so.
+BLOCKS, EDGE = 64, 32
 
 
 def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
@@ -149,6 +151,27 @@ class Crops(GridSamples):
         y, x = np.divmod(cell, grid_N3[:, 2])
         start = np.stack([z, y, x], axis=1) * self.crop
         return BoxIndex(volume, start, start, np.zeros_like(volume))
+
+
+def line(manifest: Manifest) -> np.ndarray:
+    """Fit each output linearly to the inputs at its point and 1, the naive answer: float32 [outputs, inputs + 1].
+
+    The squared error, in model units, over blocks of the training volumes is least; their places are drawn once.
+    """
+    grid = manifest.fields["Nbody"].grid
+    extent = (min(EDGE, grid[0]), min(EDGE, grid[1]), min(EDGE, grid[2]))
+    x, y = (BoxField(manifest, "train", name, extent) for name in ("Nbody", "Hydro"))
+    rng = np.random.default_rng(0)
+    inputs, outputs = x.shape[0] + 1, y.shape[0]
+    gram, moment = np.zeros((inputs, inputs)), np.zeros((inputs, outputs))
+    for block in range(BLOCKS):
+        file = block % len(x.readers)
+        start = np.array([rng.integers(edge - size + 1) for edge, size in zip(grid, extent, strict=True)])
+        values = x.read(file, start, 0).reshape(inputs - 1, -1).astype(np.float64)
+        terms = np.concatenate([values, np.ones((1, values.shape[1]))])
+        gram += terms @ terms.T
+        moment += terms @ y.read(file, start, 0).reshape(outputs, -1).T.astype(np.float64)
+    return (np.linalg.pinv(gram, hermitian=True) @ moment).T.astype(np.float32)
 
 
 open_samples = Crops

@@ -16,10 +16,33 @@ from dlscale.data import sampling, store
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.source import rows_within
-from dlscale.datasets.era5.channels import CHANNELS
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
 
+#: Name and unit, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214; `parallel_copy_small_set.py` of its
+#: code): the tutorials' u10m is channel 0, their figure's t2m channel 2.
+CHANNELS = {
+    "u10": "m s**-1",
+    "v10": "m s**-1",
+    "t2m": "K",
+    "sp": "Pa",
+    "msl": "Pa",
+    "t@850": "K",
+    "u@1000": "m s**-1",
+    "v@1000": "m s**-1",
+    "z@1000": "m**2 s**-2",
+    "u@850": "m s**-1",
+    "v@850": "m s**-1",
+    "z@850": "m**2 s**-2",
+    "u@500": "m s**-1",
+    "v@500": "m s**-1",
+    "z@500": "m**2 s**-2",
+    "t@500": "K",
+    "z@50": "m**2 s**-2",
+    "r@500": "%",
+    "r@850": "%",
+    "tcwv": "kg m**-2",
+}
 #: Days at most that the mean of an hour of day is taken over, evenly spread: of years of large fields more would only
 #: take longer to read.
 DAYS = 64
@@ -118,9 +141,9 @@ def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | Non
 
 
 def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
-    """Add when each file begins, and of a `series` which file ends before it, where the times of all are known.
+    """Add the time at which each file begins and, of a `series`, the file that ends before it, if all times are known.
 
-    They must follow at the manifest's step, if one is known: pairs, clocks and means are made by counting rows.
+    Times must follow at the manifest's step: pairs, clocks and means count rows.
     """
     step = extra.step_hours
     starts, ends = dict[str, float](), dict[float, str]()
@@ -128,15 +151,15 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
         if hours is not None:
             steps = np.diff(hours.astype(np.float64))
             # False of what is not a number, too.
-            if hours.shape != (file.rows,) or (step and not (abs(steps - step) < 0.01 * step).all()):
+            if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
                 raise UserError(
                     f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size}, apart "
                     f"{np.unique(steps)} h; give all files one `step_hours`, begin another file after a gap, or, of "
                     "prepared files, leave `time` (hours since 1970) out"
                 )
             starts[file.digest] = float(hours[0])
-            ends[float(hours[0]) + (step or 0) * file.rows] = file.digest
-    if not step or len(starts) < len(files):
+            ends[float(hours[0]) + step * file.rows] = file.digest
+    if len(starts) < len(files):
         return extra
     before = {file: ends[start] for file, start in starts.items() if start in ends} if series else {}
     return extra.model_copy(update={"starts": starts, "before": before})
@@ -160,10 +183,10 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     if extra.climatology:
         means = Path(extra.climatology) if prepared else stats / Path(extra.climatology).name
         extra = extra.model_copy(update={"climatology_sha256": sha256(means)})
-    facts = [f"a state every {extra.ahead(1)}"] if extra.step_hours else []
+    facts = [f"a state every {extra.ahead(1)}"]
     for axis in ("latitude", "longitude"):
-        if degrees := getattr(extra, axis):
-            facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
+        degrees = getattr(extra, axis)
+        facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
     update = {"fields": {"fields": info.standardised()}, "facts": facts, "extra": extra.model_dump()}
     return manifest.model_copy(update=update)
 

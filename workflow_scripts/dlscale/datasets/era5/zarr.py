@@ -34,12 +34,9 @@ _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": 
 def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
     """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
 
-    Only the needed variables, levels and times (`dataset.step_hours`) are fetched, some times at a time, within
-    `dataset.memory_mb` or one chunk, whichever is more. They are cropped and averaged as the dataset asks: little
-    beside what is read. The file has [time, latitude, longitude], north to south. A `name@level` becomes a variable of
-    that very name, and `dlscale.datasets.era5.source.open_source` finds the same channels in the file. The store is a
-    folder, or a URL of any kind that fsspec knows, consolidated or not. One that is absent, out of reach, or lacks a
-    channel, level, time or value is a `UserError`.
+    Only the needed variables, levels and times are fetched, within `dataset.memory_mb` or one chunk, whichever is more,
+    then cropped and averaged as the dataset asks. A `name@level` becomes a variable of that very name. The store is a
+    folder, or a URL that fsspec knows.
     """
     import h5netcdf
 

@@ -7,9 +7,8 @@
 `classes`    names of the classes, in the order of the labels
 ===========  =============================================================================================
 
-The attribute `form` says what the bytes are: `encoded`, a file (JPEG, PNG) as it was, or `decoded`, pixels RGB
-[H, W, 3]; the attribute `sha256` is the digest of it all, and `files`, where there is one, that of how the files looked
-which it was made of.
+Attributes: `form` of the bytes, `encoded`, a file (JPEG, PNG) as it was, or `decoded`, pixels RGB [H, W, 3]; `sha256`,
+the digest of it all; `files`, if there is one, that of the names, sizes and times of the packed files.
 """
 
 from __future__ import annotations
@@ -42,23 +41,7 @@ def short_edge(height: int, width: int, edge: int) -> tuple[int, int]:
 
 
 class Pack:
-    """One pack: its bytes are mapped, all else is in memory.
-
-    Attributes
-    ----------
-    form
-        Of the bytes: `encoded` or `decoded`.
-    digest
-        SHA-256 of all that it holds.
-    bytes
-        Of all images, uint8 [total].
-    index
-        First byte, bytes, height and width of each image, int64 [N, 4].
-    labels
-        Classes, int64 [N].
-    classes
-        Their names.
-    """
+    """One pack: its bytes are mapped, all else is in memory; `digest` is the SHA-256 of all that it holds."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
-from dlscale.core.schema import Extent, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Strict
+from dlscale.core.schema import Extent, NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, file_name
 from dlscale.data.paired import Paired
 
@@ -25,10 +25,9 @@ class Simulated(Strict):
     valid: PositiveInt = Field(32, description="Samples of the validation part.")
     test: NonNegativeInt = Field(0, description="Samples of the test part.")
     size: Extent = Field(128, ge=2, description="Pixels along an edge.")
-    length: PositiveFloat = Field(3.0, description="Length over which a field varies, in pixels.")
     target: Literal["gradient", "noise"] = Field(
         "gradient",
-        description="gradient: how steep the field is at each pixel, times its length; noise: input and target are "
+        description="gradient: how steep the field is at each pixel, times the 3 pixels over which it varies; noise: input and target are "
         "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
     )
     seed: Seed = Field(0, description="Of all samples.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from dlscale.data.paired import share
 from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.starter.kind import HDF5
-from dlscale.datasets.starter.simulator import pair
+
+#: Pixels over which a simulated field varies.
+LENGTH = 3.0
 
 
 def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
@@ -27,6 +30,33 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
     if paths:
         return FileSource(dataset.source, part, dataset.memory_mb, *paths)
     return SimulatedSource(dataset.source, part)
+
+
+@functools.cache
+def _amplitude(size: int) -> np.ndarray:
+    """Return the factor of each Fourier mode, [size, size // 2 + 1], that gives white noise its length and variance 1.
+
+    The power spectrum exp(-k^2 LENGTH^2) makes the variance of a gradient 1 / (2 LENGTH^2) a component.
+    """
+    kx, ky = np.fft.rfftfreq(size) * 2 * np.pi, np.fft.fftfreq(size) * 2 * np.pi
+    filtered = np.exp(-(kx[None, :] ** 2 + ky[:, None] ** 2) * LENGTH**2 / 2)
+    whole = np.exp(-(ky[None, :] ** 2 + ky[:, None] ** 2) * LENGTH**2 / 2)
+    return np.asarray(filtered / np.sqrt((whole**2).mean()))
+
+
+def pair(seed: list[int], size: int, target: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the input and the target of one sample, float32 [size, size]: a smooth random field and its steepness.
+
+    A target is a function of the pixels around it, and even: a field and its negative are equally likely and have the
+    same target, so no linear filter does better than the mean of all targets.
+    """
+    rng = np.random.default_rng(seed)
+    if target == "noise":
+        both = rng.random((2, size, size), np.float32)
+        return both[0], both[1]
+    field = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((size, size))) * _amplitude(size), s=(size, size))
+    steepness = LENGTH * np.hypot(*np.gradient(field))
+    return field.astype(np.float32), steepness.astype(np.float32)
 
 
 class SimulatedSource(Source):
@@ -42,7 +72,7 @@ class SimulatedSource(Source):
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         s = self._source
-        images = np.stack([pair([s.seed, self._split, row], s.size, s.length, s.target) for row in range(start, stop)])
+        images = np.stack([pair([s.seed, self._split, row], s.size, s.target) for row in range(start, stop)])
         return {"input": images[:, 0, None], "target": images[:, 1, None]}
 
 

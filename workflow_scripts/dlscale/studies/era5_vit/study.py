@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from dlscale.core.errors import Refused, UserError
 from dlscale.core.metrics import LossInfo, Metric
-from dlscale.core.schema import Extent, Few, PositiveFloat, Strict
+from dlscale.core.schema import Extent, Few, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
@@ -30,12 +30,7 @@ class ViTSettings(Strict):
     embed_dim: Extent = Field(384, description="Numbers of a token.")
     depth: Few = Field(12, description="Blocks.")
     heads: Few = Field(8, description="Heads of attention.")
-    mlp_ratio: Annotated[PositiveFloat, Field(le=1_000)] = Field(
-        4.0, description="Hidden units of an MLP, in multiples of embed_dim."
-    )
     dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
-    attention_dropout: float = Field(0.0, ge=0, lt=1, description="Of attention's weights.")
-    drop_path: float = Field(0.0, ge=0, lt=1, description="Stochastic depth of the last block; rises linearly from 0.")
     residual: bool | Literal["linear"] = Field(
         False,
         description="Predict the change from the input state instead of the state itself; linear: the change from a "
@@ -52,11 +47,6 @@ class ViTSettings(Strict):
         if self.embed_dim % self.heads:
             raise Refused(f"embed_dim {self.embed_dim} does not divide by heads {self.heads}")
         return self
-
-    @property
-    def hidden(self) -> int:
-        """Width of the MLPs."""
-        return int(self.embed_dim * self.mlp_ratio)
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -186,12 +176,11 @@ class Era5ViT(Study):
     )
 
     def check(self, run: Any) -> None:
-        for key, size in (("heads", run.model.heads), ("mlp_ratio x embed_dim", run.model.hidden)):
-            if size % run.geometry.tp:
-                raise Refused(
-                    f"geometry.tp {run.geometry.tp} does not divide model.{key} = {size}, of which each device takes a "
-                    "part; choose a divisor"
-                )
+        if run.model.heads % run.geometry.tp:
+            raise Refused(
+                f"geometry.tp {run.geometry.tp} does not divide model.heads = {run.model.heads}, of which each device "
+                "takes a part; choose a divisor"
+            )
         if run.cuda_graph and run.activation_checkpointing and self.draws(run):
             raise Refused(
                 "cuda_graph and activation_checkpointing: no graph can record the random state that drop-out keeps "
@@ -232,7 +221,7 @@ class Era5ViT(Study):
         )
 
     def draws(self, run: Any) -> bool:
-        return bool(run.model.dropout or run.model.attention_dropout or run.model.drop_path)
+        return bool(run.model.dropout)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return, for N tokens of width E, 4 N^2 E of each attention and 2 N E for each output of a linear layer.
@@ -242,7 +231,7 @@ class Era5ViT(Study):
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
         tokens = info.grid[0] // rows * (info.grid[1] // columns)
-        linear = 4 * m.embed_dim + 2 * m.hidden  # outputs: q, k, v, projection; the MLP's two
+        linear = (4 + 2 * 4) * m.embed_dim  # outputs: q, k, v, projection; the MLP's two
         block = 2 * tokens * m.embed_dim * linear + 4 * tokens**2 * m.embed_dim
         states = len(info.channels)
         inputs = run.samples.channels(states) + sum(states if field == "mean" else 1 for field in m.static)

@@ -75,22 +75,10 @@ def _shortcut(inner: int, outer: int, stride: int) -> nn.Sequential | None:
 
 
 class ResNet(nn.Module):
-    """A residual network.
+    """A residual network of `depth` 18, 34, 50 or 101; stages have 1, 2, 4 and 8 times the first `width` of channels.
 
-    Parameters
-    ----------
-    depth
-        Layers with weights: 18, 34, 50 or 101.
-    classes
-        Of the output.
-    channels
-        Of an image.
-    width
-        Channels of the first convolution, 64 as published; stages have 1, 2, 4 and 8 times as many (before a
-        bottleneck's expansion).
-    mean, std
-        Of each channel of the training images, in units of the greatest value (255): images with values 0 to 255 are
-        normalised. None where they come normalised. They are no part of the state.
+    `mean` and `std` of each channel, in units of 255, normalise images with values 0 to 255; None: images come
+    normalised. They are no part of the state.
     """
 
     mean: torch.Tensor
@@ -139,9 +127,6 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x_BCHW).flatten(1))
 
 
-def cross_entropy(logits_BK: torch.Tensor, label_B: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
-    """Return the cross entropy of each sample, [B], in nats; labels are int64.
-
-    `smoothing` is the share of the target that all classes get alike (Szegedy et al. 2016, arXiv:1512.00567).
-    """
-    return F.cross_entropy(logits_BK, label_B, label_smoothing=smoothing, reduction="none")
+def cross_entropy(logits_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of each sample, [B], in nats; labels are int64."""
+    return F.cross_entropy(logits_BK, label_B, reduction="none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -44,7 +43,6 @@ class CrossEntropy(Strict):
     """The cross entropy."""
 
     kind: Literal["cross_entropy"]
-    smoothing: float = Field(0.0, ge=0, lt=1, description="Share of the target that all classes get alike.")
 
 
 class ImagenetMetrics(Metrics):
@@ -152,7 +150,7 @@ class ImagenetResNet50(Study):
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.studies.imagenet_resnet50.model import cross_entropy
 
-        return partial(cross_entropy, smoothing=run.loss.smoothing)
+        return cross_entropy
 
     def loss_info(self, run: Any) -> LossInfo:
         return LossInfo(title="cross entropy", unit="nats")
