@@ -16,6 +16,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import read_yaml
 from dlscale.core.text import size
 from dlscale.data import parts
+from dlscale.data.kind import DatasetKind
 from dlscale.data.manifest import Manifest
 from dlscale.preflight.probe import Finding, Status
 
@@ -83,7 +84,8 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
 
 def probe_kept(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
     """Warn where what is looked at for changes is gone: what was made of it stays as it is. None if it is there."""
-    trouble = _trouble(dataset) if getattr(dataset.source, "watch", False) else None
+    watched = type(parts.kind_of(dataset)).look is not DatasetKind.look
+    trouble = _trouble(dataset) if watched else None
     if not trouble or not manifest_of(results, name).exists():
         return None
     remedy = "if that is meant, go on; elsewhere, put it back: only what is there shows changes"

@@ -27,7 +27,7 @@ class Simulated(Strict):
     size: Extent = Field(128, ge=2, description="Pixels along an edge.")
     target: Literal["gradient", "noise"] = Field(
         "gradient",
-        description="gradient: how steep the field is at each pixel, times the 3 pixels over which it varies; noise: input and target are "
+        description="gradient: how steep the field is at each pixel; noise: input and target are "
         "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
     )
     seed: Seed = Field(0, description="Of all samples.")
