@@ -22,11 +22,6 @@ def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: flo
     return loss_B
 
 
-def l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of each sample, [B]."""
-    return _mean((prediction_BC - target_BC).square())
-
-
 def relative_l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
     """||prediction - target|| / ||target|| of each sample, [B]; norms are over channels and points."""
     rest = tuple(range(1, target_BC.dim()))  # to flatten instead would copy what is channels-last

@@ -1,7 +1,6 @@
-"""Validation metrics, and their sums over batches and ranks.
+"""Validation metrics, per-sample values [B, ...], and their sums over batches and ranks.
 
-Each function returns per-sample values [B, ...]; `MetricSum` adds them up on the device, so that the host
-does not wait before the end of the epoch. Shape suffixes: B batch, C channels, H W the grid.
+Sums stay on the device: the host does not wait before the epoch's end. Shape suffixes: B batch, C channels, H W grid.
 """
 
 from __future__ import annotations
@@ -50,13 +49,7 @@ class MetricSum:
         self._count += len(next(iter(values.values()), ()))
 
     def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
-        """Return the mean over all samples of each value, on the host. This waits for the device.
-
-        Parameters
-        ----------
-        over_all
-            Adds up a tensor over all processes, each of which has seen some of the samples.
-        """
+        """Return the mean of each value over all samples, on the host; `over_all` sums a tensor over processes."""
         if not self._sums:
             return {}
         device = next(iter(self._sums.values())).device

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
     """Space to depth: blocks of 2^3 cells become channels, [B, 8 C, D/2, H/2, W/2], in the order (place, C).
 
-    It is one copy, and the order in memory stays that of the input. A kernel [O, C, 4, 4, 4] may be given, too.
+    The order in memory stays that of the input, which may be a kernel [O, C, 4, 4, 4], too.
     """
     if _is_channels_last(x_BCDHW):
         x = x_BCDHW.permute(0, 2, 3, 4, 1).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
@@ -71,16 +71,16 @@ def _join(level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
 class UNet3D(nn.Module):
     """Stride-2 convolutions down, transposed convolutions up, each level's skip concatenated.
 
+    The published six levels with 4 channels in and 5 out have 116,977,029 parameters.
+
     Parameters
     ----------
     widths
-        Channels after each level down; the n levels halve the grid n times. The published six,
-        64 to 512, with 4 channels in and 5 out have 116,977,029 parameters.
+        Channels after each level down; each level halves the grid.
     init_std
         Weights are drawn from N(0, init_std); biases are 0.
     space_to_depth
-        Compute the first and the last layer, whose few channels leave most of a tensor core idle, on blocks of 2^3
-        cells: 8 times the channels and an 8th of the kernel. The function and its parameters are the same.
+        Compute the first and the last layer, of few channels, on blocks of 2^3 cells; the function is the same.
     checkpointing
         Keep only each level's inputs for the backward pass, and compute the level again there.
     """

@@ -55,9 +55,9 @@ class ViTSettings(Strict):
 
 
 class ViTLoss(Strict):
-    """The published relative L2, the mean absolute error, or the mean squared one."""
+    """The relative L2."""
 
-    kind: Literal["relative_l2", "l1", "l2"]
+    kind: Literal["relative_l2"]
 
 
 class Era5Metrics(Metrics):
@@ -75,8 +75,7 @@ class Era5Metrics(Metrics):
         self.info = info = manifest.fields["fields"]
         self.channels = info.channels
         tensor: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        latitude = extra.latitude[: info.grid[0]] or [0.0] * info.grid[0]
-        self.weights = latitude_weights(torch.tensor(latitude, **tensor))
+        self.weights = latitude_weights(torch.tensor(extra.latitude[: info.grid[0]], **tensor))
         self.scale = torch.tensor([t.scale for t in info.transforms])
         self.answers = NaiveAnswers(manifest, run.samples, self.weights, device)
         self.called = {name: ANSWERS[name] for name in self.answers.names}
@@ -241,14 +240,12 @@ class Era5ViT(Study):
         return float(m.depth * block + ends)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.losses import l1, l2, relative_l2
+        from dlscale.models.losses import relative_l2
 
-        return {"relative_l2": relative_l2, "l1": l1, "l2": l2}[run.loss.kind]
+        return relative_l2
 
     def loss_info(self, run: Any) -> LossInfo:
-        infos = {"relative_l2": ("relative L2", "no unit"), "l1": ("L1", "model units"), "l2": ("L2", "no unit")}
-        title, unit = infos[run.loss.kind]
-        return LossInfo(title=title, unit=unit)
+        return LossInfo(title="relative L2", unit="no unit")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Era5Metrics:
         return Era5Metrics(run, manifest, device)
@@ -280,7 +277,7 @@ class Era5ViT(Study):
 
 
 def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
-    """Return fields that never change, each with mean 0 and standard deviation 1, [S, H, W]; None if there are none."""
+    """Return standardised fields that never change, [S, H, W], if any."""
     import numpy as np
     import torch
 
@@ -290,10 +287,8 @@ def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
         return None
     info, extra = manifest.fields["fields"], Extra.of(manifest)
     rows, columns = info.grid
-    known: dict[str, Any] = {}
-    if extra.latitude and extra.longitude:
-        known["latitude"] = np.broadcast_to(np.array(extra.latitude[:rows])[:, None], (1, rows, columns))
-        known["longitude"] = np.broadcast_to(np.array(extra.longitude[:columns]), (1, rows, columns))
+    latitude, longitude = np.meshgrid(extra.latitude[:rows], extra.longitude[:columns], indexing="ij")
+    known: dict[str, Any] = {"latitude": latitude[None], "longitude": longitude[None]}
     if extra.climatology:
         known["mean"] = extra.means(manifest, "climatology")[0, :, :rows, :columns]
     if missing := [field for field in fields if field not in known]:

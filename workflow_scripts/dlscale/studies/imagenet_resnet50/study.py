@@ -23,7 +23,7 @@ BEST = 5  # answers that count, and that the figure shows
 
 
 def _number(value: Any) -> Any:
-    """Return a string of digits as a number: behind `--config` all are strings, and pydantic compares choices as is."""
+    """Return a string of digits as a number: behind `--config` all are strings, and choices are compared as is."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
@@ -46,10 +46,7 @@ class CrossEntropy(Strict):
 
 
 class ImagenetMetrics(Metrics):
-    """`top1` and `top5`: the share of images whose class is the most probable one, or among the five most probable.
-
-    `_of_most_frequent` are those of always answering the training data's most frequent classes.
-    """
+    """Top-1 and top-5 accuracy, and those of always answering the training data's most frequent classes."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
@@ -161,26 +158,15 @@ class ImagenetResNet50(Study):
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw the image beside the most probable classes."""
         import numpy as np
-        from matplotlib.figure import Figure
+
+        from dlscale.studies.figures import beside_bars
 
         names = manifest.extra["classes"]
         best = np.argsort(-prediction)[:BEST]
         probability = np.exp(prediction - prediction.max())
         probability /= probability.sum()
-        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-        picture, bars = figure.subplots(1, 2)
-        picture.imshow(x.transpose(1, 2, 0))
-        picture.set_title(f"first validation image: {names[int(y)]}", fontsize=9)
-        picture.set_xlabel("column (pixels)", fontsize=8)
-        picture.set_ylabel("row (pixels)", fontsize=8)
-        colours = ["tab:green" if label == int(y) else "tab:gray" for label in best]
-        bars.barh([names[label] for label in best], probability[best], color=colours)
-        bars.invert_yaxis()
-        bars.set_xlim(0, 1)
-        bars.set_title(f"prediction: {names[best[0]]}", fontsize=9)
-        bars.set_xlabel("probability", fontsize=8)
-        bars.set_ylabel("class", fontsize=8)
-        return figure
+        title, likely = f"first validation image: {names[int(y)]}", [names[label] for label in best]
+        return beside_bars(x.transpose(1, 2, 0), title, ("class", likely), probability[best], names[int(y)])
 
 
 STUDY = ImagenetResNet50()

@@ -37,10 +37,7 @@ class MnistLoss(Strict):
 
 
 class MnistMetrics(Metrics):
-    """`accuracy`: the share of images whose most probable digit is the right one.
-
-    `accuracy_of_most_frequent` is that of always answering the training data's most frequent digit.
-    """
+    """Accuracy, and that of always answering the training data's most frequent digit."""
 
     def __init__(self, manifest: Manifest, field: str) -> None:
         import numpy as np
@@ -107,22 +104,12 @@ class MnistCNNStudy(Study):
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw the image beside the probabilities of the digits."""
         import numpy as np
-        from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-        picture, bars = figure.subplots(1, 2)
-        picture.imshow(x[0], cmap="gray", vmin=0, vmax=255)
-        picture.set_title(f"first validation image: {int(y)}", fontsize=9)
-        picture.set_xlabel("column (pixels)", fontsize=8)
-        picture.set_ylabel("row (pixels)", fontsize=8)
-        colours = ["tab:green" if digit == int(y) else "tab:gray" for digit in range(CLASSES)]
-        bars.bar(range(CLASSES), np.exp(prediction), color=colours)
-        bars.set_xticks(range(CLASSES))
-        bars.set_ylim(0, 1)
-        bars.set_title(f"prediction: {int(np.argmax(prediction))}", fontsize=9)
-        bars.set_xlabel("digit", fontsize=8)
-        bars.set_ylabel("probability", fontsize=8)
-        return figure
+        from dlscale.studies.figures import beside_bars
+
+        digits = [str(digit) for digit in range(CLASSES)]
+        title, shown = f"first validation image: {int(y)}", {"cmap": "gray", "vmin": 0, "vmax": 255}
+        return beside_bars(x[0], title, ("digit", digits), np.exp(prediction), str(int(y)), **shown)
 
 
 STUDY = MnistCNNStudy()
