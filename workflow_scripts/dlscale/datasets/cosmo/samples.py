@@ -1,9 +1,7 @@
 """Samples of volumes: cubic crops, turned at random for training, fixed for validation.
 
-A crop is turned by one of the 48 rotations and reflections of a cube. A symmetry takes grid axis `axes[i]` to axis i
-and then reverses the axes in `flips`. A vector field must turn with its grid: component i of the result is component
-`axes[i]` of the original, with its sign changed where axis i was reversed. Turning the grid alone makes samples that no
-physics has.
+One of the 48 symmetries of a cube takes grid axis `axes[i]` to axis i and then reverses the axes in `flips`. A vector
+field turns with its grid: component i of the result is component `axes[i]`, negated where axis i was reversed.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """One of the 48: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
+    """A symmetry: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
 
     axes: tuple[int, int, int]
     flips: tuple[bool, bool, bool]
@@ -51,7 +49,7 @@ BLOCKS, EDGE = 64, 32
 
 
 def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
-    """Return the channel indices of each vector: names that end in `_x`, `_y` and `_z` and begin alike."""
+    """Return the channels of each vector: names that end in `_x`, `_y` and `_z`."""
     stems = [name[:-2] for name in channels if name.endswith("_x")]
     return [
         (channels.index(f"{stem}_x"), channels.index(f"{stem}_y"), channels.index(f"{stem}_z"))
@@ -63,7 +61,7 @@ def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return a transformed copy of the cube (D = H = W); `vectors_` as `vectors` gives them.
 
-    Its axes lie in memory as those of the original do, as `np.copy` of a turned view leaves them: one copy of bytes.
+    The order in memory is that of the turned view: one copy of bytes.
     """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
@@ -100,9 +98,10 @@ class CubeSymmetries:
 
 
 class Crops(GridSamples):
-    """Training sample i is a crop at random: every offset that fits is equally likely, the last one too,
-    and larger volumes are chosen as much more often as they hold more offsets. Validation and test are
-    fixed: disjoint crops on a grid, evenly spread, not turned.
+    """Crops of the volumes of a split.
+
+    Training crops are at random: every offset of every volume is equally likely. Validation and test crops are fixed:
+    disjoint, evenly spread, not turned.
     """
 
     def __init__(self, manifest: Manifest, split: str, settings: CropSamples, seed: int) -> None:
@@ -154,9 +153,9 @@ class Crops(GridSamples):
 
 
 def line(manifest: Manifest) -> np.ndarray:
-    """Fit each output linearly to the inputs at its point and 1, the naive answer: float32 [outputs, inputs + 1].
+    """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], in model units.
 
-    The squared error, in model units, over blocks of the training volumes is least; their places are drawn once.
+    Least squares over blocks of the training volumes, whose places are drawn once.
     """
     grid = manifest.fields["Nbody"].grid
     extent = (min(EDGE, grid[0]), min(EDGE, grid[1]), min(EDGE, grid[2]))

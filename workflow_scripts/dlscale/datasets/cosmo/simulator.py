@@ -1,17 +1,14 @@
-"""A cosmological box in seconds: dark matter by the Zel'dovich approximation, gas by a thermal closure.
+"""Simulates a cosmological box: dark matter by the Zel'dovich approximation, gas by a thermal closure.
 
 1. A Gaussian random field with a cold-dark-matter power spectrum, grown linearly to redshift 2;
 2. one particle a cell, moved along the field's gradient (Zel'dovich 1970), which makes the cosmic web;
 3. mass and momentum assigned to the periodic grid by cloud-in-cell: the dark matter;
-4. gas that follows the dark matter's mass and momentum, except below the length where pressure holds it up;
-5. a temperature from photo-ionisation equilibrium plus the heat of shocks where the gas flows together.
+4. gas that follows the dark matter, except below the length where pressure holds it up;
+5. a temperature from photo-ionisation equilibrium plus the heat of shocks.
 
-So the gas is a nonlocal and nonlinear function of the dark matter: a network can learn what no fit of one voxel to one
-voxel can. It is a teaching model, not a hydrodynamics code; no figure from it says anything about the Universe.
-
-Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities relative to their mean,
-temperatures K. Arrays are C-order [x, y, z]; component i of a vector belongs to axis i. The constants are near Planck
-2018 (arXiv:1807.06209).
+So the gas is a nonlocal and nonlinear function of the dark matter, which a network can learn. It is a teaching model,
+not a hydrodynamics code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities relative
+to their mean, temperatures K; constants are near Planck 2018 (arXiv:1807.06209). Arrays are [x, y, z].
 """
 
 from __future__ import annotations
@@ -58,9 +55,8 @@ PHASES = 7  # of progress: the initial field, and those of `evolve`
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
     """Write the box of a raw file (HDF5): `/Nbody` [4, N, N, N] and `/Hydro` [5, N, N, N], see `CHANNELS`.
 
-    The box is a pure function of the settings: with the same libraries on the same kind of processor, bit by bit.
-    (seed, index) is the key of a counter-based generator, so boxes are independent. Memory peaks at about 65 bytes a
-    voxel (9 GB at 512³); one core takes about 1 µs a voxel.
+    The box is a pure function of the settings, bit by bit on one kind of processor; boxes are independent. Memory peaks
+    at about 65 bytes a voxel; one core takes about 1 µs a voxel.
     """
     source, phases = dataset.source, itertools.count(1)
     grid, box, key = source.grid, source.box_mpc_h, np.array([source.seed, raw.index], dtype=np.uint64)
@@ -76,10 +72,9 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
 
 
 def evolve(delta: Values, box: float, begin: Callable[[], None] = lambda: None) -> Iterator[tuple[str, str, Array]]:
-    """Yield (dataset, channel, values) of every channel in `CHANNELS` from the linear density contrast [N, N, N].
+    """Yield (dataset, channel, values) of every channel in `CHANNELS`, from the density contrast [N, N, N].
 
-    One channel at a time, so that a caller that writes each away holds few of them; `box` is the side in Mpc/h and
-    `begin` is called as each phase begins.
+    `box` is its side in Mpc/h; `begin` is called as each phase begins.
     """
     begin()
     displacement = zeldovich(delta, box)
@@ -110,9 +105,9 @@ def evolve(delta: Values, box: float, begin: Callable[[], None] = lambda: None) 
 
 
 def power_spectrum(k_h_mpc: Floats, redshift: float = REDSHIFT) -> Floats:
-    """Return the linear matter power spectrum, (Mpc/h)³, float64, for wavenumbers of any shape in h/Mpc.
+    """Return the linear matter power spectrum, (Mpc/h)³, for wavenumbers of any shape in h/Mpc.
 
-    P(k) = A k^n_s T(k)² D(z)², A from sigma8; T is `transfer`, and D is `growth`. It is 0 at k = 0.
+    P(k) = A k^n_s T(k)² D(z)², A from sigma8, T by `transfer`, D by `growth`.
     """
 
     def unnormalised(k: Floats) -> Floats:
@@ -130,10 +125,7 @@ def power_spectrum(k_h_mpc: Floats, redshift: float = REDSHIFT) -> Floats:
 
 
 def transfer(k: Floats) -> Floats:
-    """Return the zero-baryon-wiggle transfer function of Eisenstein & Hu 1998 (ApJ 496, 605), eq. 26 and 28-31.
-
-    `k` is in h/Mpc, the paper's in 1/Mpc.
-    """
+    """Return the zero-baryon-wiggle transfer function of Eisenstein & Hu 1998 (ApJ 496, 605), eq. 26 and 28-31."""
     matter, baryons = OMEGA_M * HUBBLE**2, OMEGA_B * HUBBLE**2
     fraction = OMEGA_B / OMEGA_M
     sound_horizon = 44.5 * math.log(9.83 / matter) / math.sqrt(1 + 10 * baryons**0.75)
@@ -171,9 +163,9 @@ def _omega_m_at(redshift: float) -> float:
 
 
 def gaussian_field(grid: int, box: float, spectrum: Callable[[Floats], Floats], rng: np.random.Generator) -> Array:
-    """Return a Gaussian random field [N, N, N], float32, of mean 0 and the power `spectrum` ((Mpc/h)³ by h/Mpc).
+    """Return a Gaussian random field [N, N, N], float32, of mean 0 and the power `spectrum`.
 
-    White noise is drawn cell by cell and coloured in Fourier space: no care for conjugate modes. `grid` N is even.
+    White noise is drawn cell by cell and coloured in Fourier space. `grid` N is even.
     """
     modes = np.fft.rfftn(rng.standard_normal((grid, grid, grid), dtype=np.float32))
     kx, ky, kz = _wavenumbers(grid, box)
@@ -187,8 +179,7 @@ def gaussian_field(grid: int, box: float, spectrum: Callable[[Floats], Floats], 
 def zeldovich(delta: Values, box: float) -> Array:
     """Return the displacement [3, N, N, N], Mpc/h, of divergence `-delta` [N, N, N] and without curl.
 
-    The Zel'dovich approximation (1970, A&A 5, 84): a particle moves along a straight line from where it began, by
-    i k / k² · delta_k in Fourier space. It holds until streams cross.
+    The Zel'dovich approximation (1970, A&A 5, 84): i k / k² · delta_k in Fourier space.
     """
     grid = delta.shape[0]
     modes = np.fft.rfftn(delta.astype(np.float32, copy=False))
@@ -208,9 +199,9 @@ def zeldovich(delta: Values, box: float) -> Array:
 def deposit(displacement: Values, box: float, weight: Values | None = None) -> Array:
     """Assign displaced particles, one from each cell, to the periodic grid [N, N, N] by cloud-in-cell.
 
-    Hockney & Eastwood, Computer Simulation Using Particles, chapter 5: each particle is a cube of the size of a cell,
+    Hockney & Eastwood, Computer Simulation Using Particles, chapter 5: a particle is a cube of the size of a cell,
     shared out by overlap between the 8 nearest grid points. `displacement` [3, N, N, N], Mpc/h, may have any length;
-    `weight` [N, N, N] is what each particle carries, 1 if omitted.
+    `weight` [N, N, N] is carried by each particle, 1 if omitted.
     """
     grid = displacement.shape[1]
     lattice = np.arange(grid, dtype=np.float64)
@@ -238,9 +229,9 @@ def deposit(displacement: Values, box: float, weight: Values | None = None) -> A
 
 
 def smooth(field: Values, box: float, radius: float) -> Array:
-    """Return `field` [N, N, N] convolved with a Gaussian of standard deviation `radius` (Mpc/h), periodically.
+    """Convolve `field` [N, N, N] with a Gaussian of standard deviation `radius` (Mpc/h), periodically.
 
-    The kernel is sampled in real space, so it has no negative lobes and a density stays positive. The mean is kept.
+    The kernel is sampled in real space: it has no negative lobes, and a density stays positive.
     """
     grid = field.shape[0]
     distance = np.minimum(np.arange(grid), grid - np.arange(grid)) * (box / grid)
@@ -257,8 +248,8 @@ def temperature(gas: Array, convergence: Array) -> Array:
     """Return the gas temperature [N, N, N], K, of density and minus the divergence of the velocity, km/s a Mpc/h.
 
     Photo-ionised gas keeps T = T0 · density^(GAMMA - 1) up to some ten times the mean (Hui & Gnedin 1997,
-    arXiv:astro-ph/9612232), where cooling ends the rise. Gas that flows together is stopped by a strong shock,
-    T = 3/16 · μ m_p v² / k_B (Rankine-Hugoniot, monatomic), as far as it is dense enough to have collapsed.
+    arXiv:astro-ph/9612232). Gas that flows together is stopped by a strong shock, T = 3/16 · μ m_p v² / k_B
+    (Rankine-Hugoniot), as far as it is dense enough to have collapsed.
     """
     heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)  # K a (km/s)²; μ = 0.59: ionised
     photoionised = T0 * (gas / (1 + gas / 10)) ** (GAMMA - 1)
@@ -268,14 +259,14 @@ def temperature(gas: Array, convergence: Array) -> Array:
 
 
 def _wavenumbers(grid: int, box: float) -> tuple[Floats, Floats, Floats]:
-    """The modes of `rfftn` along x [N, 1, 1], y [1, N, 1] and z [1, 1, N/2 + 1], h/Mpc."""
+    """Modes of `rfftn` along x [N, 1, 1], y [1, N, 1] and z [1, 1, N/2 + 1], h/Mpc."""
     full = 2 * np.pi * np.fft.fftfreq(grid, box / grid).astype(np.float64)
     half = 2 * np.pi * np.fft.rfftfreq(grid, box / grid).astype(np.float64)
     return full[:, None, None], full[None, :, None], half[None, None, :]
 
 
 def _to_grid(modes: Modes) -> Array:
-    """The inverse of `rfftn` on an even grid; `modes` is overwritten, which spares two copies of the box."""
+    """Invert `rfftn` on an even grid; `modes` is overwritten, which spares two copies."""
     for axis in (0, 1):
         np.fft.ifft(modes, axis=axis, out=modes)
     return np.fft.irfft(modes, axis=2).astype(np.float32, copy=False)

@@ -112,7 +112,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
 
 
 def _names(count: int) -> list[str]:
-    """Return the names of channels in files that name none: the published ones, if there are as many."""
+    """Name channels of files that name none: as published, if there are as many."""
     if count != len(CHANNELS):
         return [f"channel{index:02d}" for index in range(count)]
     logging.info("the files name no channels; 20 are taken for the published ones: %s", ", ".join(CHANNELS))
@@ -120,7 +120,7 @@ def _names(count: int) -> list[str]:
 
 
 def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:
-    """Return the means or deviations of the channels in a .npy file, [C] of one [1, C, H, W] of at least this grid."""
+    """Return the channels' values in a .npy file [1, C, H, W] of at least this grid, [C]."""
     with reading(path, "the published layout has it, shape [1, C, 1, 1]: fetch it again"):
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     fits = array.ndim == 4 and array.shape[1] == channels and array.shape[2] >= grid[0] and array.shape[3] >= grid[1]
@@ -134,7 +134,7 @@ def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndar
 
 
 def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | None:
-    """Return the times of a file by its name, hours since 1970: the published ones begin with the year."""
+    """Return the times of a file named after its year, hours since 1970."""
     if len(path.stem) != 4 or not path.stem.isdecimal() or path.stem == "0000":
         return None
     return np.datetime64(f"{path.stem}-01-01T00", "h").astype(np.int64) + step_hours * np.arange(rows)
@@ -192,10 +192,7 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
 
 
 def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
-    """Read grid and times from our own files, and write the climatology: the mean over all training times.
-
-    `series` says that files with consecutive times are parts of one series.
-    """
+    """Read grid and times of our own files, and write the climatology, the mean over all training times."""
     grid: dict[str, list[float]] = {}
     files: list[tuple[Path, File, np.ndarray | None]] = []
     total: Any = 0.0
@@ -217,7 +214,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
 
 
 def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:
-    """Write the mean state of each hour of day over the training days, where times are known and tell all hours."""
+    """Write the mean state of each hour of day over the training days, where times tell all hours."""
     files, info = manifest.files("train"), manifest.fields["fields"]
     if not extra.starts or extra.day is None:
         return extra

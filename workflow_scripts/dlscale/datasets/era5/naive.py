@@ -1,7 +1,6 @@
 """Forecasts that need no learning; skill is measured against the strongest of them.
 
-They use what is known when the forecast is issued, and means over the training period. With the time t of the input
-x(t), the lead d and the mean state m(hour) of each hour of day, they are
+With the time t of the input x(t), the lead d and the mean state m(hour) of each hour of day over the training period:
 
 - persistence: x(t)
 - climatology: m(t + d)
@@ -10,9 +9,8 @@ x(t), the lead d and the mean state m(hour) of each hour of day, they are
 - yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), of longer leads that of the last day that was over
 - a linear regression on these three states, the one a step before t and a constant, fitted to each channel in training
 
-Without times m is the mean over all of them and the diurnal change is left out; without means, or where a day is no
-whole number of steps, so are the answers that need them. Where data do not reach back to yesterday, its change is zero,
-and the damped anomaly stands for the regression.
+Answers that need times, means, or days of a whole number of steps are left out without them. Where data do not reach
+back to yesterday, its change is zero, and the damped anomaly stands for the regression.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class NaiveAnswers:
 
     @functools.cache  # noqa: B019 - of a few splits, for as long as the answers are
     def _places(self, split: str, plain: bool = False) -> list[tuple[str, int]]:
-        """Return file digest and row of each input of a split; `plain` is for fitting: pairs without a history, too."""
+        """Return file digest and row of each input of a split; `plain`: pairs without a history, too."""
         samples = self._samples
         if plain:
             samples = samples.model_copy(update={"history": [], "clock": [], "train": None})
@@ -108,7 +106,7 @@ class NaiveAnswers:
         return self._model_units(self._readers[file][row : row + 1, :, :height, :width][0])
 
     def _state(self, file: str, row: int) -> torch.Tensor | None:
-        """Return a state, [C, H, W]; rows below zero are of the file before, None where there is none."""
+        """Return a state, [C, H, W]; rows below zero are of the file before, if there is one."""
         if row >= 0:
             return self._stored(file, row).to(self._device)
         before = file_before(self._manifest, self._files[file])
@@ -131,7 +129,7 @@ class NaiveAnswers:
         return self._extra.means(self._manifest, self._means)
 
     def _terms(self, file: str, row: int) -> torch.Tensor | None:
-        """Return the regression's terms, states and a constant, [P, C, H, W]; None if data do not reach back."""
+        """Return states and a constant, [P, C, H, W]; None if data do not reach back."""
         found = (self._state(file, row - back) for back in self._back)
         states = [state for state in found if state is not None]
         return torch.stack([*states, torch.ones_like(states[0])]) if len(states) == len(self._back) else None
@@ -152,10 +150,7 @@ class NaiveAnswers:
         return self._fit(len(self._back) + 1, lambda file, row: (self._terms(file, row), self._pair(file, row)[1]))
 
     def _fit(self, count: int, known: Callable[[str, int], tuple[torch.Tensor | None, torch.Tensor]]) -> torch.Tensor:
-        """Solve the normal equations over training pairs: the factors [P, C, 1, 1] of terms [P, C, H, W].
-
-        `known` returns terms and target [C, H, W] of a place.
-        """
+        """Solve the normal equations over training pairs for factors [P, C, 1, 1]; `known` returns terms and target."""
         channels, places = len(self._info.channels), self._places("train", plain=True)
         gram = torch.zeros(channels, count, count, dtype=torch.float64)
         moment = torch.zeros(channels, count, 1, dtype=torch.float64)

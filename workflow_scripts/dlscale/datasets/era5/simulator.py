@@ -1,16 +1,15 @@
-"""A simulated stand-in for ERA5: one stirred layer of air on a rotating sphere.
+"""Simulates a stand-in for ERA5: one stirred layer of air on a rotating sphere.
 
-The barotropic vorticity equation is solved by the spectral transform method in spherical harmonics (Bourke 1972; Hack
-& Jakob 1992, NCAR/TN-343), with a temperature that the flow carries along. Vorticity and temperature relax towards a
-fixed, unstable climate, which keeps the flow turbulent; diffusion removes what cascades below the truncation. A small
-random kick every 6 hours is all that is unpredictable, about 6 per cent of the change. There are no seasons, no
-divergence, no vertical structure and no surface; `u10`, `v10` and `t2m` are wind and temperature of the one layer. On
-one core, 32 x 64 (T31) takes 15 s a year, 360 x 720 (T127) about 45 minutes and 0.2 GB.
+The barotropic vorticity equation is solved by the spectral transform method in spherical harmonics (Bourke 1972; Hack &
+Jakob 1992, NCAR/TN-343); the flow carries a temperature along. Both relax towards a fixed, unstable climate, which
+keeps the flow turbulent; diffusion removes what cascades below the truncation. A random kick every 6 hours, about 6 per
+cent of the change, is all that is unpredictable. There are no seasons, no divergence, no vertical structure, no
+surface.
 
 Notation: `T` truncation; `J`, `L` latitudes and longitudes of the Gaussian grid; `K` fields. Spectral arrays are
-complex128 `[..., T+1, T+2]`, indexed by zonal wavenumber m and total wavenumber n (zero for n < m; the column n = T+1
-holds only products such as u cos(latitude)). Harmonics have unit mean square, so element [0, 0] is the global mean.
-Grids are `[..., latitude, longitude]`. A state is vorticity (s-1) and temperature (K), `[2, T+1, T+2]`.
+complex128 `[..., T+1, T+2]`, by zonal wavenumber m and total wavenumber n (zero for n < m; the column n = T+1 holds
+only products such as u cos(latitude)). Harmonics have unit mean square. Grids are `[..., latitude, longitude]`. A state
+is vorticity (s-1) and temperature (K), `[2, T+1, T+2]`.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ COURANT = 1.5  # bounds step x fastest wind x T / a; the Runge-Kutta scheme is s
 def coupling(truncation: int) -> Real:
     """Return epsilon[m, n] = sqrt((n^2 - m^2) / (4 n^2 - 1)), `[T+1, T+3]`, zero for n <= m.
 
-    It couples neighbouring harmonics: mu P[n] = eps[n+1] P[n+1] + eps[n] P[n-1], with mu = sin(latitude).
+    Neighbouring harmonics: mu P[n] = eps[n+1] P[n+1] + eps[n] P[n-1], with mu = sin(latitude).
     """
     m, n = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 3]
     eps: Real = np.sqrt(np.maximum(n**2 - m**2, 0.0) / (4 * n**2 - 1).clip(min=1.0))
@@ -81,10 +80,9 @@ def coupling(truncation: int) -> Real:
 
 
 def legendre(truncation: int, mu: Real) -> Real:
-    """Return the associated Legendre functions P[m, j, n] at `mu` = sin(latitude), `[T+1, J, T+2]`.
+    """Return the associated Legendre functions P[m, j, n] at `mu` = sin(latitude), `[T+1, J, T+2]`, of mean square 1.
 
-    Their mean square over -1 <= mu <= 1 is 1. Recurrence in n from P[m, m] (Belousov 1962); values that
-    underflow near the poles are zero there for every n that the truncation keeps.
+    Recurrence in n from P[m, m] (Belousov 1962).
     """
     eps = coupling(truncation)
     table = np.zeros((truncation + 1, mu.size, truncation + 2))
@@ -100,7 +98,7 @@ def legendre(truncation: int, mu: Real) -> Real:
 
 
 def synthesis(spectral: Complex, table: Real, longitudes: int) -> Real:
-    """Evaluate fields on a grid: `[K, T+1, T+2]` and `table` [T+1, J, T+2] to `[K, J, longitudes]`."""
+    """Evaluate `[K, T+1, T+2]` with `table` [T+1, J, T+2] on a grid, `[K, J, longitudes]`."""
     columns = np.ascontiguousarray(spectral.transpose(1, 2, 0)).view(np.float64)  # [m, n, 2K]: a real product
     fourier = (table @ columns).view(np.complex128).transpose(2, 1, 0)
     return np.fft.irfft(fourier, n=longitudes, axis=-1, norm="forward")
@@ -121,7 +119,7 @@ class Sphere:
 
     @classmethod
     def of(cls, truncation: int) -> Sphere:
-        """Build the grid and its tables for a truncation; 8 (T+1) J (T+2) bytes, 0.2 GB at T239."""
+        """Build the grid and its tables for a truncation; 8 (T+1) J (T+2) bytes."""
         nodes = 8 * -(-(3 * truncation + 1) // 16)  # a multiple of 8: the Fourier transforms stay fast
         mu, weights = np.polynomial.legendre.leggauss(nodes)
         m, n = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 2]
@@ -141,7 +139,7 @@ class Sphere:
 
 
 def invert_laplacian(sphere: Sphere, spectral: Complex) -> Complex:
-    """Solve laplacian(x) = `spectral` on the sphere, with global mean zero: x = -a^2 / (n (n+1)) times it."""
+    """Solve laplacian(x) = `spectral` with global mean zero: x = -a^2 / (n (n+1)) times it."""
     return -(RADIUS**2) * spectral / np.where(sphere.n > 0, sphere.n * (sphere.n + 1), np.inf)
 
 
@@ -149,7 +147,6 @@ def velocity_from_vorticity(sphere: Sphere, vorticity: Complex) -> Complex:
     """Return (u, v) cos(latitude) of the non-divergent flow, m/s, `[2, T+1, T+2]`.
 
     u = -d(psi)/d(latitude) / a and v = d(psi)/d(longitude) / (a cos(latitude)), laplacian(psi) = vorticity.
-    Times cos(latitude) both are smooth at the poles and finite sums of harmonics.
     """
     psi, n, eps = invert_laplacian(sphere, vorticity), sphere.n, sphere.eps
     north = np.zeros_like(psi)  # cos(latitude) d(psi)/d(latitude), by the coupling of neighbours
@@ -161,7 +158,7 @@ def velocity_from_vorticity(sphere: Sphere, vorticity: Complex) -> Complex:
 def geopotential_from_vorticity(sphere: Sphere, vorticity: Complex, mean: float = 54500.0) -> Complex:
     """Return the geopotential in linear balance, laplacian(phi) = div(f grad(psi)), m2 s-2, `[T+1, T+2]`.
 
-    It is geostrophic balance that also holds at the equator (Lorenz 1960): f zeta - (2 Omega / a^2) (a u cos).
+    It also holds at the equator (Lorenz 1960).
     """
     u_cos = velocity_from_vorticity(sphere, vorticity)[0]
     mu_vorticity = np.zeros_like(vorticity)  # mu times the vorticity, by the coupling of neighbours
@@ -179,10 +176,9 @@ def times(year: int, days: int | None = None) -> NDArray[np.datetime64]:
 
 
 def snapshot(sphere: Sphere, state: Complex, mu: Real, table: Real, longitudes: int) -> NDArray[np.float32]:
-    """Evaluate the `VARIABLES` of one state at any latitudes, `[5, J, longitudes]` float32.
+    """Evaluate the `VARIABLES` of one state at latitudes of sines `mu` [J], `[5, J, longitudes]` float32.
 
-    `mu` are sines of the latitudes `[J]`, none a pole, and `table` is `legendre` of them. Longitudes are equally spaced
-    from 0; where they are too few for the truncation, the fields are sampled.
+    `table` is `legendre` of `mu`. Where longitudes are too few for the truncation, the fields are sampled.
     """
     wind, phi = velocity_from_vorticity(sphere, state[0]), geopotential_from_vorticity(sphere, state[0])
     spectral = np.concatenate([wind, state[1:], state[:1], phi[None]])
@@ -205,10 +201,9 @@ def simulate_year(
 ) -> None:
     """Write one simulated year as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
 
-    The same settings give the same bytes on the same machine; seeds and years give independent trajectories of one
-    planet. Memory does not grow with `days`, which count from January 1st. `truncation` is the largest total wavenumber
-    of the model, whose cost grows as its fourth power; if None, all that the grid resolves, between 21 and 127.
-    `progress` is called with the 6-hour steps done and those in all, about a hundred times.
+    The same settings give the same bytes on the same machine; seeds and years give independent trajectories. Memory
+    does not grow with `days`. `truncation` is the largest total wavenumber, whose cost grows as its fourth power; if
+    None, all that the grid resolves, between 21 and 127. `progress` is called with 6-hour steps done and in all.
     """
     resolved = min(longitudes // 2, latitudes) - 1
     truncation = truncation or min(max(resolved, SMALLEST_TRUNCATION), LARGEST_TRUNCATION)
@@ -248,8 +243,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
 def advection(sphere: Sphere, state: Complex) -> Complex:
     """Return -div(velocity * (vorticity + f, temperature)), the inviscid unforced tendency.
 
-    In flux form, so that global means do not change; alias-free, so that energy and enstrophy are
-    conserved up to the error of the time step.
+    Flux form keeps global means; without aliases energy and enstrophy are conserved up to the error of the time step.
     """
     fields = sphere.to_grid(np.concatenate([velocity_from_vorticity(sphere, state[0]), state]))
     wind, carried = fields[:2], fields[2:]
@@ -266,9 +260,9 @@ def advection(sphere: Sphere, state: Complex) -> Complex:
 
 
 def noise(sphere: Sphere, low: int, high: int, bits: np.random.Philox) -> Complex:
-    """Return a random field of mean square near 1, statistically isotropic, low <= n <= high, `[T+1, T+2]`.
+    """Return an isotropic random field of mean square near 1, low <= n <= high, `[T+1, T+2]`.
 
-    A truncation drops coefficients, and does not change those that it keeps.
+    Coefficients do not depend on the truncation.
     """
     real, imaginary = np.random.Generator(bits).standard_normal((2, high + 1, high + 1))
     m, n = np.ogrid[: high + 1, : high + 1]
@@ -280,10 +274,9 @@ def noise(sphere: Sphere, low: int, high: int, bits: np.random.Philox) -> Comple
 
 
 def climate(sphere: Sphere) -> Complex:
-    """Return the fixed state that the model relaxes to: vorticity (s-1), temperature (K), `[2, T+1, T+2]`.
+    """Return the fixed state that the model relaxes to, `[2, T+1, T+2]`.
 
-    Jets u = U sin^2(2 latitude) cos(latitude) and cold poles, plus frozen random patterns, the same for every seed and
-    year: mountains and continents.
+    Jets u = U sin^2(2 latitude) cos(latitude) and cold poles, plus frozen random mountains and continents.
     """
     mu = sphere.mu[:, None] + np.zeros(2 * sphere.mu.size)
     jets = -8 * JET_SPEED / RADIUS * mu * (1 - mu**2) * (1 - 3 * mu**2)  # -(1/a) d(u cos(latitude)) / dmu
@@ -309,7 +302,7 @@ def runge_kutta(rate: Callable[[Complex], Complex], state: Complex, step: float)
 
 
 def fastest_wind(sphere: Sphere, state: Complex) -> float:
-    """Return the largest wind speed on the grid, m/s; an absurd one, or a state not finite, is a `UserError`."""
+    """Return the largest wind speed on the grid, m/s; a failed integration is a `UserError`."""
     wind = sphere.to_grid(velocity_from_vorticity(sphere, state[0]))
     fastest = float(np.sqrt((wind**2).sum(0) / (1 - sphere.mu[:, None] ** 2)).max())
     if not (fastest < FASTEST_WIND and np.isfinite(state).all()):
@@ -335,9 +328,9 @@ def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
 
 
 def trajectory(sphere: Sphere, seed: int, year: int) -> Iterator[Complex]:
-    """Yield the states `[2, T+1, T+2]` every 6 hours, without end, from a random one that is not yielded.
+    """Yield the states `[2, T+1, T+2]` every 6 hours, without end.
 
-    Initial state and kicks are functions of (seed, year, number of the interval) alone.
+    They are functions of (seed, year, number of the interval) alone.
     """
 
     def bits(interval: int, stream: int) -> np.random.Philox:

@@ -1,7 +1,7 @@
 """Lays the variables of atmospheric files side by side, as one stream of states [T, C, H, W].
 
 Files are opened without their values and checked: every channel once at every time, at one step, on one grid. Then only
-the wanted variables, levels, times and windows are read. `C` channels; see `dlscale.datasets.era5.variables`.
+the wanted variables, levels, times and windows are read.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NONE = np.timedelta64(0, "s")
 
 
 def wanted_names(dataset: Era5Dataset) -> set[str]:
-    """Return the short names of the variables that a dataset's channels are, or may be made, of."""
+    """Return the short names of the variables that a dataset's channels are made of."""
     names = {base(channel) for channel in dataset.channels}
     return names | {"t", "q"} if "r" in names else names
 
 
 def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Source:
-    """Open the raw files of one part, GRIB or NetCDF; channels and times may be spread over them in any way."""
+    """Open the raw files of one part, GRIB or NetCDF."""
     if isinstance(dataset.source, Era5Zarr):  # cropped and averaged when they were fetched
         dataset = dataset.model_copy(update={"crop": None, "downsample": 1})
     dataset = dataset.model_copy(update={"channels": dataset.channels or list(SIMULATED_CHANNELS)})
@@ -67,9 +67,8 @@ class _Segment:
 class Era5Source(Source):
     """One field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset asks.
 
-    Its times are those of the period at multiples of `step_hours` from midnight UTC; None: all. A channel or time that
-    is missing or stands twice, and grids that differ or are smaller than the crop, are a `UserError`. `names` of all
-    variables there, and `advice` for unreadable values, go into messages.
+    Its times are those of the period at multiples of `step_hours` from midnight UTC; None: all. Missing or repeated
+    channels or times, and grids that differ or are smaller than the crop, are a `UserError`.
     """
 
     def __init__(

@@ -101,10 +101,7 @@ def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None
 def open_variables(
     path: Path, wanted: Collection[str], stack: contextlib.ExitStack
 ) -> tuple[list[Variable], list[str]]:
-    """Open a GRIB or NetCDF file, told apart by its content; `stack` will close it.
-
-    Return the variables whose short names are `wanted`, and the names of all that are there.
-    """
+    """Open a GRIB or NetCDF file, closed by `stack`; return its `wanted` variables and the names of all."""
     if path.is_dir():
         raise UserError(f"{path}: a folder; expected a GRIB or NetCDF file; a Zarr store is a source of kind zarr")
     with reading(path), open(path, "rb") as file:
@@ -203,7 +200,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
 
 
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return latitudes from the north on, longitudes from the west on, and whether the first one was southernmost."""
+    """Return latitudes from the north, longitudes from the west, and whether the first was southernmost."""
     latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
     if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
         longitude = np.unwrap(longitude, period=360.0)
@@ -247,8 +244,7 @@ def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
 def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
     """Return the wanted variables of a GRIB file, each level of each as one, and the names of all.
 
-    xarray's view of the index does not do: it fills messages that are not there with NaN, and takes the first of two of
-    one time without a word.
+    xarray's view of the index fills missing messages with NaN, and takes the first of two of one time in silence.
     """
     try:
         from cfgrib import cfmessage, messages
@@ -272,7 +268,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
-    """Refuse a file with more messages after the last in its index: ecCodes takes a damaged one for the end."""
+    """Refuse messages after the last in the index: ecCodes takes a damaged one for the end."""
     # A field that shares its message with others has its number beside the byte at which the message begins.
     last = max(offset[0] if isinstance(offset, tuple) else offset for offset in offsets)
     with open(stream.path, "rb") as file:
@@ -311,7 +307,7 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
 
 @functools.cache
 def _silence_eccodes() -> IO[str]:
-    """Send what ecCodes prints to nowhere: its errors arrive as exceptions. Cached, so that the file stays open."""
+    """Silence ecCodes, whose errors arrive as exceptions; cached, so that the file stays open."""
     import eccodes
 
     nowhere = open(os.devnull, "w")  # noqa: SIM115
@@ -320,9 +316,9 @@ def _silence_eccodes() -> IO[str]:
 
 
 def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
-    """Return the saturation vapour pressure in Pa for temperatures in K: over water, over ice, or a mixture between.
+    """Return the saturation vapour pressure, Pa, for K: over water, ice, or a mixture between.
 
-    Tetens' formula as the IFS has it, and so ERA5 (ECMWF 2016, IFS Documentation Cy41r2, part IV, eq. 7.4 to 7.6).
+    Tetens' formula as in ERA5 (ECMWF 2016, IFS Documentation Cy41r2, part IV, eq. 7.4 to 7.6).
     """
     t = np.asarray(temperature, np.float64)
     water = 611.21 * np.exp(17.502 * (t - 273.16) / (t - 32.19))
@@ -332,17 +328,14 @@ def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
 
 
 def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pressure: float) -> np.ndarray:
-    """Return the relative humidity in %, for K, kg/kg and Pa: vapour pressure over that of saturation.
-
-    It is not cut off: ERA5's own is negative at some points, and above 100 at others.
-    """
+    """Return the relative humidity, %, for K, kg/kg and Pa; like ERA5's own it may leave 0 to 100."""
     q = np.asarray(specific_humidity, np.float64)
     vapour = pressure * q / (_EPSILON + (1.0 - _EPSILON) * q)
     return np.asarray(100.0 * vapour / saturation_pressure(temperature))
 
 
 def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Variable]:
-    """Return the variables and, if it is wanted and not among them, the relative humidity that follows from them."""
+    """Add the relative humidity, where it is wanted and only temperature and specific humidity are there."""
     by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
     if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
         return variables
@@ -351,7 +344,7 @@ def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Va
 
 
 def _humidity(t: Variable, q: Variable) -> Variable:
-    """Describe the relative humidity on the levels that both variables have; it is computed as it is read."""
+    """Describe relative humidity on the levels of both variables, computed as it is read."""
     places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
     levels = [level for level in places[1] if level and level in places[0]]
 

@@ -34,9 +34,8 @@ _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": 
 def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
     """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
 
-    Only the needed variables, levels and times are fetched, within `dataset.memory_mb` or one chunk, whichever is more,
-    then cropped and averaged as the dataset asks. A `name@level` becomes a variable of that very name. The store is a
-    folder, or a URL that fsspec knows.
+    Only needed variables, levels and times are fetched, within `dataset.memory_mb` or one chunk, whichever is more,
+    then cropped and averaged. The store is a folder, or a URL that fsspec knows.
     """
     import h5netcdf
 

@@ -1,7 +1,4 @@
-"""Folders of classes, DIR/CLASS/*.jpg, as torchvision's ImageFolder reads them, and a digest that tells changes.
-
-Every call of the workflow asks for the digest: of names, sizes and times, not of the files' content.
-"""
+"""Packs folders of classes, DIR/CLASS/*.jpg, as torchvision's ImageFolder reads them, and sees their changes."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, and of links, sorted; hidden ones are left out."""
+    """Return the names of the folders, and links, in a folder, sorted; hidden ones are left out."""
     entries = [entry for entry in _entries(folder) if entry.name[0] != "."]
     names = sorted(entry.name for entry in entries if entry.is_dir() or entry.is_symlink())
     if not names:
@@ -65,10 +62,7 @@ def pictures(folder: Path, classes: list[str]) -> list[Picture]:
 
 @functools.lru_cache
 def looks(folder: str, shards: int) -> list[str]:
-    """Return a digest for each shard of a split: of the classes, and of names, sizes and times of its images.
-
-    They are looked at once in a process. A link that leads nowhere is a `UserError`.
-    """
+    """Return a digest for each shard of a split, of classes and of names, sizes and times of images."""
     names = class_names(Path(folder))
     with ThreadPoolExecutor(LOOKING) as pool:
         lines = [line for of_class in pool.map(lambda name: _lines(Path(folder, name)), names) for line in of_class]
@@ -78,7 +72,7 @@ def looks(folder: str, shards: int) -> list[str]:
 
 
 def packed(pack: Path) -> str | None:
-    """Return the digest of the files that a pack was made of; None if it does not tell, or is not there."""
+    """Return the digest of the files that a pack was made of, if it has one."""
     with contextlib.suppress(OSError), h5py.File(pack) as file:
         return file.attrs.get("files")
     return None

@@ -1,6 +1,6 @@
 """`imagenet`: images of any size in folders of classes, with the class as label. Settings, files, parts.
 
-The acquire stage packs them: each part is a *pack* of images, one HDF5 file (`dlscale.datasets.imagenet.pack`).
+Each part is a *pack* of images, one HDF5 file that is read as it is.
 """
 
 from __future__ import annotations

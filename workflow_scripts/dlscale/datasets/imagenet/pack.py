@@ -2,13 +2,13 @@
 
 ===========  =============================================================================================
 `bytes`      uint8 [total]: the images one after the other, in one piece of the file, which can be mapped
-`index`      int64 [N, 4]: of each image its first byte and how many it has, and its height and width
-`labels`     int64 [N]: its class
+`index`      int64 [N, 4]: first byte, bytes, height and width of each image
+`labels`     int64 [N]: classes
 `classes`    names of the classes, in the order of the labels
 ===========  =============================================================================================
 
-Attributes: `form` of the bytes, `encoded`, a file (JPEG, PNG) as it was, or `decoded`, pixels RGB [H, W, 3]; `sha256`,
-the digest of it all; `files`, if there is one, that of the names, sizes and times of the packed files.
+Attributes: `form`, `encoded`, files (JPEG, PNG) as they were, or `decoded`, RGB [H, W, 3]; `sha256` of it all; `files`,
+the digest of the packed files' names, sizes and times.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def open_image(file: IO[bytes]) -> Image.Image:
 
 
 def short_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Return height and width once the shorter edge is `edge`; the longer one is rounded down, as torchvision does."""
+    """Return height and width once the shorter edge is `edge`; the longer one is rounded down."""
     return (edge, int(edge * width / height)) if height <= width else (int(edge * height / width), edge)
 
 
 class Pack:
-    """One pack: its bytes are mapped, all else is in memory; `digest` is the SHA-256 of all that it holds."""
+    """One pack: its bytes are mapped, all else is in memory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)

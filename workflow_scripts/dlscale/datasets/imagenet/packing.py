@@ -52,8 +52,8 @@ def write_pack(
 ) -> None:
     """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
 
-    HDF5 keeps values in one piece only if their number is known: until then they lie in a file without a name. A file
-    that is no image, or a damaged one, is a `UserError`. `files` is the digest of how they look (`folder.looks`).
+    HDF5 keeps values in one piece only if their number is known: until then they lie in a file without a name. A
+    damaged image is a `UserError`. `files` is the digest of `folder.looks`.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
     with whole(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
@@ -85,7 +85,7 @@ def write_pack(
 
 
 def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
-    """Return the bytes to store, and height and width of the image; it is decoded to see that it can be."""
+    """Return the bytes to store, and height and width of an image that can be decoded."""
     with open_image(io.BytesIO(file)) as image:
         width, height = image.size
         if image.mode.startswith(DEEP):

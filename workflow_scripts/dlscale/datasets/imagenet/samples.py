@@ -31,9 +31,9 @@ RATIO, FLIPPED = (3 / 4, 4 / 3), 0.5
 def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
     """Return top, left, height and width of the crops of samples `first` and on, int64 [N, 4].
 
-    `edges_N2` are height and width of the images. As torchvision's `RandomResizedCrop.get_params`: an area, uniform in
-    `scale` of the image's, and a shape, whose logarithm is uniform, are drawn until the crop fits, at most ten times;
-    else it is the middle of the image, as much of it as `RATIO` allows.
+    As torchvision's `RandomResizedCrop.get_params` for images of `edges_N2`, height and width: an area, uniform in
+    `scale`, and a shape, whose logarithm is uniform, are drawn until the crop fits, at most ten times; else it is the
+    middle.
     """
     count = len(edges_N2)
     height_N, width_N = edges_N2.T
@@ -71,7 +71,7 @@ def _uniform(words: np.ndarray) -> np.ndarray:
 
 
 def _middle(height: int, width: int) -> tuple[int, int, int, int]:
-    """Return top, left, height, width of the largest crop in the middle whose width by height is within `RATIO`."""
+    """Return top, left, height, width of the largest crop in the middle that `RATIO` allows."""
     rows, columns = min(height, round(width / RATIO[0])), min(width, round(height * RATIO[1]))
     return (height - rows) // 2, (width - columns) // 2, rows, columns
 

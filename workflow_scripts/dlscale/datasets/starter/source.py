@@ -34,10 +34,7 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
 
 @functools.cache
 def _amplitude(size: int) -> np.ndarray:
-    """Return the factor of each Fourier mode, [size, size // 2 + 1], that gives white noise its length and variance 1.
-
-    The power spectrum exp(-k^2 LENGTH^2) makes the variance of a gradient 1 / (2 LENGTH^2) a component.
-    """
+    """Return the factor of each Fourier mode, [size, size // 2 + 1]: power spectrum exp(-k^2 LENGTH^2), variance 1."""
     kx, ky = np.fft.rfftfreq(size) * 2 * np.pi, np.fft.fftfreq(size) * 2 * np.pi
     filtered = np.exp(-(kx[None, :] ** 2 + ky[:, None] ** 2) * LENGTH**2 / 2)
     whole = np.exp(-(ky[None, :] ** 2 + ky[:, None] ** 2) * LENGTH**2 / 2)
@@ -47,8 +44,7 @@ def _amplitude(size: int) -> np.ndarray:
 def pair(seed: list[int], size: int, target: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the input and the target of one sample, float32 [size, size]: a smooth random field and its steepness.
 
-    A target is a function of the pixels around it, and even: a field and its negative are equally likely and have the
-    same target, so no linear filter does better than the mean of all targets.
+    The target is even in the field, so no linear filter does better than the mean of all targets.
     """
     rng = np.random.default_rng(seed)
     if target == "noise":
@@ -77,7 +73,7 @@ class SimulatedSource(Source):
 
 
 class FileSource(Source):
-    """The arrays `input` and `target` of one part: floats as float32, truth values as uint8, integers as they are."""
+    """Arrays `input` and `target` of one part: floats as float32, truth values as uint8."""
 
     def __init__(self, source: Any, part: Part, memory_mb: int, *paths: Path) -> None:
         self._files = contextlib.ExitStack()
@@ -105,7 +101,7 @@ class FileSource(Source):
 
 
 def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) -> Any:
-    """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
+    """Return an array that is read on demand; one of a .npz file is read as a whole."""
     names, values = [name], None
     if path.suffix in HDF5:
         file = stack.enter_context(store.open_file(path))
@@ -136,7 +132,7 @@ def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) ->
 
 
 def _field(key: str, values: Any, rows: int, info: Any) -> Field:
-    """Return what will be stored of an array: images get an axis of channels if they have none."""
+    """Describe a stored array: images get an axis of channels if they have none."""
     shape = (values.shape[0], 1, *values.shape[1:]) if values.ndim == 3 else values.shape
     count = shape[1] if len(shape) > 3 else 1
     channels = tuple(info.channels) or ((key,) if count == 1 else tuple(f"{key} {n}" for n in range(count)))
