@@ -68,8 +68,6 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
 
 def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
     """Open a store lazily."""
-    import zarr
-
     options: dict[str, Any] = {}
     if remote:
         import fsspec.config
@@ -82,10 +80,9 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
             return open_xarray(urls.whole(origin) if remote else origin, "zarr", chunks=None, **options)
     except ImportError as error:
         raise UserError(f"{origin}: a package for such addresses is missing ({error}); pip install it") from None
-    except (FileNotFoundError, zarr.errors.GroupNotFoundError):
-        raise UserError(
-            f"{origin}: there is no Zarr store; expected a folder or address of a group; {advice}"
-        ) from None
     except Exception as error:
         text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
-        raise UserError(f"{origin}: the Zarr store cannot be opened ({text}); {advice}") from error
+        raise UserError(
+            f"{origin}: there is no Zarr store that can be opened ({text}); expected a folder or address of a group; "
+            f"{advice}"
+        ) from error

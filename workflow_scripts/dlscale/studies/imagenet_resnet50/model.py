@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+#: Of red, green and blue in ImageNet's training images, in units of 255.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 #: Blocks of each of the four stages, and whether they are bottlenecks, by the number of layers.
 DEPTHS = {
     18: ((2, 2, 2, 2), False),

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from dlscale.core.errors import Refused
 from dlscale.core.metrics import LossInfo, Metric
-from dlscale.core.schema import Extent, Number, PositiveFloat, Strict
+from dlscale.core.schema import Extent, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
@@ -33,10 +33,6 @@ class ResNetSettings(Strict):
     kind: Literal["resnet"]
     depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Layers.")
     width: Extent = Field(64, description="Channels of the first convolution; 64 is the published network.")
-    mean: tuple[Number, Number, Number] = Field(
-        (0.485, 0.456, 0.406), description="Of red, green and blue in the training images, in units of 255."
-    )
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field((0.229, 0.224, 0.225), description="As mean.")
 
 
 class CrossEntropy(Strict):
@@ -113,10 +109,10 @@ class ImagenetResNet50(Study):
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        from dlscale.studies.imagenet_resnet50.model import ResNet
+        from dlscale.studies.imagenet_resnet50.model import MEAN, STD, ResNet
 
-        options = run.model.model_dump(exclude={"kind"})  # their names are the model's
-        return ResNet(classes=manifest.fields["labels"].classes or 0, **options)
+        classes = manifest.fields["labels"].classes or 0
+        return ResNet(run.model.depth, classes, width=run.model.width, mean=MEAN, std=STD)
 
     def sharding(self, model: nn.Module) -> Sharding:
         return Sharding(units=["layer*.*"])

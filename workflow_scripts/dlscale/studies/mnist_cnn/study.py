@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from dlscale.core.metrics import LossInfo, Metric
-from dlscale.core.schema import Extent, Number, PositiveFloat, Strict
+from dlscale.core.schema import Extent, Strict
 from dlscale.studies.base import Metrics, SampleLoss, Study
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ class MnistCNNSettings(Strict):
     kind: Literal["mnist_cnn"]
     widths: tuple[Extent, Extent] = Field((32, 64), description="Channels after each convolution.")
     hidden: Extent = Field(128, description="Width of the first linear layer.")
-    mean: Number = Field(0.1307, description="Of the training images, in units of the greatest value (255).")
-    std: PositiveFloat = Field(0.3081, description="As mean.")
 
 
 class MnistLoss(Strict):
@@ -78,7 +76,7 @@ class MnistCNNStudy(Study):
 
         m, images = run.model, manifest.fields[run.samples.input]
         rows, columns = images.grid
-        return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden, m.mean, m.std)
+        return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return 2 x 3^2 C_in C_out a pixel of each convolution's output, and 2 C_in C_out of each linear layer."""
