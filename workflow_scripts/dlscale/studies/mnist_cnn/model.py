@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-
 #: Of the training images, in units of the greatest value (255).
 MEAN, STD = 0.1307, 0.3081
 
