@@ -51,10 +51,7 @@ class Metrics:
         return {}
 
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
-        """Return errors [B, ...] of naive answers to samples of a split, which no training changes.
-
-        `summarise` gets their means with the others.
-        """
+        """Return errors [B, ...] of naive answers to samples of a split, for `summarise`."""
         return {}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -99,8 +96,8 @@ class Study(ABC):
     def flops(self, run: Any, manifest: Manifest) -> float | None:
         """Return the FLOPs of the forward pass of one sample by arithmetic; None where there is no formula.
 
-        They are those of matrix products and convolutions, a multiplication and an addition counted as two; a backward
-        pass counts twice as much (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+        A multiplication and an addition of matrix products and convolutions are two; a backward pass counts twice as
+        much (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
         """
         return None
 

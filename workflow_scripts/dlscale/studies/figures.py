@@ -19,9 +19,8 @@ def comparison(
 ) -> Figure:
     """Draw one row a channel: the given pictures, then prediction minus truth.
 
-    A row has a name, a unit and pictures [H, W], of which the last two are truth and prediction; `columns` are their
-    titles. `extent` is (left, right, bottom, top) of the axes; cells if None. With `own_scale` pictures before these
-    two are of another quantity and have their own colour scale.
+    A row has a name, a unit and pictures [H, W], titled by `columns`; the last two are truth and prediction. `extent`
+    is (left, right, bottom, top) of the axes. With `own_scale` earlier pictures have their own colour scale.
     """
     from matplotlib.figure import Figure
 
@@ -66,10 +65,7 @@ def comparison(
 def beside_bars(
     picture: np.ndarray, title: str, classes: tuple[str, list[str]], probabilities: np.ndarray, right: str, **shown: Any
 ) -> Figure:
-    """Draw an image beside the probabilities of classes; `classes` are what they are called together, and their names.
-
-    `right` is the name of the right one; the most probable stands in the title.
-    """
+    """Draw an image beside the probabilities of `classes`: what they are called, and their names."""
     from matplotlib.figure import Figure
 
     noun, names = classes
@@ -108,7 +104,7 @@ def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figur
 
 
 def side_by_side(truth: np.ndarray, prediction: np.ndarray, rows: int = 360) -> np.ndarray:
-    """Return truth and prediction [H, W] as a picture without axes of at most `rows`, uint8, on the truth's scale."""
+    """Return truth and prediction [H, W] as a picture of at most `rows`, uint8, on the truth's scale."""
     from matplotlib import colormaps
 
     low, high = np.percentile(truth, [0.5, 99.5])

@@ -1,7 +1,4 @@
-"""`dlscale new-study NAME`: a study of one's own begins as `starter_cnn` under another name.
-
-The folder `template` has what a user's study needs besides: a YAML file with a ladder, tests, a configuration to run.
-"""
+"""`dlscale new-study NAME`: a study of one's own begins as `starter_cnn` and the files of `template`."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def check_name(name: str) -> None:
 
 
 def write(name: str, folder: Path | None) -> None:
-    """Write a study into a folder, or without one into the repository; nothing is written over."""
+    """Write a study into a folder, or without one into the repository, over no file."""
     files = inside(name) if folder is None else outside(name, folder)
     for path, _, _ in files:
         if path.exists():
@@ -115,7 +112,7 @@ def inside(name: str) -> list[File]:
 
 
 def _seen(folder: Path) -> Path:
-    """Return a folder as the configuration names it: from the repository, where snakemake is called, or absolute."""
+    """Return a folder as the configuration names it: from the repository, or absolute."""
     place = folder.absolute()
     return place.relative_to(REPOSITORY) if place.is_relative_to(REPOSITORY) else place
 

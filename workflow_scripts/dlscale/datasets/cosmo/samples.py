@@ -1,7 +1,7 @@
 """Samples of volumes: cubic crops, turned at random for training, fixed for validation.
 
-One of the 48 symmetries of a cube takes grid axis `axes[i]` to axis i and then reverses the axes in `flips`. A vector
-field turns with its grid: component i of the result is component `axes[i]`, negated where axis i was reversed.
+A symmetry takes grid axis `axes[i]` to axis i, then reverses the axes in `flips`. Vectors turn along: component i of
+the result is component `axes[i]`, negated where axis i was reversed.
 """
 
 from __future__ import annotations
@@ -153,10 +153,7 @@ class Crops(GridSamples):
 
 
 def line(manifest: Manifest) -> np.ndarray:
-    """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], in model units.
-
-    Least squares over blocks of the training volumes, whose places are drawn once.
-    """
+    """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], in model units."""
     grid = manifest.fields["Nbody"].grid
     extent = (min(EDGE, grid[0]), min(EDGE, grid[1]), min(EDGE, grid[2]))
     x, y = (BoxField(manifest, "train", name, extent) for name in ("Nbody", "Hydro"))

@@ -199,9 +199,8 @@ def zeldovich(delta: Values, box: float) -> Array:
 def deposit(displacement: Values, box: float, weight: Values | None = None) -> Array:
     """Assign displaced particles, one from each cell, to the periodic grid [N, N, N] by cloud-in-cell.
 
-    Hockney & Eastwood, Computer Simulation Using Particles, chapter 5: a particle is a cube of the size of a cell,
-    shared out by overlap between the 8 nearest grid points. `displacement` [3, N, N, N], Mpc/h, may have any length;
-    `weight` [N, N, N] is carried by each particle, 1 if omitted.
+    Hockney & Eastwood, Computer Simulation Using Particles, chapter 5: a particle is shared out by overlap between the
+    8 nearest grid points. `displacement` [3, N, N, N] is in Mpc/h; `weight` [N, N, N] is carried by each, 1 if omitted.
     """
     grid = displacement.shape[1]
     lattice = np.arange(grid, dtype=np.float64)
@@ -248,8 +247,7 @@ def temperature(gas: Array, convergence: Array) -> Array:
     """Return the gas temperature [N, N, N], K, of density and minus the divergence of the velocity, km/s a Mpc/h.
 
     Photo-ionised gas keeps T = T0 · density^(GAMMA - 1) up to some ten times the mean (Hui & Gnedin 1997,
-    arXiv:astro-ph/9612232). Gas that flows together is stopped by a strong shock, T = 3/16 · μ m_p v² / k_B
-    (Rankine-Hugoniot), as far as it is dense enough to have collapsed.
+    arXiv:astro-ph/9612232). Collapsing gas is stopped by a strong shock, T = 3/16 · μ m_p v² / k_B (Rankine-Hugoniot).
     """
     heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)  # K a (km/s)²; μ = 0.59: ionised
     photoionised = T0 * (gas / (1 + gas / 10)) ** (GAMMA - 1)

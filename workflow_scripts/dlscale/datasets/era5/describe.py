@@ -141,9 +141,9 @@ def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | Non
 
 
 def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
-    """Add the time at which each file begins and, of a `series`, the file that ends before it, if all times are known.
+    """Add the time at which each file begins and, of a `series`, the file that ends before it, if all are known.
 
-    Times must follow at the manifest's step: pairs, clocks and means count rows.
+    Times follow at the manifest's step: pairs, clocks and means count rows.
     """
     step = extra.step_hours
     starts, ends = dict[str, float](), dict[float, str]()

@@ -124,7 +124,7 @@ class NaiveAnswers:
 
     @functools.cached_property
     def _mean_states(self) -> np.ndarray:
-        """Means of each hour of day or of all times, [24 h / step or 1, C, H, W], physical units."""
+        """Means of each hour of day or of all times, [24 h / step or 1, C, H, W]."""
         assert self._means
         return self._extra.means(self._manifest, self._means)
 

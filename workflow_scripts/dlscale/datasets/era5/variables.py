@@ -1,7 +1,7 @@
 """Opens atmospheric files as variables: NetCDF and Zarr through xarray, GRIB through cfgrib's index of messages.
 
-Notation: `T` times, `L` levels of a variable, `H` latitudes (north to south), `W` longitudes (west to east). Times are
-numpy `datetime64[s]`, UTC; levels of pressure are in hPa, in whatever unit the file has them.
+Notation: `T` times (`datetime64[s]`, UTC), `L` levels (hPa), `H` latitudes (north to south), `W` longitudes (west to
+east).
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def write_pack(
 ) -> None:
     """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
 
-    HDF5 keeps values in one piece only if their number is known: until then they lie in a file without a name. A
-    damaged image is a `UserError`. `files` is the digest of `folder.looks`.
+    HDF5 keeps values in one piece only if their number is known: until then they lie in a file without a name. `files`
+    is the digest of `folder.looks`.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
     with whole(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attend(nn.Module):
-    """Scaled dot-product attention as a module of its own: context parallelism hooks keys and values here."""
+    """Scaled dot-product attention as a module, which context parallelism hooks."""
 
     def forward(self, q_BANK: torch.Tensor, k_BANK: torch.Tensor, v_BANK: torch.Tensor) -> torch.Tensor:
         """Return [B, A, N, K] for queries of N tokens; keys and values may be of more."""
@@ -24,7 +24,7 @@ class Attend(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention; a device may hold the projections of some of the heads only.
 
-    Projections are three layers, as published, computed as one product: one pass over the tokens instead of three.
+    Projections are three layers, as published, computed as one product.
     """
 
     def __init__(self, embed_dim: int, heads: int, dropout: float) -> None:
@@ -74,12 +74,11 @@ class ViT(nn.Module):
     image_size, patch
         (H, W) in points, and (rows, columns) of a patch, which divide them.
     residual
-        Add the input's first out_channels to the output; "linear": a learnt linear combination of all channels, the
-        same at all points, which begins as these.
+        Add the input's first out_channels to the output; "linear": a learnt linear combination of all channels.
     static
         Further channels, the same for all inputs, [S, H, W].
     checkpointing
-        Keep only each block's input for the backward pass, and compute the block again there.
+        Compute blocks again in the backward pass.
     """
 
     static: torch.Tensor | None

@@ -225,7 +225,7 @@ class Era5ViT(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return, for N tokens of width E, 4 N^2 E of each attention and 2 N E for each output of a linear layer.
 
-        That is a third of the training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        A third of the training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
         """
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size

@@ -1,7 +1,6 @@
 """Residual networks of He et al. 2016 (arXiv:1512.03385), with torchvision's architecture and parameter names.
 
-Its weights load as they are: `ResNet.load_state_dict(torchvision's)`. Shape suffixes: B batch, C channels, H W the
-image, K classes.
+Shape suffixes: B batch, C channels, H W the image, K classes.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def _shortcut(inner: int, outer: int, stride: int) -> nn.Sequential | None:
 class ResNet(nn.Module):
     """A residual network of `depth` 18, 34, 50 or 101; stages have 1, 2, 4 and 8 times the first `width` of channels.
 
-    `mean` and `std` of each channel, in units of 255, normalise images with values 0 to 255; None: images come
-    normalised. They are no part of the state.
+    `mean` and `std`, in units of 255, normalise images with values 0 to 255; None: images come normalised.
     """
 
     mean: torch.Tensor

@@ -23,7 +23,7 @@ BEST = 5  # answers that count, and that the figure shows
 
 
 def _number(value: Any) -> Any:
-    """Return a string of digits as a number: behind `--config` all are strings, and choices are compared as is."""
+    """Return a string of digits as a number: behind `--config` all are strings."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 

@@ -12,10 +12,7 @@ from torch import nn
 
 
 class StarterCNN(nn.Module):
-    """Convolutions of 3 x 3, each with LeakyReLU, the last one too; images keep their size.
-
-    There are `hidden` channels between the layers; each layer lets a pixel see one more pixel to every side.
-    """
+    """Convolutions of 3 x 3, each with LeakyReLU, the last one too; images keep their size."""
 
     def __init__(self, in_channels: int = 1, out_channels: int = 1, hidden: int = 64, layers: int = 5) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class StarterCNNLoss(Strict):
 
 
 class StarterCNNMetrics(Metrics):
-    """RMSE, and that of the better naive answer: the training targets' mean by channel, or the input as it is."""
+    """RMSE, and that of the better naive answer: the training targets' mean, or the input."""
 
     def __init__(self, target: FieldInfo, device: torch.device) -> None:
         import torch
