@@ -299,22 +299,6 @@ def test_values_are_physical(box: dict[str, np.ndarray]) -> None:
     assert 1e5 < box["gas_temperature"].max() < 1e8
 
 
-def test_empty_voxels_flow_as_linear_theory_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A radius far below a cell does not smooth: voxels without dark matter have no gas but the diffuse share.
-    size = 16.0
-    monkeypatch.setattr(simulator, "GAS_RADIUS", 1e-3)
-    delta = simulator.gaussian_field(32, size, simulator.power_spectrum, rng(8))
-    channels = {name: values for _, name, values in simulator.evolve(delta, size)}
-    assert all(values.dtype == np.float32 and np.isfinite(values).all() for values in channels.values())
-    empty = channels["dm_density"] == 0
-    assert empty.any()
-    assert channels["gas_density"][empty] == pytest.approx(np.full(empty.sum(), simulator.DIFFUSE), rel=0.05)
-    linear = simulator.velocity_per_displacement() * simulator.zeldovich(delta, size)
-    for axis, name in enumerate("xyz"):
-        error = channels[f"gas_velocity_{name}"][empty] - linear[axis][empty]
-        assert np.abs(error).max() < 0.1 * linear[axis].std()
-
-
 def test_same_arguments_same_bytes_and_other_arguments_another_box(tmp_path: Path) -> None:
     paths = [
         simulate(tmp_path / f"{number}.h5", grid=24, box_mpc_h=100.0, seed=seed, index=index)

@@ -79,20 +79,6 @@ def test_bad_files_are_one_message(tmp_path: Path, digits: tuple[np.ndarray, np.
         IdxSource(part, images, labels, memory_mb=0)
 
 
-def test_source_settings_are_checked() -> None:
-    def load(source: dict[str, Any]) -> None:
-        resolve.load({"targets": ["mnist_t10k"], "datasets": {"d": {"kind": "mnist", "source": source}}})
-
-    pair = {"images": "a", "labels": "b"}
-    for source, words in (
-        ({"kind": "files", "train": pair}, "give either train and valid"),
-        ({"kind": "files", "train": pair, "valid": pair}, "'a' stands in two splits"),
-        ({"kind": "files", "all": pair, "shares": {"train": 0.8, "valid": 0.3}}, "add up to 1.1"),
-    ):
-        with pytest.raises(UserError, match=words):
-            load(source)
-
-
 def test_the_network_is_the_published_one() -> None:
     """Its parameters, and its numbers against the layers written out one by one."""
     torch.manual_seed(0)

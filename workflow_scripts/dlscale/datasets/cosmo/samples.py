@@ -153,7 +153,7 @@ class Crops(GridSamples):
 
 
 def line(manifest: Manifest) -> np.ndarray:
-    """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], in model units."""
+    """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], model units."""
     grid = manifest.fields["Nbody"].grid
     extent = (min(EDGE, grid[0]), min(EDGE, grid[1]), min(EDGE, grid[2]))
     x, y = (BoxField(manifest, "train", name, extent) for name in ("Nbody", "Hydro"))
