@@ -119,8 +119,10 @@ class Era5Source(Source):
 
     def _footprint(self, segment: _Segment) -> int:
         """Bound the bytes that one row of a segment needs while it is read and averaged."""
-        levels, height, width = len(segment.levels), *(axis.stop for axis in self._window)
-        return segment.variable.footprint(levels, height, width) + 8 * levels * height * width * (self._downsample > 1)
+        variable, asked = segment.variable, len(segment.levels)
+        levels = min(asked * variable.held, len(variable.channels))
+        read = variable.point_bytes * levels * variable.latitude.size * variable.longitude.size
+        return read + 8 * asked * self._window[0].stop * self._window[1].stop * (self._downsample > 1)
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Return times [start, stop) as `fields` [stop - start, C, H, W], float32; a missing value is a `UserError`."""

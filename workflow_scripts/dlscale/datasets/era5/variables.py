@@ -73,8 +73,8 @@ class Variable:
     longitude: np.ndarray  # [W], degrees, float64
     #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w], as float32 [t, l, h, w].
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
-    #: `footprint(levels, rows, columns)` bounds the bytes that one time needs while it is read.
-    footprint: Callable[[int, int, int], int]
+    point_bytes: int  #: Bytes of a point of a level while it is read: packed, decoded, masked, and as float32.
+    held: int = 1  #: Levels in a chunk, which are read together.
 
 
 def short(channel: str) -> str:
@@ -176,15 +176,8 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
-    held = values.encoding.get("preferred_chunks", {}).get(axes["level"].dims[0], 1) if "level" in axes else 1
-    itemsize = np.dtype(values.encoding.get("dtype", values.dtype)).itemsize
-
-    def footprint(levels: int, rows: int, columns: int) -> int:
-        # Chunks of whole circles, of all levels that they hold; values packed and decoded twice each; the result.
-        reached = min(levels * held, axes["level"].size) if "level" in axes else 1
-        stored = 2 * itemsize * reached * latitude.size * longitude.size
-        return stored + (2 * values.dtype.itemsize + 4) * levels * rows * columns
-
+    chunk = values.encoding.get("preferred_chunks", {})
+    stored = np.dtype(values.encoding.get("dtype", values.dtype))
     attrs = array.attrs
     return Variable(
         origin,
@@ -195,7 +188,8 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         latitude,
         longitude,
         load,
-        footprint,
+        2 * stored.itemsize + 2 * values.dtype.itemsize + 4,
+        chunk.get(axes["level"].dims[0], 1) if "level" in axes else 1,
     )
 
 
@@ -296,13 +290,10 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
                 out[place, 0] = (grid[::-1] if south_first else grid)[rows, columns]
         return out
 
-    def footprint(levels: int, rows: int, columns: int) -> int:
-        # A message packed, and as float64 in ecCodes and here, one at a time; and the result.
-        return 24 * latitude.size * longitude.size + 5 * rows * columns
-
     times = np.array([time for time, _ in entries], "datetime64[s]")
     units, long_name = str(first["units"]), str(first["name"])
-    return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, footprint)
+    # A message is packed, and float64 in ecCodes and here.
+    return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, point_bytes=29)
 
 
 @functools.cache
@@ -358,14 +349,12 @@ def _humidity(t: Variable, q: Variable) -> Variable:
             out[at] = relative_humidity(kelvin[at], moisture[at], 100.0 * float(levels[chosen[at[1]]]))
         return out
 
-    def footprint(levels: int, rows: int, columns: int) -> int:
-        return sum(variable.footprint(levels, rows, columns) for variable in (t, q))
-
     return replace(
         q,
         channels=tuple(f"r@{level}" for level in levels),
         units="%",
         long_name="Relative humidity, from temperature and specific humidity",
         load=load,
-        footprint=footprint,
+        point_bytes=t.point_bytes + q.point_bytes,
+        held=max(t.held, q.held),
     )
