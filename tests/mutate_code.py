@@ -489,7 +489,7 @@ MUTATIONS = [
     ),
     Mutation(
         "humidity_over_water_alone",
-        "datasets/era5/humidity.py",
+        "datasets/era5/variables.py",
         "share * water + (1.0 - share) * ice",
         "water",
         "test_era5_arco.py::test_relative_humidity_is_that_of_the_ifs",
@@ -503,7 +503,7 @@ MUTATIONS = [
     ),
     Mutation(
         "last_image_crop_missing",
-        "datasets/imagenet/crops.py",
+        "datasets/imagenet/samples.py",
         "edge_N - crops_N4[:, 2 + axis] + 1)",
         "edge_N - crops_N4[:, 2 + axis])",
         "test_imagenet.py::test_random_crops_are_torchvisions",
@@ -605,16 +605,9 @@ MUTATIONS = [
     Mutation(
         "attention_drops_in_evaluation",
         "studies/era5_vit/model.py",
-        "dropout_p=self.dropout if self.training else 0.0)",
-        "dropout_p=self.dropout)",
+        "F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK)",
+        "F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK, dropout_p=0.1)",
         "test_models.py::test_dropouts_act_in_training_and_are_off_in_evaluation",
-    ),
-    Mutation(
-        "drop_path_without_its_factor",
-        "studies/era5_vit/model.py",
-        "(torch.bernoulli(keep_D2B11) / keep_D2B11)",
-        "torch.bernoulli(keep_D2B11)",
-        "test_models.py::test_drop_path_drops_whole_samples_and_keeps_the_expectation",
     ),
     Mutation(
         "latitudes_in_radians",

@@ -229,7 +229,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     ),
     "drop-out in the compiler's graphs": (
         "era5_vit",
-        {"geometry": {**TWO, "cp": 2}, "compile": {"mode": "reduce-overhead"}, "model": {"drop_path": 0.1}},
+        {"geometry": {**TWO, "cp": 2}, "compile": {"mode": "reduce-overhead"}, "model": {"dropout": 0.1}},
         "compile.mode reduce-overhead and geometry.tp",
     ),
     "one device": ("era5_vit", {"parallel": {**FSDP, "param_dtype": "bf16"}}, "shares no weights"),
@@ -260,9 +260,8 @@ def test_what_devices_that_share_a_model_cannot_do(case: str) -> None:
 
 
 def test_graphs_of_a_shared_model_that_drops_nothing() -> None:
-    quiet = {"dropout": 0, "attention_dropout": 0, "drop_path": 0}
     for graph in ({"cuda_graph": True}, {"compile": {"mode": "max-autotune"}}):
-        load(**plan({"geometry": {**TWO, "tp": 2}, "model": quiet, **graph}, study="era5_vit"))
+        load(**plan({"geometry": {**TWO, "tp": 2}, "model": {"dropout": 0}, **graph}, study="era5_vit"))
 
 
 def test_a_patch_that_does_not_divide_the_fields() -> None:
@@ -773,10 +772,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
             "embed_dim": 1024 if name.startswith("mp") else 384,
             "depth": 12,
             "heads": 8,
-            "mlp_ratio": 4.0,
             "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "drop_path": 0.0,
             "residual": False,
             "static": [],
         }, name
@@ -1186,7 +1182,7 @@ def all_models(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
     """Of those that are listed none decides on time, memory, processes or files."""
-    free = {"select", "betas", "dropouts", "depth"}  # compared; checked to be shares; an enumeration
+    free = {"select", "betas", "depth"}  # compared; checked to be shares; an enumeration
     open_ended = []
 
     def walk(node: Any, key: str, holder: str) -> None:

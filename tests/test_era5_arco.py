@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import math
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from dlscale.core.settings import read_yaml
 from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5 import kind
-from dlscale.datasets.era5.channels import CHANNELS
-from dlscale.datasets.era5.humidity import relative_humidity, saturation_pressure
+from dlscale.datasets.era5.describe import CHANNELS
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.source import open_source
+from dlscale.datasets.era5.variables import relative_humidity, saturation_pressure
 from dlscale.datasets.era5.zarr import acquire
 from dlscale.datasets.mnist.kind import MnistDataset
 from tests.conftest import ROOT, make_dataset
@@ -151,15 +150,6 @@ def test_the_channels_are_those_of_the_store(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found[row, position], truth, rtol=2e-6, atol=2e-5, err_msg=channel)
 
 
-def test_a_store_with_relative_humidity_keeps_its_own(tmp_path: Path) -> None:
-    states = arco(hours=24, first="2020-01-02")
-    states["relative_humidity"] = states.temperature * 0 + 42.0
-    states["relative_humidity"].attrs["units"] = "%"
-    write(states, tmp_path / "store")
-    source = read_of(tmp_path / "store", ["r@500", "r@850"])
-    np.testing.assert_array_equal(source, 42.0)
-
-
 def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
     """Only cropped and averaged states are kept; validation's days are not training's business."""
 
@@ -170,27 +160,6 @@ def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
     assert fetched() != fetched(crop=[640, 1440])
     assert fetched() != fetched(downsample=4)
     assert fetched() == fetched(memory_mb=2000) == fetched(split=shipped()["split"] | {"test": None})
-
-
-@pytest.mark.slow
-def test_deriving_humidity_stays_within_memory(tmp_path: Path) -> None:
-    """Chunks of one time and all levels: t and q of 160 times are ten times as much as may be held at once."""
-    states = arco(hours=160)[[LEVELLED["t"][0], LEVELLED["q"][0]]]
-    states = states.isel(longitude=np.tile(np.arange(COLUMNS), 4), latitude=np.repeat(np.arange(ROWS), 2))
-    states = states.assign_coords(latitude=np.linspace(90, -90, 2 * ROWS), longitude=np.arange(0, 360, 90 / COLUMNS))
-    write(states, tmp_path / "store")
-    settings = small(tmp_path / "store") | {"channels": ["r@500", "r@850"], "step_hours": 1, "memory_mb": 2}
-    dataset = Era5Dataset.model_validate(settings | {"downsample": 1, "crop": [2 * ROWS, 4 * COLUMNS]})
-    raw = RawFile("train-2020.nc", str(tmp_path / "store"), period=(dt.date(2019, 12, 31), dt.date(2020, 1, 5)))
-    acquire(dataset, raw, tmp_path / "warm.nc")
-    tracemalloc.start()
-    try:
-        acquire(dataset, raw, tmp_path / "out.nc")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert states.nbytes > 10 * 2e6
-    assert peak < 2e6 + 1e6
 
 
 def read_of(store: Path, channels: list[str]) -> np.ndarray:

@@ -31,7 +31,7 @@ from dlscale.datasets.era5.source import Era5Source, open_source
 from dlscale.datasets.era5.zarr import acquire
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "era5"
-GRIB, CLASSIC = REAL / "era5-2mt-2019-03-uk.grib", REAL / "eraint_uvz.nc"
+GRIB = REAL / "era5-2mt-2019-03-uk.grib"
 FORMATS = ("netcdf4", "packed", "netcdf3", "grib")
 SHORT_NAMES = {"t2m": "2t", "u10": "10u", "z": "z", "t": "t"}
 UNITS = {"t2m": "K", "u10": "m s**-1", "z": "m**2 s**-2", "t": "K"}
@@ -187,23 +187,6 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     np.testing.assert_array_equal(fields(every_sixth)[:, 0], truth.t2m.values[::6])
     assert "covers 2019-03-01 00:00 to 2019-03-31 23:00" in refused(path, of=part("2019-03-25", "2019-04-02"))
     assert "did you mean 't2m'" in refused(path, channels=("t2n",))
-
-
-@pytest.mark.skipif(not CLASSIC.exists(), reason="the real ERA-Interim file is not at hand")
-def test_real_classic_netcdf_is_what_xarray_reads(tmp_path: Path) -> None:
-    """The file has months for times: as it is, it is refused; with dates, it is read, packed and on levels."""
-    assert "'u' has the dimensions month (2), level (3), " in refused(CLASSIC, channels=("u@500",))
-
-    months = xr.open_dataset(CLASSIC, engine="scipy", mask_and_scale=False)
-    dated = months.rename(month="time").assign_coords(time=np.array(["2019-01-01", "2019-01-02"], "datetime64[ns]"))
-    dated.to_netcdf(tmp_path / "dated.nc", engine="scipy", format="NETCDF3_CLASSIC")
-    assert (tmp_path / "dated.nc").read_bytes()[:3] == b"CDF"
-    truth = xr.open_dataset(CLASSIC, engine="scipy")
-    source = open_source(settings(["v@850", "u@200", "z@500"]), part(), [tmp_path / "dated.nc"])
-    assert source.fields[0].units == ("m s**-1", "m s**-1", "m**2 s**-2")
-    for position, (name, level) in enumerate([("v", 850), ("u", 200), ("z", 500)]):
-        expected = truth[name].sel(level=level).values.astype(np.float32)
-        np.testing.assert_array_equal(fields(source)[:, position], expected)
 
 
 # --------------------------------------------------------------------------------------------------- every format
@@ -627,28 +610,6 @@ def test_acquisition_has_bounded_memory(tmp_path: Path) -> None:
     assert states.nbytes > 10 * 4e6
     assert peak < 4e6 + 1e6
     assert len(blocks) > 5
-
-
-@pytest.mark.parametrize(
-    ("channels", "period", "expected"),
-    [
-        (["2m_temprature"], ("2020-02-28", "2020-02-29"), ["(did you mean '2m_temperature'?)"]),
-        (["z@300"], ("2020-02-28", "2020-02-29"), ["channel 'z@300'", "there are: z@850, z@500, z@200"]),
-        (["z@200"], ("2020-02-28", "2020-03-09"), ["covers 2020-02-27 00:00 to 2020-03-01 18:00"]),
-        (["u10"], ("2020-02-28", "2020-02-29"), ["'u10' has no value at 2020-02-28 06:00"]),
-    ],
-)
-def test_mistakes_of_acquisition(
-    tmp_path: Path, channels: list[str], period: tuple[str, str], expected: list[str]
-) -> None:
-    states = weatherbench()
-    states.u10[5] = np.nan
-    states.to_zarr(tmp_path / "store")
-    with pytest.raises(UserError) as caught:
-        acquire(settings(channels), days(*period, tmp_path / "store"), tmp_path / "out.nc")
-    for text in expected:
-        assert text in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_stores_that_are_none(tmp_path: Path) -> None:

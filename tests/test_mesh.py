@@ -554,7 +554,6 @@ def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> 
 def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, int]]) -> None:
     as_rank(rank, port, ranks)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    drops = {"dropout": 0.5, "attention_dropout": 0.5, "drop_path": 0.5}
     with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
         for number, mesh in enumerate(meshes):
             seen: dict[str, Any] = {}
@@ -565,11 +564,11 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
 
                 def make(again: bool = again) -> nn.Module:
                     torch.manual_seed(0)
-                    return ViT((8, 24), (2, 3), 4, 3, 8 * HEADS, 2, HEADS, checkpointing=again, **drops)
+                    return ViT((8, 24), (2, 3), 4, 3, 8 * HEADS, 2, HEADS, checkpointing=again, dropout=0.5)
 
                 step = build_step(run, make, relative_l2, world, VIT.sharding, draws=True)
                 torch.manual_seed(world.data_rank)  # as a session does
-                drawn: dict[str, list[torch.Tensor]] = {"position": [], "hidden": [], "keep": []}
+                drawn: dict[str, list[torch.Tensor]] = {"position": [], "hidden": []}
                 model = step.model
 
                 def keep(module: Any, inputs: Any, output: torch.Tensor, name: str, drawn: Any = drawn) -> None:
@@ -577,14 +576,6 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
 
                 model.dropout.register_forward_hook(partial(keep, name="position"), prepend=True)
                 model.blocks[1].mlp[2].register_forward_hook(partial(keep, name="hidden"))
-                original = model.keep
-
-                def kept(x: torch.Tensor, original: Any = original, drawn: Any = drawn) -> Any:
-                    found = original(x)
-                    drawn["keep"].append(torch.stack(found).flatten())
-                    return found
-
-                model.keep = kept
                 x, y = (torch.ones(8 // world.data_size, channels, 8, 24) for channels in (4, 3))
                 step.gradients(x, y)
                 first = {n: step.weights.piece(n, p.grad).whole().clone() for n, p in step.weights.named.items()}
@@ -612,8 +603,7 @@ def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshe
         for a, b in itertools.combinations(found, 2):
             one, other = a["drawn False"], b["drawn False"]
             together = a["places"][0] == b["places"][0]
-            for name in ("position", "keep"):
-                assert torch.equal(one[name], other[name]) == together, (name, a["places"], b["places"])
+            assert torch.equal(one["position"], other["position"]) == together, (a["places"], b["places"])
             assert not torch.equal(one["hidden"], other["hidden"]), (a["places"], b["places"])
         for each in found:
             assert 0.3 < each["drawn False"]["hidden"].float().mean() < 0.7

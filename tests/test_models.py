@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config.run import stage_class
 from dlscale.models.losses import l1
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.era5_vit.model import Attention, ViT
 from dlscale.train.build import build_step
-from dlscale.train.precision import autocast
 
 
 def count(model: nn.Module) -> int:
@@ -50,7 +48,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet_blocks": (lambda: unet(space_to_depth=True), (2, 4, 16, 8, 8)),
     "vit": (vit, (2, 3, 8, 18)),
     "vit_linear": (lambda: vit(residual="linear", static=torch.ones(1, 8, 18)), (2, 3, 8, 18)),
-    "vit_residual": (lambda: vit(residual=True, dropout=0.1, attention_dropout=0.1), (2, 3, 8, 18)),
+    "vit_residual": (lambda: vit(residual=True, dropout=0.1), (2, 3, 8, 18)),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -75,38 +73,6 @@ def test_a_unet_of_any_size_has_the_parameters_of_its_layers() -> None:
     a, b, c, cells = 7, 11, 3, 4**3
     expected = (2 * a + a * b + b * c + c * b + 2 * b * a + 2 * a * 5) * cells  # weights, down then up
     assert count(UNet3D(2, 5, widths=(a, b, c))) == expected + a + b + c + b + a + 5
-
-
-@pytest.mark.parametrize(
-    ("widths", "grid"),
-    [((4,), (2, 2, 2)), ((3, 5), (4, 8, 12)), ((2, 3, 4, 5), (16, 16, 16)), ((6, 6, 6), (8, 24, 8))],
-)
-def test_unet_keeps_the_grid(widths: tuple[int, ...], grid: tuple[int, int, int]) -> None:
-    model = UNet3D(4, 5, widths=widths)
-    assert model(torch.randn(2, 4, *grid)).shape == (2, 5, *grid)
-    assert len(model.down) == len(model.up) + 1 == len(widths)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"patch": (2, 3)},
-        {"patch": (8, 18)},
-        {"patch": (1, 1), "image_size": (3, 5)},
-        {"patch": (4, 6), "embed_dim": 24, "heads": 3, "depth": 1, "mlp_ratio": 2.5},
-        {"in_channels": 4, "out_channels": 2, "residual": True},
-    ],
-)
-def test_vit_keeps_the_grid(settings: dict[str, object]) -> None:
-    model = vit(**settings)
-    channels = settings.get("in_channels", 3), settings.get("out_channels", 3)
-    grid = settings.get("image_size", (8, 18))
-    assert isinstance(grid, tuple)
-    assert model(torch.randn(2, channels[0], *grid)).shape == (2, channels[1], *grid)  # type: ignore[arg-type]
-    patch = settings.get("patch", (2, 3))
-    assert isinstance(patch, tuple)
-    assert model.position.shape[1] == grid[0] * grid[1] // (patch[0] * patch[1])
-    assert len(model.blocks) == settings.get("depth", 2)
 
 
 def test_a_patch_that_does_not_divide_is_refused() -> None:
@@ -171,21 +137,8 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
 # --- evaluation and drop-out ------------------------------------------------------------------------------------
 
 
-@every_model
-def test_evaluation_is_deterministic(name: str) -> None:
-    build, shape = MODELS[name]
-    model, x = roughened(build()).eval(), torch.randn(shape)
-    before = torch.get_rng_state()
-    assert torch.equal(model(x), model(x))
-    assert torch.equal(torch.get_rng_state(), before), "evaluation drew random numbers"
-
-
-DROPS = ("dropout", "attention_dropout", "drop_path")
-
-
-@pytest.mark.parametrize("drop", DROPS)
-def test_dropouts_act_in_training_and_are_off_in_evaluation(drop: str) -> None:
-    plain, dropping = roughened(vit()), vit(**{drop: 0.5})
+def test_dropouts_act_in_training_and_are_off_in_evaluation() -> None:
+    plain, dropping = roughened(vit()), vit(dropout=0.5)
     dropping.load_state_dict(plain.state_dict())
     x = torch.randn(4, 3, 8, 18)
     assert torch.equal(dropping.eval()(x), plain.eval()(x))
@@ -210,58 +163,6 @@ def test_dropout_acts_at_every_place(place: str) -> None:
     assert not torch.equal(model(x), model(x))
     layers[place].p = 0.0
     assert torch.equal(model(x), model(x))
-
-
-def test_dropout_of_the_tokens_includes_their_positions() -> None:
-    model = roughened(vit(depth=0, dropout=0.5)).train()
-    with torch.no_grad():
-        for p in model.embedding.parameters():
-            p.zero_()
-    x = torch.randn(2, 3, 8, 18)
-    assert not torch.equal(model(x), model(x))
-
-
-def test_attention_dropout_drops_weights_at_its_rate() -> None:
-    """Equal scores and a value of 1 everywhere: each output is 1/N times the kept weights, N of them."""
-    attention = Attention(4, 1, dropout=0.0, attention_dropout=0.3).train()
-    with torch.no_grad():
-        for layer in (attention.q, attention.k, attention.v, attention.projection):
-            layer.weight.zero_()
-            layer.bias.zero_()
-        attention.v.bias.fill_(1.0)
-        attention.projection.weight.copy_(torch.eye(4))
-    torch.manual_seed(0)
-    tokens = 400
-    y = attention(torch.zeros(2, tokens, 4))
-    kept = y[..., 0] * tokens * 0.7
-    assert torch.allclose(kept, kept.round(), atol=1e-2)
-    mean, error = y[..., 0].mean().item(), math.sqrt(0.3 / 0.7 / tokens / y[..., 0].numel())
-    assert abs(mean - 1) < 5 * error
-    assert torch.allclose(attention.eval()(torch.zeros(2, tokens, 4)), torch.ones(4))
-
-
-def test_drop_path_drops_whole_samples_and_keeps_the_expectation() -> None:
-    torch.manual_seed(0)
-    model, samples = vit(depth=4, drop_path=0.3).train(), 20_000
-    keep = torch.stack(model.keep(torch.ones(samples, 1)))  # type: ignore[arg-type]
-    assert keep.shape == (4, 2, samples, 1, 1)
-    for factors, dropped in zip(keep, (0.0, 0.1, 0.2, 0.3), strict=True):  # rises linearly
-        assert factors.unique().tolist() == pytest.approx([0.0, 1 / (1 - dropped)] if dropped else [1.0])
-        assert abs(factors.mean() - 1) < 5 * math.sqrt(dropped / (1 - dropped) / factors.numel()) + 1e-6
-    assert not torch.equal(keep[3, 0], keep[3, 1]), "each branch for itself"
-    assert model.eval().keep(torch.ones(2, 1)) == [None] * 4
-    assert vit(depth=1, drop_path=0.2).keep(torch.ones(9, 1))[0].unique().tolist() == [1.0]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("branch", [0, 1])
-def test_a_dropped_branch_is_not_in_a_samples_tokens(branch: int) -> None:
-    block, x = roughened(vit(depth=1)).blocks[0].eval(), torch.randn(3, 12, 16)
-    keep = torch.ones(2, 3, 1, 1)
-    keep[branch, 1] = 0.0
-    y, whole = block(x, keep), block(x)
-    assert torch.equal(y[0], whole[0]) and torch.equal(y[2], whole[2])
-    other = x[1:2] + (block.mlp(block.norm2(x[1:2])) if branch == 0 else block.attention(block.norm1(x[1:2])))
-    torch.testing.assert_close(y[1:2], other)
 
 
 # --- explicit formulas ------------------------------------------------------------------------------------------
@@ -355,13 +256,6 @@ def test_unet_on_blocks_keeps_the_order_in_memory_and_bears_no_sample(layout: to
     assert all(p.grad is not None and not p.grad.any() for p in models[1].parameters())
 
 
-def test_unet_output_is_bounded() -> None:
-    model = roughened(unet(init_std=1.0))
-    y = model(100 * torch.randn(1, 4, 8, 8, 8))
-    assert y.abs().max() <= 1
-    assert y.abs().max() > 0.9
-
-
 def softmax(scores: np.ndarray) -> np.ndarray:
     e = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
@@ -380,7 +274,7 @@ def explicit_attention(x: np.ndarray, w: dict[str, np.ndarray], heads: int) -> n
 
 def test_attention_is_its_formula() -> None:
     torch.manual_seed(0)
-    attention = roughened(Attention(12, 3, 0.0, 0.0).double()).eval()
+    attention = roughened(Attention(12, 3, 0.0).double()).eval()
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     weights = {key: value.numpy() for key, value in attention.state_dict().items()}
     expected = np.stack([explicit_attention(sample, weights, 3) for sample in x.numpy()])
@@ -395,7 +289,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarra
 @pytest.mark.parametrize("residual", [False, True, "linear"])
 def test_vit_is_its_explicit_form(residual: bool | str) -> None:
     torch.manual_seed(0)
-    settings = {"in_channels": 3, "out_channels": 2, "residual": residual, "mlp_ratio": 3.0}
+    settings = {"in_channels": 3, "out_channels": 2, "residual": residual}
     model = roughened(vit(**settings).double()).eval()
     with torch.no_grad():  # tokens so faint that the norms' epsilon (1e-6) counts
         for p in (*model.embedding.parameters(), model.position):
@@ -452,56 +346,7 @@ def test_static_fields_are_further_inputs() -> None:
     torch.testing.assert_close(model(x), wide(torch.cat([x, fixed.expand(2, -1, -1, -1)], dim=1)))
 
 
-def test_patches_come_back_where_they_came_from() -> None:
-    """An embedding that copies its patch and a head that copies its token: the model is the identity."""
-    rows, columns, channels = 2, 3, 3
-    model = vit(embed_dim=rows * columns * channels, heads=2, depth=1)
-    model.norm = nn.Identity()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-        for r, c, channel in np.ndindex(rows, columns, channels):
-            model.embedding.weight[(r * columns + c) * channels + channel, channel, r, c] = 1
-        model.head.weight.copy_(torch.eye(rows * columns * channels))
-    x = torch.randn(2, 3, 8, 18)
-    assert torch.equal(model(x), x)
-
-
-def test_queries_keys_and_values_are_one_product() -> None:
-    """Of all tokens at once: two products forward (with the projection back), two backward for each."""
-    tokens = torch.randn(2, 8, 16, requires_grad=True)
-    products: list[tuple[int, ...]] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-                products.append(tuple(result.shape))
-            return result
-
-    with Watch():
-        Attention(16, 4, 0.0, 0.0)(tokens).sum().backward()
-    assert sorted(products) == sorted([(16, 48), (16, 16), (16, 16), (16, 16), (16, 16), (48, 16)])
-
-
 # --- other ways to run ------------------------------------------------------------------------------------------
-
-
-@every_model
-def test_bf16_is_close_to_fp32(name: str) -> None:
-    torch.manual_seed(0)
-    build, shape = MODELS[name]
-    model, x = build().eval(), torch.randn(shape)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(3)  # outputs of order 0.1 to 1
-        exact = model(x)
-        with autocast("bf16", x.device):
-            rough = model(x).float()
-        with autocast("fp32", x.device):
-            assert torch.equal(model(x), exact)
-    difference = (rough - exact).square().mean().sqrt() / exact.square().mean().sqrt()
-    assert 0 < difference < 0.02  # bf16 keeps 8 bits: 0.4 %, a few times over
 
 
 @pytest.mark.slow
@@ -524,7 +369,7 @@ def test_a_compiled_step_is_the_eager_one(name: str, tmp_path: Path, monkeypatch
                 "dataset": "any",
                 "model": {"kind": "vit"},
                 "samples": {"kind": "pairs"},
-                "loss": {"kind": "l1"},
+                "loss": {"kind": "relative_l2"},
                 "optimizer": {"lr": 1e-2},
                 "compile": {"mode": mode},
                 "throughput": {},

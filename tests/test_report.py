@@ -33,7 +33,7 @@ from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epoc
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profiling import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
-from dlscale.parallel.records import Device, MemoryUse
+from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import collect, curves, profiles, published, report, sections
 from dlscale.report.figures import strips
 from dlscale.report.results import read_plan, read_run

@@ -96,7 +96,7 @@ def build(study: str, run: RunCore) -> nn.Module:
             *(4, 5, (8, 12)), checkpointing=run.activation_checkpointing, space_to_depth=run.model.space_to_depth
         )
     else:
-        chosen = {name: getattr(run.model, name) for name in ("depth", "dropout", "attention_dropout", "drop_path")}
+        chosen = {name: getattr(run.model, name) for name in ("depth", "dropout")}
         model = ViT((8, 16), (4, 4), 3, 3, 16, heads=2, checkpointing=run.activation_checkpointing, **chosen)
     with torch.no_grad():
         for p in model.parameters():
@@ -265,7 +265,7 @@ def test_checkpointing_drops_the_same_again() -> None:
     """Drop-out in the second pass must be that of the first, and the random state after the step the same."""
     found = []
     for checkpointing in (False, True):
-        drops = {"dropout": 0.3, "attention_dropout": 0.3, "drop_path": 0.3, "depth": 3}
+        drops = {"dropout": 0.3, "depth": 3}
         step = make_step("era5_vit", activation_checkpointing=checkpointing, model=drops)
         torch.manual_seed(3)
         found.append((gradients(step, *batch("era5_vit", 6)), torch.get_rng_state()))

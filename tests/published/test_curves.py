@@ -280,17 +280,6 @@ def overlap(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(np.array(every) >= distance(tuple(range(half))) * (1 - 1e-12)))
 
 
-@pytest.mark.slow
-def test_overlap_is_a_fair_judge() -> None:
-    """Curves from one distribution are told apart in one of twenty cases, as is meant; a shift by three is always."""
-    rng = np.random.default_rng(0)
-    walks = np.cumsum(rng.normal(size=(100, 10, 6)), axis=2)
-    told = np.mean([overlap(walk[:5], walk[5:]) <= 0.05 for walk in walks])
-    assert told <= 0.12
-    noise = rng.normal(size=(10, 6))
-    assert overlap(noise[:5], noise[5:] + 3.0 * np.arange(6)) <= 0.05
-
-
 #: By this it is judged, and was set before the first look: curves of training and validation losses of all epochs, of
 #: five seeds each, must not be among the 5 % of splits that are farthest apart; those of a program that trains at half
 #: the rate must.

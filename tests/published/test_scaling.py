@@ -16,12 +16,6 @@ def document(*rates: float) -> str:
     return json.dumps({label: {"trial_throughput": [rate, 0.0]} for label, rate in labelled})
 
 
-def test_of_several_documents_the_last_one_counts(tmp_path: Path) -> None:
-    path = tmp_path / "weak_scale_1.json"
-    path.write_text(f"{document(1, 2, 3)}\n{document(4, 5, 6)}\n\n{document(7, 8, 9)}\n")
-    assert read_rates(path) == (4, 5, 6)
-
-
 def test_it_takes_our_record_as_it_is(tmp_path: Path) -> None:
     def trials(rate: float) -> Trials:
         return Trials(trial_throughput=[rate, 2 * rate], trial_time=[1.0, 0.5], mean=1.5 * rate)

@@ -1,7 +1,4 @@
-"""Training losses: one value for each sample, from a prediction and its target.
-
-Shape suffixes: B batch, C channels; the grid's axes follow.
-"""
+"""Training losses of each sample. Shape suffixes: B batch, C channels; the grid's axes follow."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import torch
 
 
 def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: float = 0.0) -> torch.Tensor:
-    """Mean absolute error of each sample, [B].
+    """Mean absolute error of each sample, [B], and `density_weight` times that of exp(14 x) of channel 0.
 
-    `density_weight` times the error of exp(14 x) of channel 0 (the density itself) is added; with a weight of zero
-    the exponential is not computed.
+    With a weight of zero the exponential is not computed.
     """
     loss_B = _mean((prediction_BC - target_BC).abs())
     if density_weight:
@@ -20,11 +16,6 @@ def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: flo
             ((14.0 * prediction_BC[:, 0]).exp() - (14.0 * target_BC[:, 0]).exp()).abs()
         )
     return loss_B
-
-
-def l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of each sample, [B]."""
-    return _mean((prediction_BC - target_BC).square())
 
 
 def relative_l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""Validation metrics, and their sums over batches and ranks.
+"""Validation metrics [B, ...], and their sums over batches and ranks, which stay on the device.
 
-Each function returns per-sample values [B, ...]; `MetricSum` adds them up on the device, so that the host
-does not wait before the end of the epoch. Shape suffixes: B batch, C channels, H W the grid.
+Shape suffixes: B batch, C channels, H W grid.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class MetricSum:
         self._count = 0
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add per-sample values, if any: tensors whose first axis is B, the same B for all."""
+        """Add per-sample values, if any: tensors of the same B."""
         for name, value in values.items():
             # Apple's GPUs have no float64; everywhere else the sums keep all digits.
             total = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64).sum(dim=0)
@@ -50,13 +49,7 @@ class MetricSum:
         self._count += len(next(iter(values.values()), ()))
 
     def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
-        """Return the mean over all samples of each value, on the host. This waits for the device.
-
-        Parameters
-        ----------
-        over_all
-            Adds up a tensor over all processes, each of which has seen some of the samples.
-        """
+        """Return the mean of each value, on the host; `over_all` sums a tensor over processes."""
         if not self._sums:
             return {}
         device = next(iter(self._sums.values())).device
@@ -65,5 +58,5 @@ class MetricSum:
 
 
 def skill(error: torch.Tensor, naive: torch.Tensor) -> torch.Tensor:
-    """Return 1 - error / error of the naive answer; NaN where that answer is exact, so that no skill can be told."""
+    """Return 1 - error / error of the naive answer; NaN where that answer is exact."""
     return torch.where(naive > 0, 1 - error / naive, torch.nan)

@@ -21,6 +21,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import read_yaml
 from dlscale.core.text import size
 from dlscale.data import parts
+from dlscale.data.kind import DatasetKind
 from dlscale.data.manifest import Manifest
 from dlscale.preflight.probe import Finding, Status, said
 
@@ -85,7 +86,8 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     """Check the raw files that a dataset still needs, or watches for changes; None if they are there."""
     made, kind = manifest_of(results, name).exists(), parts.kind_of(dataset)
     read_once = made and kind.acquirer(dataset) is not None
-    if (read_once and not getattr(dataset.source, "watch", False)) or not (trouble := _trouble(dataset)):
+    watched = type(kind).look is not DatasetKind.look
+    if (read_once and not watched) or not (trouble := _trouble(dataset)):
         return None
     if read_once or (made and not kind.prepared(dataset) and _made_of_these(name, dataset, results)):
         text = f"{trouble}; what was made of it stays as it is"

@@ -1,4 +1,4 @@
-"""What a study is: a model on a kind of dataset, its loss, its metrics, its figure, and what it asks of a run.
+"""Defines a study: a model on a kind of dataset, its loss, its metrics, its figure, and what it asks of a run.
 
 A study's module is read whenever a configuration is: it imports PyTorch and its model inside of its methods.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedLog:
-    """What the published program of a study writes for TensorBoard; ours says the same beside its own tags."""
+    """Tags that the published program writes for TensorBoard; ours are written beside them."""
 
     tags: Mapping[str, str] = field(default_factory=dict)  #: Its tags, each with ours (`dlscale.train.logs`).
     over: Literal["step", "epoch"] = "step"  #: What its steps count.
@@ -37,28 +37,25 @@ SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 class Metrics:
-    """Validation metrics of a study on one dataset; these are none."""
+    """Validation metrics of a study on one dataset; by default there are none."""
 
     channels: Sequence[str] = ()  #: of metrics that have a value for each channel
 
     @property
     def described(self) -> list[Metric]:
-        """What each number is that `summarise` returns, in the order of tables."""
+        """Descriptions of the numbers that `summarise` returns, in the order of tables."""
         return []
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return per-sample values [B, ...] of a batch's input, target and prediction; fields are in model units."""
+        """Return per-sample values [B, ...] of a batch's input, target and prediction, in model units."""
         return {}
 
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
-        """Return per-sample values [B, ...] of samples of a split that no training changes: it is asked once.
-
-        They are the errors of answers that no input of the model tells; `summarise` gets their means with the others.
-        """
+        """Return errors [B, ...] of naive answers to samples of a split, for `summarise`."""
         return {}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Turn the means over all samples, scalars or [C], into numbers: `NAME`, or `NAME/CHANNEL` for each channel."""
+        """Turn means over all samples, scalars or [C], into numbers `NAME`, or `NAME/CHANNEL`."""
         numbers: dict[str, float] = {}
         for name, mean in means.items():
             names = [f"{name}/{channel}" for channel in self.channels] if mean.dim() else [name]
@@ -67,41 +64,26 @@ class Metrics:
 
 
 class Study(ABC):
-    """What is particular to a study; its YAML file has its default settings, datasets, plans and published figures.
+    """A study; its YAML file has its default settings, datasets, plans and published figures."""
 
-    Attributes
-    ----------
-    dataset
-        The kind of dataset that it needs.
-    Model, Loss
-        Settings of the model (key `model`) and of the loss (key `loss`).
-    operations
-        Operations of the model: of `conv2d`, `conv3d`, `attention`. `dlscale doctor` looks for their known defects.
-    supports
-        What only some models can do and this one can: of `attention`, `activation_checkpointing`, `tp`, `cp`.
-    published_log
-        How the published program calls in TensorBoard what is logged.
-    """
-
-    dataset: ClassVar[str]
-    Model: ClassVar[type[Strict]]
-    Loss: ClassVar[type[Strict]]
+    dataset: ClassVar[str]  #: Kind of dataset that it needs.
+    Model: ClassVar[type[Strict]]  #: Settings of the model (key `model`).
+    Loss: ClassVar[type[Strict]]  #: Settings of the loss (key `loss`).
+    #: Operations of the model that libraries have known defects in: of `conv2d`, `conv3d`, `attention`.
     operations: ClassVar[frozenset[str]] = frozenset()
+    #: Optional abilities of the model: of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
     published_log: ClassVar[PublishedLog] = PublishedLog()
 
     def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse settings of a run that do not go together: `dlscale.core.errors.Refused`, its key first."""
+        """Refuse settings of a run that do not go together: `Refused`, its key first."""
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:  # noqa: B027
-        """Refuse a model or samples that do not fit stored fields of this grid: `Refused`, its key first.
-
-        It is asked when the configuration is read, if the grid is known then, and again when the run begins.
-        """
+        """Refuse a model or samples that do not fit stored fields of this grid: `Refused`, its key first."""
 
     @abstractmethod
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        """Return the model, initialised from torch's current random state, on torch's current default device."""
+        """Return the model, initialised from torch's random state, on torch's default device."""
 
     def sharding(self, model: nn.Module) -> Sharding:
         """Return how devices share the model."""
@@ -112,10 +94,10 @@ class Study(ABC):
         return False
 
     def flops(self, run: Any, manifest: Manifest) -> float | None:
-        """Return the FLOPs of the forward pass of one sample: pure arithmetic; None where there is no formula.
+        """Return the FLOPs of the forward pass of one sample by arithmetic; None where there is no formula.
 
-        A multiplication and an addition are two. What is no matrix product or convolution is left out, as in published
-        figures; a backward pass counts twice as much (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+        A multiplication and an addition of matrix products and convolutions are two; a backward pass counts twice as
+        much (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
         """
         return None
 
@@ -124,20 +106,17 @@ class Study(ABC):
         """Return the loss of each sample."""
 
     def loss_info(self, run: Any) -> LossInfo:
-        """Return what the loss is called, and its unit."""
+        """Return the loss's title and unit."""
         return LossInfo()
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Metrics:
-        """Return the validation metrics, beside the loss."""
+        """Return the validation metrics."""
         return Metrics()
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure | None:
-        """Draw the first validation sample with its prediction (numpy, as a batch has them); None: no figure."""
+        """Draw the first validation sample with its prediction, numpy arrays; None: no figure."""
         return None
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray] | None:
-        """Return a picture of truth and prediction of that sample for TensorBoard: its name, and pixels [H, W, 3].
-
-        It is drawn after each epoch, within milliseconds (`dlscale.studies.figures.side_by_side`); None: no picture.
-        """
+        """Return a name and pixels [H, W, 3] of that sample for TensorBoard, each epoch; None: no picture."""
         return None

@@ -19,18 +19,8 @@ def comparison(
 ) -> Figure:
     """Draw one row a channel: the given pictures, then prediction minus truth.
 
-    Parameters
-    ----------
-    rows
-        (name, unit, pictures [H, W]): the last two pictures are truth and prediction.
-    columns
-        Titles of the pictures.
-    axes_labels
-        Horizontal and vertical, with units.
-    extent
-        (left, right, bottom, top) of the axes; cells if None.
-    own_scale
-        Pictures before truth and prediction are of another quantity and get a colour scale of their own.
+    A row has a name, a unit and pictures [H, W], titled by `columns`; the last two are truth and prediction. `extent`
+    is (left, right, bottom, top) of the axes. With `own_scale` earlier pictures have their own colour scale.
     """
     from matplotlib.figure import Figure
 
@@ -72,6 +62,28 @@ def comparison(
     return figure
 
 
+def beside_bars(
+    picture: np.ndarray, title: str, classes: tuple[str, list[str]], probabilities: np.ndarray, right: str, **shown: Any
+) -> Figure:
+    """Draw an image beside the probabilities of `classes`: what they are called, and their names."""
+    from matplotlib.figure import Figure
+
+    noun, names = classes
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    image, bars = figure.subplots(1, 2)
+    image.imshow(picture, **shown)
+    image.set_title(title, fontsize=9)
+    image.set_xlabel("column (pixels)", fontsize=8)
+    image.set_ylabel("row (pixels)", fontsize=8)
+    bars.barh(names, probabilities, color=["tab:green" if name == right else "tab:gray" for name in names])
+    bars.invert_yaxis()
+    bars.set_xlim(0, 1)
+    bars.set_title(f"prediction: {names[int(np.argmax(probabilities))]}", fontsize=9)
+    bars.set_xlabel("probability", fontsize=8)
+    bars.set_ylabel(noun, fontsize=8)
+    return figure
+
+
 def _colours(figure: Figure, image: Any, place: Any, unit: str) -> None:
     """Draw the colour scale of a picture."""
     bar = figure.colorbar(image, cax=figure.add_subplot(place))
@@ -92,10 +104,7 @@ def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figur
 
 
 def side_by_side(truth: np.ndarray, prediction: np.ndarray, rows: int = 360) -> np.ndarray:
-    """Return truth and prediction [H, W] as a picture of at most `rows`, uint8, on the colour scale of the truth.
-
-    It has no axes, which would take a hundred times as long to draw.
-    """
+    """Return truth and prediction [H, W] as a picture of at most `rows`, uint8, on the truth's scale."""
     from matplotlib import colormaps
 
     low, high = np.percentile(truth, [0.5, 99.5])

@@ -1,8 +1,4 @@
-"""`dlscale new-study NAME`: a study of one's own begins as the smallest one that is shipped, under another name.
-
-The code is that of `starter_cnn` itself; the folder `template` has what a user's study needs besides: a YAML file with
-a ladder, tests (those of `starter_cnn`), and a configuration to run. Nothing is generated but names.
-"""
+"""`dlscale new-study NAME`: a study of one's own begins as `starter_cnn` and the files of `template`."""
 
 from __future__ import annotations
 
@@ -13,8 +9,6 @@ import keyword
 import os
 import re
 import shlex
-import unicodedata
-from dataclasses import dataclass
 from pathlib import Path
 
 from dlscale.core import registry
@@ -35,13 +29,8 @@ TESTS = "its tests, against slower truths"
 YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of a new study."""
-
-    path: Path
-    original: Path
-    about: str
+#: A new file, the file that it is a copy of, and what it is about.
+File = tuple[Path, Path, str]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -49,8 +38,6 @@ def main(args: argparse.Namespace) -> None:
     name = args.name
     check_name(name)
     folder = None if args.inside else Path(args.at or name)
-    if folder is not None:
-        check_place(folder)
     write(name, folder)
     print(f"\nNext{'' if Path.cwd() == REPOSITORY else f', in {REPOSITORY}'}:")
     if folder is None:
@@ -66,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be the name of a module, or is one already."""
+    """Refuse a name that no module can have, or that one has."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
         raise UserError(f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study")
     if name in YAML_WORDS:
@@ -79,51 +66,32 @@ def check_name(name: str) -> None:
             raise UserError(f"NAME: {name}: Python has a module '{module}' already; choose another name")
 
 
-def check_place(folder: Path) -> None:
-    """Refuse a folder that the files of the study could not name: YAML, Python and a shell read them."""
-    place = str(folder.absolute())
-    if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in place):
-        raise UserError(
-            f"--at: {place!a}: expected a folder whose path is text in UTF-8, without line breaks and other control "
-            "characters; choose another"
-        )
-
-
 def write(name: str, folder: Path | None) -> None:
-    """Write a study into a folder, or without one into the repository: all of its files or none."""
+    """Write a study into a folder, or without one into the repository, over no file."""
     files = inside(name) if folder is None else outside(name, folder)
-    for file in files:
-        if file.path.exists():
-            raise UserError(f"{file.path}: is there already, and nothing was written; choose another name or place")
+    for path, _, _ in files:
+        if path.exists():
+            raise UserError(f"{path}: is there already, and nothing was written; choose another name or place")
     words = {ORIGINAL: name, CLASSES: "".join(word.capitalize() for word in name.split("_"))}
     if folder is not None:
         seen = _seen(folder)
         words |= {"CALL": _call(name, seen), "FILE": json.dumps(str(seen / f"{name}.py"))}
         words = {f"dlscale.studies.{ORIGINAL}.model": f"{name}_model", **words}  # before its own last word
     anyone = re.compile("|".join(map(re.escape, words)))
-    written: list[Path] = []
-    try:
-        for file in files:
-            text = file.original.read_text(encoding="utf-8")
-            write_text(file.path, anyone.sub(lambda found: words[found[0]], text))
-            written.append(file.path)
-    except BaseException:
-        for path in written:
-            path.unlink()
-        raise
-    width = max(len(os.path.relpath(file.path)) for file in files)
-    for file in files:
-        print(f"{os.path.relpath(file.path):<{width}}  {file.about}")
+    width = max(len(os.path.relpath(path)) for path, _, _ in files)
+    for path, original, about in files:
+        write_text(path, anyone.sub(lambda found: words[found[0]], original.read_text(encoding="utf-8")))
+        print(f"{os.path.relpath(path):<{width}}  {about}")
 
 
 def outside(name: str, folder: Path) -> list[File]:
     """Return the files of a study in a folder of its own."""
     return [
-        File(folder / f"{name}.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
-        File(folder / f"{name}_model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
-        File(folder / f"{name}.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
-        File(folder / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
-        File(folder / f"{name}_run.yaml", TEMPLATE / "run.yaml", "what to run, and where its results go"),
+        (folder / f"{name}.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
+        (folder / f"{name}_model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
+        (folder / f"{name}.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
+        (folder / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
+        (folder / f"{name}_run.yaml", TEMPLATE / "run.yaml", "what to run, and where its results go"),
     ]
 
 
@@ -134,17 +102,17 @@ def inside(name: str) -> list[File]:
         raise UserError("--inside: this dlscale is installed without its repository; name a folder with --at")
     tiny, own = "its tiny dataset and run, for the tests of all studies", PACKAGE / "studies" / name
     return [
-        File(own / "__init__.py", PACKAGE / f"studies/{ORIGINAL}/__init__.py", "makes it a package"),
-        File(own / "study.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
-        File(own / "model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
-        File(own / "study.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
-        File(tests / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
-        File(tests / f"tiny/{name}.yaml", tests / f"tiny/{ORIGINAL}.yaml", tiny),
+        (own / "__init__.py", PACKAGE / f"studies/{ORIGINAL}/__init__.py", "makes it a package"),
+        (own / "study.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
+        (own / "model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
+        (own / "study.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
+        (tests / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
+        (tests / f"tiny/{name}.yaml", tests / f"tiny/{ORIGINAL}.yaml", tiny),
     ]
 
 
 def _seen(folder: Path) -> Path:
-    """Return a folder as the configuration names it: from the repository, where snakemake is called, or absolute."""
+    """Return a folder as the configuration names it: from the repository, or absolute."""
     place = folder.absolute()
     return place.relative_to(REPOSITORY) if place.is_relative_to(REPOSITORY) else place
 

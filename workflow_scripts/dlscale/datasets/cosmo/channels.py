@@ -33,7 +33,7 @@ CHANNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[Transform, ...
 
 
 def open_volumes(file: h5py.File) -> dict[str, h5py.Dataset]:
-    """Return both volumes [C, D, H, W] of an open file by name; other channels or sizes are a `UserError`."""
+    """Return both volumes [C, D, H, W] of an open file; other channels or sizes are refused."""
     volumes = {name: store.dataset(file, name, len(spec[0]), ndim=4) for name, spec in CHANNELS.items()}
     sizes = [values.shape[1:] for values in volumes.values()]
     if len(set(sizes)) > 1:

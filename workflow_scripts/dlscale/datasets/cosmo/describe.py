@@ -24,8 +24,6 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
     shapes: dict[str, tuple[int, ...]] = {}  # of the first file
-    if len(sources) != len(parts.parts(dataset)):
-        raise UserError(f"--source: expected the {len(parts.parts(dataset))} files of the configuration, in its order")
     for part, path in zip(parts.parts(dataset), sources, strict=True):
         with reading(path), store.open_file(path) as file:
             there = {name: values.shape for name, values in open_volumes(file).items()}

@@ -46,7 +46,6 @@ class CosmoSimulated(Strict):
         128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box."
     )
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
-    redshift: float = Field(2.0, ge=0, le=100, description="At which particles and gas are looked at.")
     boxes: Counts = Field(Counts(), description="How many boxes each part gets.")
     seed: Seed = Field(0, description="Of all boxes.")
 
@@ -96,17 +95,13 @@ class CosmoDataset(DatasetSettings):
 
     kind: Literal["cosmo"]
     source: CosmoSimulated | CosmoFiles | CosmoPrepared = Field(discriminator="kind")
-    transform: Literal["published", "none"] = Field(
-        "published",
-        description="published: densities ln(x)/14, velocities and temperature scaled to (-1, 1); none: as they are.",
-    )
 
     @model_validator(mode="after")
     def _divides(self) -> CosmoDataset:
         if isinstance(self.source, CosmoSimulated) and self.source.grid % self.downsample:
             raise ValueError(f"downsample {self.downsample} does not divide source.grid {self.source.grid}")
         if isinstance(self.source, CosmoPrepared):
-            refuse_changed(self, "downsample", "storage", "pieces", "transform")
+            refuse_changed(self, "downsample", "storage", "pieces")
         return self
 
 
@@ -132,7 +127,7 @@ class Cosmo(DatasetKind):
     selection = frozenset({*SPLITS, "boxes", "paths", "fractions"})
 
     def parts(self, dataset: CosmoDataset) -> list[Part]:
-        """One part for each box, or for each file and split; of files cut by fractions, one for each file and share."""
+        """One part for each box, or for each file and split."""
         source = dataset.source
         if isinstance(source, CosmoSimulated):
             numbers = itertools.count()

@@ -1,9 +1,7 @@
 """Samples of volumes: cubic crops, turned at random for training, fixed for validation.
 
-A crop is turned by one of the 48 rotations and reflections of a cube. A symmetry takes grid axis `axes[i]` to axis i
-and then reverses the axes in `flips`. A vector field must turn with its grid: component i of the result is component
-`axes[i]` of the original, with its sign changed where axis i was reversed. Turning the grid alone makes samples that no
-physics has.
+A symmetry takes grid axis `axes[i]` to axis i, then reverses the axes in `flips`. Vectors turn along: component i of
+the result is component `axes[i]`, negated where axis i was reversed.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """One of the 48: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
+    """A symmetry: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
 
     axes: tuple[int, int, int]
     flips: tuple[bool, bool, bool]
@@ -46,10 +44,12 @@ _ALL = [
 #: Identity first, then the other 23 rotations, then the 24 reflections.
 SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determinant, s.axes, s.flips)))
 COUNT = {"none": 1, "rotations": 24, "full": 48}
+#: Blocks of the training volumes that the line is fitted to, and their edge: two million points for ten numbers or so.
+BLOCKS, EDGE = 64, 32
 
 
 def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
-    """Return the channel indices of each vector: names that end in `_x`, `_y` and `_z` and begin alike."""
+    """Return the channels of each vector: names that end in `_x`, `_y` and `_z`."""
     stems = [name[:-2] for name in channels if name.endswith("_x")]
     return [
         (channels.index(f"{stem}_x"), channels.index(f"{stem}_y"), channels.index(f"{stem}_z"))
@@ -61,7 +61,7 @@ def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return a transformed copy of the cube (D = H = W); `vectors_` as `vectors` gives them.
 
-    Its axes lie in memory as those of the original do, as `np.copy` of a turned view leaves them: one copy of bytes.
+    The order in memory is that of the turned view: one copy of bytes.
     """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
@@ -98,9 +98,10 @@ class CubeSymmetries:
 
 
 class Crops(GridSamples):
-    """Training sample i is a crop at random: every offset that fits is equally likely, the last one too,
-    and larger volumes are chosen as much more often as they hold more offsets. Validation and test are
-    fixed: disjoint crops on a grid, evenly spread, not turned.
+    """Crops of the volumes of a split.
+
+    Training crops are at random: every offset of every volume is equally likely. Validation and test crops are fixed:
+    disjoint, evenly spread, not turned.
     """
 
     def __init__(self, manifest: Manifest, split: str, settings: CropSamples, seed: int) -> None:
@@ -149,6 +150,24 @@ class Crops(GridSamples):
         y, x = np.divmod(cell, grid_N3[:, 2])
         start = np.stack([z, y, x], axis=1) * self.crop
         return BoxIndex(volume, start, start, np.zeros_like(volume))
+
+
+def line(manifest: Manifest) -> np.ndarray:
+    """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], model units."""
+    grid = manifest.fields["Nbody"].grid
+    extent = (min(EDGE, grid[0]), min(EDGE, grid[1]), min(EDGE, grid[2]))
+    x, y = (BoxField(manifest, "train", name, extent) for name in ("Nbody", "Hydro"))
+    rng = np.random.default_rng(0)
+    inputs, outputs = x.shape[0] + 1, y.shape[0]
+    gram, moment = np.zeros((inputs, inputs)), np.zeros((inputs, outputs))
+    for block in range(BLOCKS):
+        file = block % len(x.readers)
+        start = np.array([rng.integers(edge - size + 1) for edge, size in zip(grid, extent, strict=True)])
+        values = x.read(file, start, 0).reshape(inputs - 1, -1).astype(np.float64)
+        terms = np.concatenate([values, np.ones((1, values.shape[1]))])
+        gram += terms @ terms.T
+        moment += terms @ y.read(file, start, 0).reshape(outputs, -1).T.astype(np.float64)
+    return (np.linalg.pinv(gram, hermitian=True) @ moment).T.astype(np.float32)
 
 
 open_samples = Crops

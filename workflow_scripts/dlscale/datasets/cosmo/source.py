@@ -37,8 +37,6 @@ class CosmoSource(Source):
         self._first, rows = share(depth, part, path, gap(dataset))
         self.fields = ()
         for name, (channels, units, transforms) in CHANNELS.items():
-            if dataset.transform == "none":
-                units, transforms = ("1",) * len(channels), ()
             self.fields += (Field(name, channels, units, (len(channels), rows, height, width), 0, transforms),)
         # The results of both fields, and a slab of raw values, which is of one row at least.
         counts = [len(names) for names, _, _ in CHANNELS.values()]

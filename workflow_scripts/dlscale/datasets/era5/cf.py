@@ -19,8 +19,8 @@ def create_series(
 ) -> list[Any]:
     """Create dimensions, coordinates and empty float32 variables; return the variables.
 
-    `hours` [T] count since 1970-01-01T00 UTC, `latitude` [H] and `longitude` [W] are degrees. Of each variable: name,
-    units, long name and, if there is one, CF standard name. `chunk` times are stored together; contiguous if None.
+    `hours` [T] count since 1970-01-01T00 UTC, axes are degrees; a variable has a name, units, long name and perhaps a
+    CF standard name. `chunk` times are stored together; contiguous if None.
     """
     axes = {"time": hours, "latitude": latitude, "longitude": longitude}
     units = {"time": "hours since 1970-01-01", "latitude": "degrees_north", "longitude": "degrees_east"}

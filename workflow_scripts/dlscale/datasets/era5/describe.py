@@ -16,10 +16,33 @@ from dlscale.data import sampling, store
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.source import rows_within
-from dlscale.datasets.era5.channels import CHANNELS
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
 
+#: Name and unit, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214; `parallel_copy_small_set.py` of its
+#: code): the tutorials' u10m is channel 0, their figure's t2m channel 2.
+CHANNELS = {
+    "u10": "m s**-1",
+    "v10": "m s**-1",
+    "t2m": "K",
+    "sp": "Pa",
+    "msl": "Pa",
+    "t@850": "K",
+    "u@1000": "m s**-1",
+    "v@1000": "m s**-1",
+    "z@1000": "m**2 s**-2",
+    "u@850": "m s**-1",
+    "v@850": "m s**-1",
+    "z@850": "m**2 s**-2",
+    "u@500": "m s**-1",
+    "v@500": "m s**-1",
+    "z@500": "m**2 s**-2",
+    "t@500": "K",
+    "z@50": "m**2 s**-2",
+    "r@500": "%",
+    "r@850": "%",
+    "tcwv": "kg m**-2",
+}
 #: Days at most that the mean of an hour of day is taken over, evenly spread: of years of large fields more would only
 #: take longer to read.
 DAYS = 64
@@ -89,7 +112,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
 
 
 def _names(count: int) -> list[str]:
-    """Return the names of channels in files that name none: the published ones, if there are as many."""
+    """Name channels of files that name none: as published, if there are as many."""
     if count != len(CHANNELS):
         return [f"channel{index:02d}" for index in range(count)]
     logging.info("the files name no channels; 20 are taken for the published ones: %s", ", ".join(CHANNELS))
@@ -97,7 +120,7 @@ def _names(count: int) -> list[str]:
 
 
 def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:
-    """Return the means or deviations of the channels in a .npy file, [C] of one [1, C, H, W] of at least this grid."""
+    """Return the channels' values in a .npy file [1, C, H, W] of at least this grid, [C]."""
     with reading(path, "the published layout has it, shape [1, C, 1, 1]: fetch it again"):
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     fits = array.ndim == 4 and array.shape[1] == channels and array.shape[2] >= grid[0] and array.shape[3] >= grid[1]
@@ -111,16 +134,16 @@ def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndar
 
 
 def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | None:
-    """Return the times of a file by its name, hours since 1970: the published ones begin with the year."""
+    """Return the times of a file named after its year, hours since 1970."""
     if len(path.stem) != 4 or not path.stem.isdecimal() or path.stem == "0000":
         return None
     return np.datetime64(f"{path.stem}-01-01T00", "h").astype(np.int64) + step_hours * np.arange(rows)
 
 
 def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
-    """Add when each file begins, and of a `series` which file ends before it, where the times of all are known.
+    """Add the time at which each file begins and, of a `series`, the file that ends before it, if all are known.
 
-    They must follow at the manifest's step, if one is known: pairs, clocks and means are made by counting rows.
+    Times follow at the manifest's step: pairs, clocks and means count rows.
     """
     step = extra.step_hours
     starts, ends = dict[str, float](), dict[float, str]()
@@ -128,15 +151,15 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
         if hours is not None:
             steps = np.diff(hours.astype(np.float64))
             # False of what is not a number, too.
-            if hours.shape != (file.rows,) or (step and not (abs(steps - step) < 0.01 * step).all()):
+            if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
                 raise UserError(
                     f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size}, apart "
                     f"{np.unique(steps)} h; give all files one `step_hours`, begin another file after a gap, or, of "
                     "prepared files, leave `time` (hours since 1970) out"
                 )
             starts[file.digest] = float(hours[0])
-            ends[float(hours[0]) + (step or 0) * file.rows] = file.digest
-    if not step or len(starts) < len(files):
+            ends[float(hours[0]) + step * file.rows] = file.digest
+    if len(starts) < len(files):
         return extra
     before = {file: ends[start] for file, start in starts.items() if start in ends} if series else {}
     return extra.model_copy(update={"starts": starts, "before": before})
@@ -160,19 +183,16 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     if extra.climatology:
         means = Path(extra.climatology) if prepared else stats / Path(extra.climatology).name
         extra = extra.model_copy(update={"climatology_sha256": sha256(means)})
-    facts = [f"a state every {extra.ahead(1)}"] if extra.step_hours else []
+    facts = [f"a state every {extra.ahead(1)}"]
     for axis in ("latitude", "longitude"):
-        if degrees := getattr(extra, axis):
-            facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
+        degrees = getattr(extra, axis)
+        facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
     update = {"fields": {"fields": info.standardised()}, "facts": facts, "extra": extra.model_dump()}
     return manifest.model_copy(update=update)
 
 
 def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
-    """Read grid and times from our own files, and write the climatology: the mean over all training times.
-
-    `series` says that files with consecutive times are parts of one series.
-    """
+    """Read grid and times of our own files, and write the climatology, the mean over all training times."""
     grid: dict[str, list[float]] = {}
     files: list[tuple[Path, File, np.ndarray | None]] = []
     total: Any = 0.0
@@ -194,7 +214,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
 
 
 def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:
-    """Write the mean state of each hour of day over the training days, where times are known and tell all hours."""
+    """Write the mean state of each hour of day over the training days, where times tell all hours."""
     files, info = manifest.files("train"), manifest.fields["fields"]
     if not extra.starts or extra.day is None:
         return extra

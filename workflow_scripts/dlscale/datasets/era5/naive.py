@@ -1,19 +1,16 @@
-"""Forecasts that need no learning: a model has to beat the strongest of them.
+"""Forecasts that need no learning; skill is measured against the strongest of them.
 
-Each is made of what is known when the forecast is issued, and of means over the training period. With the time t of the
-input x(t), the lead d and the mean state m(hour) of each hour of day, they are
+With the time t of the input x(t), the lead d and the mean state m(hour) of each hour of day over the training period:
 
 - persistence: x(t)
 - climatology: m(t + d)
 - the mean diurnal change: x(t) + m(t + d) - m(t)
-- the damped anomaly: m(t + d) + a (x(t) - m(t)), where a, of each channel, has the least squared error in training
-- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), and for longer leads that of the last day that was over
-- a linear regression: the combination of these three states, the one a step before t and a constant that has, of each
-  channel, the least squared error in training, the same at all points
+- the damped anomaly: m(t + d) + a (x(t) - m(t)), a fitted to each channel in training
+- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), of longer leads that of the last day that was over
+- a linear regression on these three states, the one a step before t and a constant, fitted to each channel in training
 
-Where nobody knows the times, m is the mean over all training times, and the mean diurnal change is nothing of its own;
-without means, or where a day is no whole number of steps, the answers that need them are left out. Where the data do
-not reach back to yesterday, its change is taken to be zero, and the damped anomaly stands for the regression.
+Answers that need times, means, or days of a whole number of steps are left out without them. Where data do not reach
+back to yesterday, its change is zero, and the damped anomaly stands for the regression.
 """
 
 from __future__ import annotations
@@ -59,11 +56,8 @@ class NaiveAnswers:
         self._info, self._extra = manifest.fields["fields"], Extra.of(manifest)
         self._files = {file.digest: file for files in manifest.splits.values() for file in files}
         self._readers = {key: Reader(manifest.path(file), "fields") for key, file in self._files.items()}
-        self._means: Literal["climatology", "hour_means"] | None = None
-        if self._extra.climatology:
-            self._means = "climatology"
-        if self._extra.hour_means and self._extra.starts:
-            self._means = "hour_means"
+        kinds: tuple[Literal["hour_means", "climatology"], ...] = ("hour_means", "climatology")
+        self._means = next((kind for kind in kinds if getattr(self._extra, kind)), None)
         known = {"persistence"} | ({"climatology", "damped"} if self._means else set())
         known |= {"diurnal"} if self._means == "hour_means" else set()
         self._back: list[int] = []  # steps before now of the states that the regression combines
@@ -94,10 +88,7 @@ class NaiveAnswers:
 
     @functools.cache  # noqa: B019 - of a few splits, for as long as the answers are
     def _places(self, split: str, plain: bool = False) -> list[tuple[str, int]]:
-        """Return the digest of the file and the row of each input of a split, in the order of its samples.
-
-        `plain` is for fitting: all pairs, with or without a history.
-        """
+        """Return file digest and row of each input of a split; `plain`: pairs without a history, too."""
         samples = self._samples
         if plain:
             samples = samples.model_copy(update={"history": [], "clock": [], "train": None})
@@ -115,7 +106,7 @@ class NaiveAnswers:
         return self._model_units(self._readers[file][row : row + 1, :, :height, :width][0])
 
     def _state(self, file: str, row: int) -> torch.Tensor | None:
-        """Return a state, [C, H, W]; of a row below zero one of the file before, None where there is none."""
+        """Return a state, [C, H, W]; rows below zero are of the file before, if there is one."""
         if row >= 0:
             return self._stored(file, row).to(self._device)
         before = file_before(self._manifest, self._files[file])
@@ -133,12 +124,12 @@ class NaiveAnswers:
 
     @functools.cached_property
     def _mean_states(self) -> np.ndarray:
-        """The mean of each hour of day [24 h / step, C, H, W], or of all times [1, C, H, W], in physical units."""
+        """Means of each hour of day or of all times, [24 h / step or 1, C, H, W]."""
         assert self._means
         return self._extra.means(self._manifest, self._means)
 
     def _terms(self, file: str, row: int) -> torch.Tensor | None:
-        """Return the terms of the regression, states and a constant, [P, C, H, W]; None if there are no such data."""
+        """Return states and a constant, [P, C, H, W]; None if data do not reach back."""
         found = (self._state(file, row - back) for back in self._back)
         states = [state for state in found if state is not None]
         return torch.stack([*states, torch.ones_like(states[0])]) if len(states) == len(self._back) else None
@@ -159,10 +150,7 @@ class NaiveAnswers:
         return self._fit(len(self._back) + 1, lambda file, row: (self._terms(file, row), self._pair(file, row)[1]))
 
     def _fit(self, count: int, known: Callable[[str, int], tuple[torch.Tensor | None, torch.Tensor]]) -> torch.Tensor:
-        """Return the factors [P, C, 1, 1] of terms [P, C, H, W] with the least squared error over training pairs.
-
-        `known` returns terms and target [C, H, W] of a place. The solution is that of the normal equations.
-        """
+        """Solve the normal equations over training pairs for factors [P, C, 1, 1]; `known` returns terms and target."""
         channels, places = len(self._info.channels), self._places("train", plain=True)
         gram = torch.zeros(channels, count, count, dtype=torch.float64)
         moment = torch.zeros(channels, count, 1, dtype=torch.float64)

@@ -1,7 +1,4 @@
-"""Samples of time series: pairs of states `dt` stored steps apart, in the same file.
-
-The input is a state; where settings ask for more, that state, then earlier ones, then what the clock says.
-"""
+"""Samples of time series: pairs of states `dt` stored steps apart, in the same file."""
 
 from __future__ import annotations
 
@@ -26,12 +23,10 @@ if TYPE_CHECKING:
 
 
 class Pairs(GridSamples):
-    """A file of T times holds T - dt pairs and every one is used, whatever each file's length. A training
-    epoch visits them in a random order, and of more than `settings.train` a new random choice each
-    epoch; validation and test are fixed and evenly spread. With `subset: first` there are none but the first.
+    """Pairs of a split: a file of T times holds T - dt pairs, and every one is used.
 
-    With a history a box of the input holds all times from the earliest on: [C, 1 + steps back, H, W]. What lies before
-    a file's first state is read from the file that ends there, but not in training. Pairs without a whole history are
+    With a history a box of the input holds all times from the earliest on: [C, 1 + steps back, H, W]. Times before a
+    file's first state are read from the file that ends there, but not in training; pairs without a whole history are
     left out.
     """
 
@@ -81,7 +76,7 @@ class Pairs(GridSamples):
         return BoxIndex(self._reader[run], x, y, zero)
 
     def places(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the inputs of an epoch's samples lie: number of the file in its split and row, int64 [size]."""
+        """Return file number in the split and row of an epoch's inputs, int64 [size]."""
         run, number = self._visited(epoch)
         return self._file[run], self._row[run] + number
 
@@ -93,7 +88,7 @@ def file_before(manifest: Manifest, file: File) -> File | None:
 
 
 class Joined(Reader):
-    """The last rows of one file and the first of the next as one dataset in memory, float32, in physical units."""
+    """The last rows of one file and the first of the next as one dataset in memory, float32."""
 
     def __init__(self, before: Reader, after: Reader, last: int, first: int) -> None:
         super().__init__(after.path, after.name)
@@ -115,7 +110,7 @@ class Joined(Reader):
 
 
 class InformedPairs(ArrangedSamples):
-    """Pairs whose input is more than a state: its channels, those of each time of the history, those of the clock."""
+    """Pairs whose input has the channels of a state, of each time of the history, and of the clock."""
 
     def __init__(self, pairs: Pairs, manifest: Manifest, split: str, settings: PairSamples) -> None:
         self._extra, self._files = Extra.of(manifest), manifest.files(split)

@@ -1,20 +1,15 @@
-"""A simulated stand-in for ERA5: one stirred layer of air on a rotating sphere.
+"""Simulates a stand-in for ERA5: one stirred layer of air on a rotating sphere.
 
-The model is the barotropic vorticity equation on the whole sphere, solved by the spectral transform
-method in spherical harmonics (Bourke 1972; Hack & Jakob 1992, NCAR/TN-343), with a temperature
-that the flow carries along. Vorticity and temperature relax towards a fixed, barotropically unstable
-"climate" (jets, and the imprint of mountains and continents), which keeps the flow turbulent and its
-statistics stationary; scale-selective diffusion removes what cascades below the truncation. A small
-random kick every 6 hours is all that is unpredictable: about 6 per cent of the change in 6 hours. The rest
-can be learnt, and persistence is a poor forecast of it.
+The barotropic vorticity equation is solved by the spectral transform method in spherical harmonics (Bourke 1972; Hack &
+Jakob 1992, NCAR/TN-343); the flow carries a temperature along. Both relax towards a fixed, unstable climate, which
+keeps the flow turbulent; diffusion removes what cascades below the truncation. A random kick every 6 hours, about 6 per
+cent of the change, is all that is unpredictable. There are no seasons, no divergence, no vertical structure, no
+surface.
 
-What it is not: there are no seasons, no divergence, no vertical structure and no surface; `u10`,
-`v10` and `t2m` are the wind and the temperature of the one layer, named for the channels that they
-stand in for. Extremes of wind and height exceed the Earth's.
-
-What it costs, on one core: 32 x 64 (T31) for a year, 15 s; 360 x 720 (T127), about 45 minutes and 0.2 GB.
-
-Notation: see `dlscale.datasets.era5.sphere`. A state is vorticity (s-1) and temperature (K), `[2, T+1, T+2]`.
+Notation: `T` truncation; `J`, `L` latitudes and longitudes of the Gaussian grid; `K` fields. Spectral arrays are
+complex128 `[..., T+1, T+2]`, by zonal wavenumber m and total wavenumber n (zero for n < m; the column n = T+1 holds
+only products such as u cos(latitude)). Harmonics have unit mean square. Grids are `[..., latitude, longitude]`. A state
+is vorticity (s-1) and temperature (K), `[2, T+1, T+2]`.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ import calendar
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +29,12 @@ from numpy.typing import NDArray
 from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.datasets.era5.cf import create_series
-from dlscale.datasets.era5.sphere import (
-    OMEGA,
-    RADIUS,
-    Complex,
-    Real,
-    Sphere,
-    geopotential_from_vorticity,
-    legendre,
-    synthesis,
-    velocity_from_vorticity,
-)
+
+Real = NDArray[np.float64]
+Complex = NDArray[np.complex128]
+
+RADIUS = 6.371e6  # of the Earth, m
+OMEGA = 7.292e-5  # its rotation rate, s-1
 
 SMALLEST_TRUNCATION, LARGEST_TRUNCATION = 21, 127  # by default: storms need the one, a year affords the other
 CHUNK_BYTES = 1 << 20  # of one variable: held in memory, then written at once
@@ -73,6 +64,109 @@ VORTICITY_DAYS = 10.0
 TEMPERATURE_DAYS = 8.0
 DIFFUSION_HOURS = 8.0  # e-folding time at the truncation
 DIFFUSION_ORDER = 8  # power of the Laplacian: steep, so that the storms themselves are spared
+SPINUP_DAYS = 20  # simulated and discarded first
+STIRRING = 1e-6  # s-1, root mean square of the kick of vorticity before each 6 hours; of a field near 5e-5
+COURANT = 1.5  # bounds step x fastest wind x T / a; the Runge-Kutta scheme is stable up to 2.8
+
+
+def coupling(truncation: int) -> Real:
+    """Return epsilon[m, n] = sqrt((n^2 - m^2) / (4 n^2 - 1)), `[T+1, T+3]`, zero for n <= m.
+
+    Neighbouring harmonics: mu P[n] = eps[n+1] P[n+1] + eps[n] P[n-1], with mu = sin(latitude).
+    """
+    m, n = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 3]
+    eps: Real = np.sqrt(np.maximum(n**2 - m**2, 0.0) / (4 * n**2 - 1).clip(min=1.0))
+    return eps
+
+
+def legendre(truncation: int, mu: Real) -> Real:
+    """Return the associated Legendre functions P[m, j, n] at `mu` = sin(latitude), `[T+1, J, T+2]`, of mean square 1.
+
+    Recurrence in n from P[m, m] (Belousov 1962).
+    """
+    eps = coupling(truncation)
+    table = np.zeros((truncation + 1, mu.size, truncation + 2))
+    sectoral = np.ones_like(mu)
+    for m in range(truncation + 1):
+        if m:
+            sectoral = sectoral * np.sqrt((2 * m + 1) / (2 * m) * (1 - mu**2))
+        table[m, :, m] = sectoral
+        for n in range(m + 1, truncation + 2):
+            below = eps[m, n - 1] * table[m, :, n - 2] if n - 2 >= m else 0.0
+            table[m, :, n] = (mu * table[m, :, n - 1] - below) / eps[m, n]
+    return table
+
+
+def synthesis(spectral: Complex, table: Real, longitudes: int) -> Real:
+    """Evaluate `[K, T+1, T+2]` with `table` [T+1, J, T+2] on a grid, `[K, J, longitudes]`."""
+    columns = np.ascontiguousarray(spectral.transpose(1, 2, 0)).view(np.float64)  # [m, n, 2K]: a real product
+    fourier = (table @ columns).view(np.complex128).transpose(2, 1, 0)
+    return np.fft.irfft(fourier, n=longitudes, axis=-1, norm="forward")
+
+
+@dataclass(frozen=True)
+class Sphere:
+    """The Gaussian grid on which quadratic products of truncated fields project without aliasing."""
+
+    truncation: int  # largest total wavenumber T (triangular)
+    mu: Real  # Gaussian nodes, south to north, `[J]`, J >= (3 T + 1) / 2
+    weights: Real  # of the nodes, of sum 1, `[J]`
+    table: Real  # `legendre(truncation, mu)`
+    m: Real  # zonal wavenumbers, `[T+1, 1]`
+    n: Real  # total wavenumbers, `[1, T+2]`
+    eps: Real  # `coupling(truncation)`
+    kept: NDArray[np.bool_]  # where a scalar has coefficients, m <= n <= T; `[T+1, T+2]`
+
+    @classmethod
+    def of(cls, truncation: int) -> Sphere:
+        """Build the grid and its tables for a truncation; 8 (T+1) J (T+2) bytes."""
+        nodes = 8 * -(-(3 * truncation + 1) // 16)  # a multiple of 8: the Fourier transforms stay fast
+        mu, weights = np.polynomial.legendre.leggauss(nodes)
+        m, n = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 2]
+        kept = (n >= m) & (n <= truncation)
+        return cls(truncation, mu, weights / 2, legendre(truncation, mu), m, n, coupling(truncation), kept)
+
+    def to_grid(self, spectral: Complex) -> Real:
+        """Evaluate `[K, T+1, T+2]` on the Gaussian grid, `[K, J, 2J]`."""
+        return synthesis(spectral, self.table, 2 * self.mu.size)
+
+    def to_spectral(self, grid: Real) -> Complex:
+        """Project `[K, J, 2J]` on the harmonics, to `[K, T+1, T+2]`, the column n = T+1 included."""
+        fourier = np.fft.rfft(grid, axis=-1, norm="forward")[..., : self.truncation + 1] * self.weights[:, None]
+        columns = np.ascontiguousarray(fourier.transpose(2, 1, 0)).view(np.float64)
+        projected = (self.table.transpose(0, 2, 1) @ columns).view(np.complex128)
+        return np.ascontiguousarray(projected.transpose(2, 0, 1))
+
+
+def invert_laplacian(sphere: Sphere, spectral: Complex) -> Complex:
+    """Solve laplacian(x) = `spectral` with global mean zero: x = -a^2 / (n (n+1)) times it."""
+    return -(RADIUS**2) * spectral / np.where(sphere.n > 0, sphere.n * (sphere.n + 1), np.inf)
+
+
+def velocity_from_vorticity(sphere: Sphere, vorticity: Complex) -> Complex:
+    """Return (u, v) cos(latitude) of the non-divergent flow, m/s, `[2, T+1, T+2]`.
+
+    u = -d(psi)/d(latitude) / a and v = d(psi)/d(longitude) / (a cos(latitude)), laplacian(psi) = vorticity.
+    """
+    psi, n, eps = invert_laplacian(sphere, vorticity), sphere.n, sphere.eps
+    north = np.zeros_like(psi)  # cos(latitude) d(psi)/d(latitude), by the coupling of neighbours
+    north[:, :-1] = (n[:, :-1] + 2) * eps[:, 1:-1] * psi[:, 1:]
+    north[:, 1:] -= (n[:, 1:] - 1) * eps[:, 1:-1] * psi[:, :-1]
+    return np.stack([-north, 1j * sphere.m * psi]) / RADIUS
+
+
+def geopotential_from_vorticity(sphere: Sphere, vorticity: Complex, mean: float = 54500.0) -> Complex:
+    """Return the geopotential in linear balance, laplacian(phi) = div(f grad(psi)), m2 s-2, `[T+1, T+2]`.
+
+    It also holds at the equator (Lorenz 1960).
+    """
+    u_cos = velocity_from_vorticity(sphere, vorticity)[0]
+    mu_vorticity = np.zeros_like(vorticity)  # mu times the vorticity, by the coupling of neighbours
+    mu_vorticity[:, 1:] = sphere.eps[:, 1:-1] * vorticity[:, :-1]
+    mu_vorticity[:, :-1] += sphere.eps[:, 1:-1] * vorticity[:, 1:]
+    phi = invert_laplacian(sphere, 2 * OMEGA * (mu_vorticity - u_cos / RADIUS))
+    phi[0, 0] = mean
+    return phi
 
 
 def times(year: int, days: int | None = None) -> NDArray[np.datetime64]:
@@ -81,16 +175,10 @@ def times(year: int, days: int | None = None) -> NDArray[np.datetime64]:
     return np.datetime64(f"{year:04d}-01-01T00", "h") + 6 * np.arange(4 * days)
 
 
-def coordinates(latitudes: int, longitudes: int) -> tuple[Real, Real]:
-    """Return the centres of equal cells in degrees: latitudes north to south, longitudes 0 to 360 from 0."""
-    return 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes, 360.0 * np.arange(longitudes) / longitudes
-
-
 def snapshot(sphere: Sphere, state: Complex, mu: Real, table: Real, longitudes: int) -> NDArray[np.float32]:
-    """Evaluate the `VARIABLES` of one state at any latitudes, `[5, J, longitudes]` float32.
+    """Evaluate the `VARIABLES` of one state at latitudes of sines `mu` [J], `[5, J, longitudes]` float32.
 
-    `mu` are sines of the latitudes `[J]`, none a pole, and `table` is `legendre` of them. Longitudes are equally spaced
-    from 0; where they are too few for the truncation, the fields are sampled.
+    `table` is `legendre` of `mu`. Where longitudes are too few for the truncation, the fields are sampled.
     """
     wind, phi = velocity_from_vorticity(sphere, state[0]), geopotential_from_vorticity(sphere, state[0])
     spectral = np.concatenate([wind, state[1:], state[:1], phi[None]])
@@ -109,42 +197,25 @@ def simulate_year(
     days: int | None = None,
     seed: int = 0,
     truncation: int | None = None,
-    spinup_days: int = 20,
-    stirring: float = 1e-6,
-    courant: float = 1.5,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write one simulated year as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
 
-    The same settings give the same bytes on the same machine; other seeds and years give independent
-    trajectories of the same planet. Memory does not grow with `days`: one chunk of each variable, and the
-    Legendre tables. `path` appears whole or not at all. An integration that fails is a `UserError`.
-
-    Parameters
-    ----------
-    days
-        From January 1st; the whole year if None.
-    truncation
-        Largest total wavenumber of the model. If None, all that the grid resolves, between 21 and 127, so that a
-        snapshot holds the model's whole state. The cost grows as its fourth power.
-    spinup_days
-        Simulated and discarded first.
-    stirring
-        Root mean square of the random kick of vorticity before each 6 hours, s-1; of a field near 5e-5.
-    courant
-        See `six_hours`.
-    progress
-        Called with the 6-hour steps done and those in all, about a hundred times.
+    The same settings give the same bytes on the same machine; seeds and years give independent trajectories. Memory
+    does not grow with `days`. `truncation` is the largest total wavenumber, whose cost grows as its fourth power; if
+    None, all that the grid resolves, between 21 and 127. `progress` is called with 6-hour steps done and in all.
     """
     resolved = min(longitudes // 2, latitudes) - 1
     truncation = truncation or min(max(resolved, SMALLEST_TRUNCATION), LARGEST_TRUNCATION)
-    when, (latitude, longitude) = times(year, days), coordinates(latitudes, longitudes)
+    when = times(year, days)
+    latitude = 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes
+    longitude = 360.0 * np.arange(longitudes) / longitudes
     mu = np.sin(np.deg2rad(latitude))
     sphere, table = Sphere.of(truncation), legendre(truncation, mu)
-    spinup, steps = 4 * spinup_days, when.size
+    spinup, steps = 4 * SPINUP_DAYS, when.size
     chunk = min(steps, max(1, CHUNK_BYTES // (4 * latitudes * longitudes)))
     block = np.empty((chunk, len(VARIABLES), latitudes, longitudes), np.float32)
-    states = trajectory(sphere, seed, year, stirring, courant)
+    states = trajectory(sphere, seed, year)
 
     with whole(path) as temporary, Forgiving(temporary) as raw, h5netcdf.File(raw, "w") as file:
         hours = when.astype(np.int64).astype(np.float64)
@@ -172,8 +243,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
 def advection(sphere: Sphere, state: Complex) -> Complex:
     """Return -div(velocity * (vorticity + f, temperature)), the inviscid unforced tendency.
 
-    In flux form, so that global means do not change; alias-free, so that energy and enstrophy are
-    conserved up to the error of the time step.
+    Flux form keeps global means; without aliases energy and enstrophy are conserved up to the error of the time step.
     """
     fields = sphere.to_grid(np.concatenate([velocity_from_vorticity(sphere, state[0]), state]))
     wind, carried = fields[:2], fields[2:]
@@ -190,9 +260,9 @@ def advection(sphere: Sphere, state: Complex) -> Complex:
 
 
 def noise(sphere: Sphere, low: int, high: int, bits: np.random.Philox) -> Complex:
-    """Return a random field of mean square near 1, statistically isotropic, low <= n <= high, `[T+1, T+2]`.
+    """Return an isotropic random field of mean square near 1, low <= n <= high, `[T+1, T+2]`.
 
-    A truncation drops coefficients, and does not change those that it keeps.
+    Coefficients do not depend on the truncation.
     """
     real, imaginary = np.random.Generator(bits).standard_normal((2, high + 1, high + 1))
     m, n = np.ogrid[: high + 1, : high + 1]
@@ -204,11 +274,9 @@ def noise(sphere: Sphere, low: int, high: int, bits: np.random.Philox) -> Comple
 
 
 def climate(sphere: Sphere) -> Complex:
-    """Return the fixed state that the model relaxes to: vorticity (s-1), temperature (K), `[2, T+1, T+2]`.
+    """Return the fixed state that the model relaxes to, `[2, T+1, T+2]`.
 
-    Jets u = U sin^2(2 latitude) cos(latitude) and cold poles, plus frozen random patterns, the same for
-    every seed and year: the mountains and the continents of this planet. As a flow it is strongly
-    unstable, and so the model stays turbulent without noise.
+    Jets u = U sin^2(2 latitude) cos(latitude) and cold poles, plus frozen random mountains and continents.
     """
     mu = sphere.mu[:, None] + np.zeros(2 * sphere.mu.size)
     jets = -8 * JET_SPEED / RADIUS * mu * (1 - mu**2) * (1 - 3 * mu**2)  # -(1/a) d(u cos(latitude)) / dmu
@@ -234,24 +302,21 @@ def runge_kutta(rate: Callable[[Complex], Complex], state: Complex, step: float)
 
 
 def fastest_wind(sphere: Sphere, state: Complex) -> float:
-    """Return the largest wind speed on the grid, m/s; an absurd one, or a state not finite, is a `UserError`."""
+    """Return the largest wind speed on the grid, m/s; a failed integration is a `UserError`."""
     wind = sphere.to_grid(velocity_from_vorticity(sphere, state[0]))
     fastest = float(np.sqrt((wind**2).sum(0) / (1 - sphere.mu[:, None] ** 2)).max())
     if not (fastest < FASTEST_WIND and np.isfinite(state).all()):
         raise UserError(
             f"simulated era5: the integration failed (fastest wind {fastest:.3g} m/s, expected below "
-            f"{FASTEST_WIND:g} m/s); lower `courant`, `stirring` or `truncation`"
+            f"{FASTEST_WIND:g} m/s); lower `truncation`"
         )
     return fastest
 
 
-def six_hours(sphere: Sphere, state: Complex, target: Complex, courant: float = 1.5) -> Complex:
-    """Return the state 6 hours later, relaxed to `target`; deterministic. Errors: see `fastest_wind`.
-
-    `courant` bounds step x fastest wind x T / a; the Runge-Kutta scheme is stable up to 2.8.
-    """
+def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
+    """Return the state 6 hours later, relaxed to `target`. Errors: see `fastest_wind`."""
     with np.errstate(all="ignore"):  # what overflows is reported by `fastest_wind`
-        longest = courant * RADIUS / (sphere.truncation * max(fastest_wind(sphere, state), 1.0))
+        longest = COURANT * RADIUS / (sphere.truncation * max(fastest_wind(sphere, state), 1.0))
         steps = int(np.ceil(INTERVAL / min(LONGEST_STEP, longest)))
         scale = sphere.n * (sphere.n + 1) / (sphere.truncation * (sphere.truncation + 1))
         # linear and stiff: integrated exactly, after each step
@@ -262,11 +327,10 @@ def six_hours(sphere: Sphere, state: Complex, target: Complex, courant: float = 
     return state
 
 
-def trajectory(sphere: Sphere, seed: int, year: int, stirring: float, courant: float) -> Iterator[Complex]:
-    """Yield the states `[2, T+1, T+2]` every 6 hours, without end, from a random one that is not yielded.
+def trajectory(sphere: Sphere, seed: int, year: int) -> Iterator[Complex]:
+    """Yield the states `[2, T+1, T+2]` every 6 hours, without end.
 
-    Before each 6 hours the vorticity gets a random kick of root mean square `stirring` (s-1). Initial state
-    and kicks are functions of (seed, year, number of the interval) alone.
+    They are functions of (seed, year, number of the interval) alone.
     """
 
     def bits(interval: int, stream: int) -> np.random.Philox:
@@ -276,6 +340,6 @@ def trajectory(sphere: Sphere, seed: int, year: int, stirring: float, courant: f
     state = np.where(sphere.m == 0, target, 0)
     state[0] += 3e-5 * noise(sphere, 6, 12, bits(0, 1))
     for interval in itertools.count():
-        state[0] += stirring * noise(sphere, 6, 12, bits(interval, 0))
-        state = six_hours(sphere, state, target, courant)
+        state[0] += STIRRING * noise(sphere, 6, 12, bits(interval, 0))
+        state = six_hours(sphere, state, target)
         yield state.copy()

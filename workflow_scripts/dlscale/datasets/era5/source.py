@@ -1,9 +1,7 @@
 """Lays the variables of atmospheric files side by side, as one stream of states [T, C, H, W].
 
-Files are opened without their values. Then the times of all are checked: every channel once at every time, at one step,
-on one grid. Values are read only where they are asked for: the wanted variables, levels, times and window.
-
-Notation: `C` channels, the rest as in `dlscale.datasets.era5.variables`.
+Files are opened without their values and checked: every channel once at every time, at one step, on one grid. Then only
+the wanted variables, levels, times and windows are read.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ from dlscale.core.files import TORN
 from dlscale.data.kind import Part
 from dlscale.data.source import Source, block_average
 from dlscale.data.store import Field
-from dlscale.datasets.era5.channels import base, short
-from dlscale.datasets.era5.humidity import with_humidity
 from dlscale.datasets.era5.kind import SIMULATED_CHANNELS, Era5Dataset, Era5Zarr
-from dlscale.datasets.era5.variables import Variable, open_variables, reading
+from dlscale.datasets.era5.variables import Variable, base, open_variables, reading, short, with_humidity
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
@@ -36,17 +32,13 @@ _NONE = np.timedelta64(0, "s")
 
 
 def wanted_names(dataset: Era5Dataset) -> set[str]:
-    """Return the short names of the variables that a dataset's channels are, or may be made, of."""
+    """Return the short names of the variables that a dataset's channels are made of."""
     names = {base(channel) for channel in dataset.channels}
     return names | {"t", "q"} if "r" in names else names
 
 
 def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Source:
-    """Open the raw files of one part: GRIB or NetCDF, told apart by their content.
-
-    Together they hold every channel at every time of the part; how channels and times are spread over them does not
-    matter. A `UserError` says what is missing, torn, of another kind, or twice there.
-    """
+    """Open the raw files of one part, GRIB or NetCDF."""
     if isinstance(dataset.source, Era5Zarr):  # cropped and averaged when they were fetched
         dataset = dataset.model_copy(update={"crop": None, "downsample": 1})
     dataset = dataset.model_copy(update={"channels": dataset.channels or list(SIMULATED_CHANNELS)})
@@ -63,7 +55,7 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """A variable's share of a source: `levels` [c] are the channels `positions` [c], times `indices` [t] `rows` [t]."""
+    """A variable in a source: `levels` [c] are the channels `positions` [c], times `indices` [t] the `rows` [t]."""
 
     variable: Variable
     levels: list[int]
@@ -73,13 +65,10 @@ class _Segment:
 
 
 class Era5Source(Source):
-    """Channels at regular times from any number of variables in any number of files.
+    """One field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset asks.
 
-    One field `fields` [T, C, H, W] in physical units: the dataset's channels, cropped and averaged as it asks. Its
-    times are those of the period whose distance from midnight UTC is a multiple of the dataset's `step_hours`; all
-    where these are None. A channel or time that is missing or stands twice, and grids that differ or are smaller than
-    the crop, are a `UserError`. `names` are those of all variables there, for a message; `advice` is for values that
-    cannot be read.
+    Its times are those of the period at multiples of `step_hours` from midnight UTC; None: all. Missing or repeated
+    channels or times, and grids that differ or are smaller than the crop, are a `UserError`.
     """
 
     def __init__(
@@ -129,17 +118,14 @@ class Era5Source(Source):
         return _Segment(variable, levels, positions, indices, np.searchsorted(self.times, variable.times[indices]))
 
     def _footprint(self, segment: _Segment) -> int:
-        """Return the bytes that one row of a segment needs while it is read and averaged."""
-        height, width = (axis.stop for axis in self._window)
-        apart = abs(int(np.median(np.diff(segment.indices)))) if segment.indices.size > 1 else 1
-        averaging = 8 * len(segment.levels) * height * width if self._downsample > 1 else 0
-        return segment.variable.footprint(len(segment.levels), height, width, max(apart, 1)) + averaging
+        """Bound the bytes that one row of a segment needs while it is read and averaged."""
+        variable, asked = segment.variable, len(segment.levels)
+        levels = min(asked * variable.held, len(variable.channels))
+        read = variable.point_bytes * levels * variable.latitude.size * variable.longitude.size
+        return read + 8 * asked * self._window[0].stop * self._window[1].stop * (self._downsample > 1)
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Return times [start, stop) as `fields` [stop - start, C, H, W], float32, physical units.
-
-        Memory: `bytes_per_row` for each, and one chunk of the file. A missing value is a `UserError`.
-        """
+        """Return times [start, stop) as `fields` [stop - start, C, H, W], float32; a missing value is a `UserError`."""
         out = np.empty((stop - start, *self.fields[0].shape[1:]), np.float32)
         for segment in self._segments:
             low, high = np.searchsorted(segment.rows, (start, stop))
@@ -207,7 +193,7 @@ def _alike(variables: list[Variable]) -> Variable:
 def _common_times(
     holders: dict[str, list[Variable]], period: Period | None, step_hours: int | None, label: str
 ) -> np.ndarray:
-    """Return the times [T], ascending, that every channel has exactly once, at one step; or say what is amiss."""
+    """Return the times [T], ascending, that every channel has exactly once, at one step."""
     kept: dict[str, np.ndarray] = {}
     for channel, variables in holders.items():
         times = np.sort(np.concatenate([variable.times for variable in variables]))

@@ -1,7 +1,7 @@
 """Opens atmospheric files as variables: NetCDF and Zarr through xarray, GRIB through cfgrib's index of messages.
 
-Notation: `T` times, `L` levels of a variable, `H` latitudes (north to south), `W` longitudes (west to east). Times are
-numpy `datetime64[s]`, UTC; levels of pressure are in hPa, in whatever unit the file has them.
+Notation: `T` times (`datetime64[s]`, UTC), `L` levels (hPa), `H` latitudes (north to south), `W` longitudes (west to
+east).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from dlscale.core import files
 from dlscale.core.errors import UserError
 from dlscale.core.files import TORN
 from dlscale.data import store
-from dlscale.datasets.era5.channels import base, short
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,6 +32,21 @@ AXES = {
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
+#: ECMWF's short names, by the names in ARCO-ERA5 and WeatherBench2.
+SHORT_NAMES = {
+    "10m_u_component_of_wind": "u10",
+    "10m_v_component_of_wind": "v10",
+    "2m_temperature": "t2m",
+    "surface_pressure": "sp",
+    "mean_sea_level_pressure": "msl",
+    "total_column_water_vapour": "tcwv",
+    "temperature": "t",
+    "u_component_of_wind": "u",
+    "v_component_of_wind": "v",
+    "geopotential": "z",
+    "specific_humidity": "q",
+    "relative_humidity": "r",
+}
 #: Coordinates that say how far forecasts look ahead.
 LEADS = ("step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime")
 #: Key of GRIB's messages that tell variables, and then their times, apart.
@@ -40,6 +54,10 @@ KEYS = ("cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "val
 #: From east to west; down columns, not along rows; every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
+
+#: Molar mass of water vapour over that of dry air, by the gas constants of the IFS (J/kg/K).
+_EPSILON = 287.0597 / 461.5250
+_WATER, _ICE = 273.16, 250.16  # K: above the one all condensate is water, below the other all is ice
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +73,21 @@ class Variable:
     longitude: np.ndarray  # [W], degrees, float64
     #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w], as float32 [t, l, h, w].
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
-    #: `footprint(levels, rows, columns, apart)`: bytes for one of many times, `apart` indices from the next one.
-    footprint: Callable[[int, int, int, int], int]
+    point_bytes: int  #: Bytes of a point of a level while it is read: packed, decoded, masked, and as float32.
+    held: int = 1  #: Levels in a chunk, which are read together.
+
+
+def short(channel: str) -> str:
+    """Normalise `name` or `name@level` for comparison: short name, level without zeros."""
+    name, at, level = channel.partition("@")
+    with contextlib.suppress(ValueError):
+        level = f"{float(level):g}"
+    return SHORT_NAMES.get(name, name) + at + level
+
+
+def base(channel: str) -> str:
+    """Return the short name of a channel's variable."""
+    return short(channel).partition("@")[0]
 
 
 @contextlib.contextmanager
@@ -70,10 +101,7 @@ def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None
 def open_variables(
     path: Path, wanted: Collection[str], stack: contextlib.ExitStack
 ) -> tuple[list[Variable], list[str]]:
-    """Open a GRIB or NetCDF file, told apart by its content; `stack` will close it.
-
-    Return the variables whose short names are `wanted`, and the names of all that are there.
-    """
+    """Open a GRIB or NetCDF file, closed by `stack`; return its `wanted` variables and the names of all."""
     if path.is_dir():
         raise UserError(f"{path}: a folder; expected a GRIB or NetCDF file; a Zarr store is a source of kind zarr")
     with reading(path), open(path, "rb") as file:
@@ -112,19 +140,13 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     """Describe one variable; one that is no series of states on a regular grid is refused."""
     name, known = str(array.name), [name for names in AXES.values() for name in names]
     array = array.isel({dim: 0 for dim, size in array.sizes.items() if size == 1 and dim not in known})
-    found = {
-        kind: next(
-            (array.coords[name] for name in names if name in array.coords and array.coords[name].ndim == 1), None
-        )
-        for kind, names in AXES.items()
-    }
-    axes = {kind: axis for kind, axis in found.items() if axis is not None}
+    axes: dict[str, xr.DataArray] = {}
+    for kind, names in AXES.items():
+        if there := [array.coords[n] for n in names if n in array.coords and array.coords[n].ndim == 1]:
+            axes[kind] = there[0]
     dims = [axis.dims[0] for axis in axes.values()]
-    if (
-        {"time", "latitude", "longitude"} - axes.keys()
-        or sorted(map(str, dims)) != sorted(map(str, array.dims))
-        or not array.size
-    ):
+    needed = {"time", "latitude", "longitude"} <= axes.keys()
+    if not needed or sorted(map(str, dims)) != sorted(map(str, array.dims)) or not array.size:
         there = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
         raise UserError(
             f"{origin}: '{name}' has the dimensions {there}; expected one each of {', '.join(AXES['time'])}, of "
@@ -154,19 +176,8 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
-    chunks = dict.fromkeys(array.dims, 1) | values.encoding.get("preferred_chunks", {})
-    itemsize = np.dtype(values.encoding.get("dtype", values.dtype)).itemsize
-
-    def footprint(levels: int, rows: int, columns: int, apart: int) -> int:
-        asked = {"level": levels, "latitude": rows, "longitude": columns}
-        touched = min(apart, chunks[axes["time"].dims[0]])  # of a chunk of many times each bears its share
-        for kind in axes.keys() & asked.keys():
-            chunk, size = chunks[axes[kind].dims[0]], axes[kind].size
-            reached = asked[kind] * chunk if kind == "level" else -(-asked[kind] // chunk) * chunk
-            touched *= min(reached, size)
-        # Both kinds twice, while they are unpacked and then masked and scaled; and the result.
-        return 2 * itemsize * touched + (2 * values.dtype.itemsize + 4) * levels * rows * columns
-
+    chunk = values.encoding.get("preferred_chunks", {})
+    stored = np.dtype(values.encoding.get("dtype", values.dtype))
     attrs = array.attrs
     return Variable(
         origin,
@@ -177,12 +188,13 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         latitude,
         longitude,
         load,
-        footprint,
+        2 * stored.itemsize + 2 * values.dtype.itemsize + 4,
+        chunk.get(axes["level"].dims[0], 1) if "level" in axes else 1,
     )
 
 
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return latitudes from the north on, longitudes from the west on, and whether the first one was southernmost."""
+    """Return latitudes from the north, longitudes from the west, and whether the first was southernmost."""
     latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
     if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
         longitude = np.unwrap(longitude, period=360.0)
@@ -226,8 +238,7 @@ def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
 def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
     """Return the wanted variables of a GRIB file, each level of each as one, and the names of all.
 
-    xarray's view of the index does not do: it fills messages that are not there with NaN, and takes the first of two of
-    one time without a word.
+    xarray's view of the index fills missing messages with NaN, and takes the first of two of one time in silence.
     """
     try:
         from cfgrib import cfmessage, messages
@@ -251,7 +262,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
-    """Refuse a file with more messages after the last in its index: ecCodes takes a damaged one for the end."""
+    """Refuse messages after the last in the index: ecCodes takes a damaged one for the end."""
     # A field that shares its message with others has its number beside the byte at which the message begins.
     last = max(offset[0] if isinstance(offset, tuple) else offset for offset in offsets)
     with open(stream.path, "rb") as file:
@@ -279,20 +290,71 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
                 out[place, 0] = (grid[::-1] if south_first else grid)[rows, columns]
         return out
 
-    def footprint(levels: int, rows: int, columns: int, apart: int) -> int:
-        # A message packed, and as float64 in ecCodes and here, one at a time; and the result.
-        return 24 * latitude.size * longitude.size + 5 * rows * columns
-
     times = np.array([time for time, _ in entries], "datetime64[s]")
     units, long_name = str(first["units"]), str(first["name"])
-    return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, footprint)
+    # A message is packed, and float64 in ecCodes and here.
+    return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, point_bytes=29)
 
 
 @functools.cache
 def _silence_eccodes() -> IO[str]:
-    """Send what ecCodes prints to nowhere: its errors arrive as exceptions. Cached, so that the file stays open."""
+    """Silence ecCodes, whose errors arrive as exceptions; cached, so that the file stays open."""
     import eccodes
 
     nowhere = open(os.devnull, "w")  # noqa: SIM115
     eccodes.codes_context_set_logging(nowhere)
     return nowhere
+
+
+def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
+    """Return the saturation vapour pressure, Pa, for K: over water, ice, or a mixture between.
+
+    Tetens' formula as in ERA5 (ECMWF 2016, IFS Documentation Cy41r2, part IV, eq. 7.4 to 7.6).
+    """
+    t = np.asarray(temperature, np.float64)
+    water = 611.21 * np.exp(17.502 * (t - 273.16) / (t - 32.19))
+    ice = 611.21 * np.exp(22.587 * (t - 273.16) / (t + 0.7))
+    share = np.clip((t - _ICE) / (_WATER - _ICE), 0.0, 1.0) ** 2
+    return np.asarray(share * water + (1.0 - share) * ice)
+
+
+def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pressure: float) -> np.ndarray:
+    """Return the relative humidity, %, for K, kg/kg and Pa; like ERA5's own it may leave 0 to 100."""
+    q = np.asarray(specific_humidity, np.float64)
+    vapour = pressure * q / (_EPSILON + (1.0 - _EPSILON) * q)
+    return np.asarray(100.0 * vapour / saturation_pressure(temperature))
+
+
+def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Variable]:
+    """Add the relative humidity, where it is wanted and only temperature and specific humidity are there."""
+    by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
+    if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
+        return variables
+    pairs = [(t, q) for t in by_name["t"] for q in by_name["q"] if t.origin == q.origin]
+    return [*variables, *(_humidity(t, q) for t, q in pairs if np.array_equal(t.times, q.times))]
+
+
+def _humidity(t: Variable, q: Variable) -> Variable:
+    """Describe relative humidity on the levels of both variables, computed as it is read."""
+    places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
+    levels = [level for level in places[1] if level and level in places[0]]
+
+    def load(times: np.ndarray, chosen: list[int], rows: slice, columns: slice) -> np.ndarray:
+        kelvin, moisture = (
+            variable.load(times, [its.index(levels[number]) for number in chosen], rows, columns)
+            for variable, its in zip((t, q), places, strict=True)
+        )
+        out = np.empty_like(kelvin)
+        for at in np.ndindex(out.shape[:3]):  # one circle of latitude at a time: little memory for float64
+            out[at] = relative_humidity(kelvin[at], moisture[at], 100.0 * float(levels[chosen[at[1]]]))
+        return out
+
+    return replace(
+        q,
+        channels=tuple(f"r@{level}" for level in levels),
+        units="%",
+        long_name="Relative humidity, from temperature and specific humidity",
+        load=load,
+        point_bytes=t.point_bytes + q.point_bytes,
+        held=max(t.held, q.held),
+    )

@@ -34,12 +34,8 @@ _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": 
 def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
     """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
 
-    Only the needed variables, levels and times (`dataset.step_hours`) are fetched, some times at a time, within
-    `dataset.memory_mb` or one chunk, whichever is more. They are cropped and averaged as the dataset asks: little
-    beside what is read. The file has [time, latitude, longitude], north to south. A `name@level` becomes a variable of
-    that very name, and `dlscale.datasets.era5.source.open_source` finds the same channels in the file. The store is a
-    folder, or a URL of any kind that fsspec knows, consolidated or not. One that is absent, out of reach, or lacks a
-    channel, level, time or value is a `UserError`.
+    Only needed variables, levels and times are fetched, within `dataset.memory_mb` or one chunk, whichever is more,
+    then cropped and averaged. The store is a folder, or a URL that fsspec knows.
     """
     import h5netcdf
 
@@ -72,8 +68,6 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
 
 def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
     """Open a store lazily."""
-    import zarr
-
     options: dict[str, Any] = {}
     if remote:
         import fsspec.config
@@ -86,10 +80,9 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
             return open_xarray(urls.whole(origin) if remote else origin, "zarr", chunks=None, **options)
     except ImportError as error:
         raise UserError(f"{origin}: a package for such addresses is missing ({error}); pip install it") from None
-    except (FileNotFoundError, zarr.errors.GroupNotFoundError):
-        raise UserError(
-            f"{origin}: there is no Zarr store; expected a folder or address of a group; {advice}"
-        ) from None
     except Exception as error:
         text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
-        raise UserError(f"{origin}: the Zarr store cannot be opened ({text}); {advice}") from error
+        raise UserError(
+            f"{origin}: there is no Zarr store that can be opened ({text}); expected a folder or address of a group; "
+            f"{advice}"
+        ) from error

@@ -1,14 +1,25 @@
-"""Folders of classes, DIR/CLASS/*.jpg, as torchvision's ImageFolder reads them."""
+"""Packs folders of classes, DIR/CLASS/*.jpg, as torchvision's ImageFolder reads them, and sees their changes."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from dlscale.core.errors import UserError
-from dlscale.datasets.imagenet.listing import SUFFIXES, class_names, images, look, shard
-from dlscale.datasets.imagenet.packing import Picture, write_pack
+from dlscale.core.files import stamp
+from dlscale.datasets.imagenet.packing import Picture, shard, write_pack
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+#: Threads that look at folders: on a network's file system each look is a wait.
+LOOKING = 8
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
@@ -19,18 +30,63 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
         missing = {source.valid: set(classes) - set(other), source.train: set(other) - set(classes)}
         lacks = [f"{folder} has no {', '.join(sorted(names)[:5])}" for folder, names in missing.items() if names]
         raise UserError(f"{source.train} and {source.valid} differ in their classes: {'; '.join(lacks)}")
+    shards = getattr(dataset.shards, split)
+    files = looks(getattr(source, split), shards)[raw.index]
     found = pictures(Path(getattr(source, split)), classes)
-    part = shard(len(found), raw.index, getattr(dataset.shards, split))
-    chosen = found[part.start : part.stop]
-    files = look(classes, [Path(picture.name) for picture in chosen]) if source.watch else None
-    write_pack(out, chosen, classes, dataset.edge if dataset.form == "decoded" else None, progress, files)
+    part = shard(len(found), raw.index, shards)
+    write_pack(out, found[part.start : part.stop], classes, dataset.form, progress, files)
+
+
+def class_names(folder: Path) -> list[str]:
+    """Return the names of the folders, and links, in a folder, sorted; hidden ones are left out."""
+    entries = [entry for entry in _entries(folder) if entry.name[0] != "."]
+    names = sorted(entry.name for entry in entries if entry.is_dir() or entry.is_symlink())
+    if not names:
+        raise UserError(f"{folder}: no folders in it; expected one for each class, with its images")
+    return names
+
+
+def images(folder: Path) -> list[Path]:
+    """Return the images of a class, sorted by name."""
+    found = sorted(folder / entry.name for entry in _entries(folder) if entry.name.lower().endswith(SUFFIXES))
+    if not found:
+        raise UserError(f"{folder}: no images in it ({', '.join(SUFFIXES)})")
+    return found
 
 
 def pictures(folder: Path, classes: list[str]) -> list[Picture]:
     """Return all images of a split, class by class, sorted by name."""
-    found = []
-    for label, name in enumerate(classes):
-        if not (of_class := images(folder / name)):
-            raise UserError(f"{folder / name}: no images in it ({', '.join(SUFFIXES)})")
-        found += [Picture(str(path), label, path.read_bytes) for path in of_class]
-    return found
+    every = [(path, label) for label, name in enumerate(classes) for path in images(folder / name)]
+    return [Picture(str(path), label, path.read_bytes) for path, label in every]
+
+
+@functools.lru_cache
+def looks(folder: str, shards: int) -> list[str]:
+    """Return a digest for each shard of a split, of classes and of names, sizes and times of images."""
+    names = class_names(Path(folder))
+    with ThreadPoolExecutor(LOOKING) as pool:
+        lines = [line for of_class in pool.map(lambda name: _lines(Path(folder, name)), names) for line in of_class]
+    shares = (shard(len(lines), number, shards) for number in range(shards))
+    texts = ("\0".join([*names, *lines[share.start : share.stop]]) for share in shares)
+    return [hashlib.sha256(os.fsencode(text)).hexdigest() for text in texts]
+
+
+def packed(pack: Path) -> str | None:
+    """Return the digest of the files that a pack was made of, if it has one."""
+    with contextlib.suppress(OSError), h5py.File(pack) as file:
+        return file.attrs.get("files")
+    return None
+
+
+def _lines(folder: Path) -> list[str]:
+    try:
+        return ["/".join((folder.name, path.name, *map(str, stamp(path)))) for path in images(folder)]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot look at this file ({error.strerror}); mend or remove it") from None
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot read this folder ({error.strerror})") from None

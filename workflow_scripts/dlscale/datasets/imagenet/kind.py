@@ -1,7 +1,6 @@
 """`imagenet`: images of any size in folders of classes, with the class as label. Settings, files, parts.
 
-Files of any size are no rows of one array. So the acquire stage packs them: each part is a *pack* of images, one HDF5
-file, which is read as it is (see `dlscale.datasets.imagenet.pack`).
+Each part is a *pack* of images, one HDF5 file that is read as it is.
 """
 
 from __future__ import annotations
@@ -28,11 +27,6 @@ class ImageFolders(Strict):
     kind: Literal["folder"]
     train: Path = Field(description="Folder of the training part.")
     valid: Path = Field(description="Folder of the validation part.")
-    watch: bool = Field(
-        True,
-        description="Pack again what has changed: every call of the workflow looks at names, sizes and times of all "
-        "files, a million in seconds. false: where that is slow. Packs of a folder that is gone stay as they are.",
-    )
 
     @model_validator(mode="after")
     def _disjoint(self) -> ImageFolders:
@@ -70,10 +64,9 @@ class ImagenetDataset(DatasetSettings):
     source: SimulatedImages | ImageFolders = Field(discriminator="kind")
     form: Literal["encoded", "decoded"] = Field(
         "encoded",
-        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, reduced to `edge`: several "
-        "times the bytes, and no decoding.",
+        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, the shorter edge of what is "
+        "larger reduced to 256: several times the bytes, and no decoding.",
     )
-    edge: Extent = Field(256, description="Of decoded: the shorter edge of what is larger, in pixels.")
     shards: Shards = Shards()
 
     @model_validator(mode="after")
@@ -91,19 +84,14 @@ class ImageSamples(Strict):
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.08, 1.0), description="Least and greatest share of the image's area in a training crop."
     )
-    ratio: tuple[PositiveFloat, PositiveFloat] = Field(
-        (3 / 4, 4 / 3), description="Least and greatest width of a training crop by its height."
-    )
-    flip: float = Field(0.5, ge=0, le=1, description="Share of the training crops that are mirrored, left to right.")
     train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
     valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
 
     @model_validator(mode="after")
     def _ordered(self) -> ImageSamples:
-        for key in ("scale", "ratio"):
-            low, high = getattr(self, key)
-            if low > high or (key == "scale" and high > 1):
-                raise ValueError(f"{key} [{low:g}, {high:g}]: the least comes first, and no crop exceeds its image")
+        low, high = self.scale
+        if not low <= high <= 1:
+            raise ValueError(f"scale [{low:g}, {high:g}]: the least comes first, and no crop exceeds its image")
         if self.resize < self.size:
             raise ValueError(f"resize {self.resize} is less than size {self.size}: the crop would exceed the image")
         return self
@@ -138,13 +126,11 @@ class Imagenet(DatasetKind):
         return self.origins(dataset)
 
     def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
-        """Return what decides the content of a pack, the other split left out."""
+        """Return the settings that decide the content of a pack; the other split does not."""
         split = raw.name.partition("-")[0]
-        left_out = {*PACKED, "watch"}
-        source = {key: value for key, value in dataset.source.model_dump(mode="json").items() if key not in left_out}
+        source = dataset.source.model_dump(mode="json", exclude={*PACKED})
         images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
-        form = {"form": dataset.form, **({"edge": dataset.edge} if dataset.form == "decoded" else {})}
-        return {**source, **form, "name": raw.name, "images": images, "shards": shards}
+        return {**source, "form": dataset.form, "name": raw.name, "images": images, "shards": shards}
 
     def outline(self, dataset: ImagenetDataset) -> Outline | None:
         source = dataset.source
@@ -158,16 +144,16 @@ class Imagenet(DatasetKind):
         return Outline({"labels": (1, ())}, rows, numbers, {"labels": TEXTURES})
 
     def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
-        """Return a digest of how a pack's images look: names, sizes, times."""
-        if not (isinstance(dataset.source, ImageFolders) and dataset.source.watch):
+        """Return a digest of the names, sizes and times of a pack's images."""
+        if not isinstance(dataset.source, ImageFolders):
             return None
-        listing = registry.load("dlscale.datasets.imagenet.listing")  # in no fingerprint: no stage looks
-        found: str | None
+        folder = registry.load("dlscale.datasets.imagenet.folder")  # in no fingerprint: no stage looks
+        digest: str | None
         if pathlib.Path(raw.origin).exists():
-            found = listing.looks(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
-        else:  # which the stage will meet, and say, if there is no pack
-            found = listing.packed(made)
-        return found
+            digest = folder.looks(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
+        else:  # the stage will say so, if there is no pack
+            digest = folder.packed(made)
+        return digest
 
 
 KIND = Imagenet()

@@ -2,14 +2,13 @@
 
 ===========  =============================================================================================
 `bytes`      uint8 [total]: the images one after the other, in one piece of the file, which can be mapped
-`index`      int64 [N, 4]: of each image its first byte and how many it has, and its height and width
-`labels`     int64 [N]: its class
+`index`      int64 [N, 4]: first byte, bytes, height and width of each image
+`labels`     int64 [N]: classes
 `classes`    names of the classes, in the order of the labels
 ===========  =============================================================================================
 
-The attribute `form` says what the bytes are: `encoded`, a file (JPEG, PNG) as it was, or `decoded`, pixels RGB
-[H, W, 3]; the attribute `sha256` is the digest of it all, and `files`, where there is one, that of how the files looked
-which it was made of.
+Attributes: `form`, `encoded`, files (JPEG, PNG) as they were, or `decoded`, RGB [H, W, 3]; `sha256` of it all; `files`,
+the digest of the packed files' names, sizes and times.
 """
 
 from __future__ import annotations
@@ -36,28 +35,12 @@ def open_image(file: IO[bytes]) -> Image.Image:
 
 
 def short_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Return height and width once the shorter edge is `edge`; the longer one is rounded down, as torchvision does."""
+    """Return height and width once the shorter edge is `edge`; the longer one is rounded down."""
     return (edge, int(edge * width / height)) if height <= width else (int(edge * height / width), edge)
 
 
 class Pack:
-    """One pack: its bytes are mapped, all else is in memory.
-
-    Attributes
-    ----------
-    form
-        Of the bytes: `encoded` or `decoded`.
-    digest
-        SHA-256 of all that it holds.
-    bytes
-        Of all images, uint8 [total].
-    index
-        First byte, bytes, height and width of each image, int64 [N, 4].
-    labels
-        Classes, int64 [N].
-    classes
-        Their names.
-    """
+    """One pack: its bytes are mapped, all else is in memory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)

@@ -1,4 +1,4 @@
-"""Packs are written image by image, whatever their number: memory holds one."""
+"""Writes packs image by image: memory holds one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from dlscale.datasets.imagenet.pack import open_image, short_edge
 DEEP = ("I", "F")
 #: Bytes that are copied at a time.
 BLOCK = 2**24
+#: Shorter edge, in pixels, to which larger images are reduced where pixels are packed.
+EDGE = 256
 
 
 @dataclass(frozen=True)
@@ -32,25 +34,32 @@ class Picture:
     read: Callable[[], bytes]
 
 
+def shard(count: int, number: int, shards: int) -> range:
+    """Return which of `count` images are in shard `number`; a shard without any is a `UserError`."""
+    images = range(count * number // shards, count * (number + 1) // shards)
+    if not images:
+        raise UserError(f"{count} images do not fill {shards} packs; lower the dataset's `shards`")
+    return images
+
+
 def write_pack(
     out: Path,
     pictures: Sequence[Picture],
     classes: Sequence[str],
-    edge: int | None,
+    form: str,
     progress: Callable[[int, int | None], None],
     files: str | None = None,
 ) -> None:
-    """Write a pack of the pictures, in their order, as they are or, given an `edge`, decoded and reduced to it.
+    """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
 
-    HDF5 keeps values in one piece only if it is told beforehand how many there are: they lie in a file without a name
-    until then. A file that is no image, or a damaged one, is a `UserError`. `files` tells how they look
-    (`listing.look`).
+    HDF5 keeps values in one piece only if their number is known: until then they lie in a file without a name. `files`
+    is the digest of `folder.looks`.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
     with whole(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
         for number, picture in enumerate(pictures):
             try:
-                values, size = _stored(picture.read(), edge)
+                values, size = _stored(picture.read(), form)
             except Exception as error:  # Pillow raises what its decoders stumble upon
                 reason = getattr(error, "strerror", None) or " ".join(str(error).split())
                 raise UserError(f"{picture.name}: not a readable image ({reason}); mend or remove it") from None
@@ -69,22 +78,22 @@ def write_pack(
                 digest.update(numbers.data)
             pack["classes"] = list(classes)
             digest.update("\0".join(classes).encode())
-            pack.attrs["form"] = "encoded" if edge is None else "decoded"
+            pack.attrs["form"] = form
             pack.attrs["sha256"] = digest.hexdigest()
             if files is not None:
                 pack.attrs["files"] = files
 
 
-def _stored(file: bytes, edge: int | None) -> tuple[bytes, tuple[int, int]]:
-    """Return the bytes to store, and height and width of the image; it is decoded to see that it can be."""
+def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
+    """Return the bytes to store, and height and width of an image that can be decoded."""
     with open_image(io.BytesIO(file)) as image:
         width, height = image.size
         if image.mode.startswith(DEEP):
             raise ValueError(f"grey of more than 8 bits, mode {image.mode}, of unknown black and white; scale it")
-        if edge is None:
+        if form == "encoded":
             image.draft("RGB", (1, 1))  # of a JPEG all is read, but few pixels are computed
             image.load()
             return file, (height, width)
-        if min(height, width) > edge:
-            height, width = short_edge(height, width, edge)
+        if min(height, width) > EDGE:
+            height, width = short_edge(height, width, EDGE)
         return image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR).tobytes(), (height, width)

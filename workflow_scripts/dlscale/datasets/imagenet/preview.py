@@ -1,4 +1,4 @@
-"""A first look at images: some of them side by side, and how many there are of each class."""
+"""Preview of images: some side by side, and the number of each class."""
 
 from __future__ import annotations
 

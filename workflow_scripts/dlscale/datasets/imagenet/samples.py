@@ -1,7 +1,7 @@
-"""Samples of packed images: crops, resized to one size.
+"""Samples of packed images: random resized crops, mirrored at random, or the middle of the resized image.
 
-Training samples are random resized crops, mirrored at random; validation samples are the middle of the resized image:
-torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, or `Resize` and `CenterCrop`, on images of Pillow.
+They are torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, or `Resize` and `CenterCrop`, on images of
+Pillow. Shape suffix: N images.
 """
 
 from __future__ import annotations
@@ -13,18 +13,71 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import ArraySpec, CroppedImages, ImageWindows
 from dlscale.data.sampling import Visits
-from dlscale.datasets.imagenet import crops
 from dlscale.datasets.imagenet.pack import Pack, short_edge
 
 if TYPE_CHECKING:
     from dlscale.datasets.imagenet.kind import ImageSamples
 
+#: Tries to find a crop of a random shape that fits; then the middle of the image is taken.
+TRIES = 10
+#: Least and greatest width of a training crop by its height, and share of the crops that are mirrored.
+RATIO, FLIPPED = (3 / 4, 4 / 3), 0.5
+
+
+def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
+    """Return top, left, height and width of the crops of samples `first` and on, int64 [N, 4].
+
+    As torchvision's `RandomResizedCrop.get_params` for images of `edges_N2`, height and width: an area, uniform in
+    `scale`, and a shape, whose logarithm is uniform, are drawn until the crop fits, at most ten times; else it is the
+    middle.
+    """
+    count = len(edges_N2)
+    height_N, width_N = edges_N2.T
+    crops_N4 = np.zeros((count, 4), np.int64)
+    missing_N = np.ones(count, bool)
+    logs = np.log(RATIO)
+    for number in range(TRIES):
+        if number % 2 == 0:  # a sample has four words a stream: two tries
+            words = sampling.words(seed, epoch, f"shape{number // 2}", count, first)
+        area, log = (_uniform(words[:, 2 * (number % 2) + which]) for which in (0, 1))
+        area = height_N * width_N * (scale[0] + (scale[1] - scale[0]) * area)
+        shape = np.exp(logs[0] + (logs[1] - logs[0]) * log)
+        width, height = (np.rint(np.sqrt(each)).astype(np.int64) for each in (area * shape, area / shape))
+        fits = missing_N & (width > 0) & (width <= width_N) & (height > 0) & (height <= height_N)
+        crops_N4[fits, 2], crops_N4[fits, 3] = height[fits], width[fits]
+        missing_N &= ~fits
+        if not missing_N.any():
+            break
+    place = sampling.words(seed, epoch, "place", count, first)
+    for axis, edge_N in enumerate((height_N, width_N)):
+        crops_N4[:, axis] = sampling.below(place[:, axis], edge_N - crops_N4[:, 2 + axis] + 1)
+    for image in np.flatnonzero(missing_N):
+        crops_N4[image] = _middle(int(height_N[image]), int(width_N[image]))
+    return crops_N4
+
+
+def flips(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
+    """Return whether the crops of samples `first` and on are mirrored, bool [count]."""
+    return np.asarray(_uniform(sampling.words(seed, epoch, "place", count, first)[:, 2]) < FLIPPED)
+
+
+def _uniform(words: np.ndarray) -> np.ndarray:
+    """Map words to numbers in [0, 1), float64."""
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _middle(height: int, width: int) -> tuple[int, int, int, int]:
+    """Return top, left, height, width of the largest crop in the middle that `RATIO` allows."""
+    rows, columns = min(height, round(width / RATIO[0])), min(width, round(height * RATIO[1]))
+    return (height - rows) // 2, (width - columns) // 2, rows, columns
+
 
 class Images(CroppedImages):
-    """See `dlscale.data.samples.Samples`. What is drawn for a sample is drawn when it is read."""
+    """Crops of the images of a split; see `dlscale.data.samples.Samples`."""
 
     def __init__(self, manifest: Manifest, split: str, settings: ImageSamples, seed: int) -> None:
         self.packs = [Pack(manifest.path(file)) for file in manifest.files(split)]
@@ -66,8 +119,8 @@ class Images(CroppedImages):
         corner_N2, start_N2 = np.zeros((2, count, 2), np.int64)
         if self._training:
             key = self._seed, epoch, first
-            crops_N4 = crops.random_crops(*key, edges_N2, settings.scale, settings.ratio)
-            resized_N2, flip_N = np.full((count, 2), settings.size), crops.flips(*key, count, settings.flip)
+            crops_N4 = random_crops(*key, edges_N2, settings.scale)
+            resized_N2, flip_N = np.full((count, 2), settings.size), flips(*key, count)
             return crops_N4[:, :2], crops_N4[:, 2:], resized_N2, start_N2, flip_N
         resized = [short_edge(height, width, settings.resize) for height, width in edges_N2.tolist()]
         resized_N2 = np.array(resized, np.int64).reshape(-1, 2)
@@ -75,7 +128,7 @@ class Images(CroppedImages):
         return corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool)
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """See `WritingSamples`: Pillow decodes and resizes, which other threads need not wait for."""
+        """See `WritingSamples`."""
         chosen = self.windows(epoch, indices)
         y[:] = chosen.labels
         rows = enumerate(self._rows(epoch, indices))

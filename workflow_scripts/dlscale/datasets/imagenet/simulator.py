@@ -1,7 +1,4 @@
-"""JPEGs of ten textures: a disc or square with a pattern on a plain, noisy ground, of random place, size and colours.
-
-What is to be learnt is the pattern, whatever its scale; mirrored it is the same class.
-"""
+"""JPEGs of ten textures: a disc or square with a pattern, of random place, size and colours, on a noisy ground."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dlscale.datasets.imagenet.listing import shard
-from dlscale.datasets.imagenet.packing import Picture, write_pack
+from dlscale.datasets.imagenet.packing import Picture, shard, write_pack
 
 #: From coordinates (x, y), in pixels from the middle of the figure, and the pattern's period to its phase.
 PATTERNS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
@@ -41,7 +37,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     pictures = [
         Picture(f"image {seed[2]} of {split}", label(seed), partial(jpeg, seed, *source.edges)) for seed in seeds
     ]
-    write_pack(out, pictures, CLASSES, dataset.edge if dataset.form == "decoded" else None, progress)
+    write_pack(out, pictures, CLASSES, dataset.form, progress)
 
 
 def label(seed: list[int]) -> int:

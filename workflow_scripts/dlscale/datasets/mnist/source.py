@@ -26,7 +26,7 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> IdxSource:
 
 
 def read_idx(path: Path, ndim: int, memory_mb: int = 512) -> np.ndarray:
-    """Return the unsigned bytes of an IDX file, of `ndim` axes; a file of more than `memory_mb` is a `UserError`."""
+    """Return the unsigned bytes of an IDX file of `ndim` axes and at most `memory_mb`."""
     with reading(path), open(path, "rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
-from dlscale.core.schema import Extent, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Strict
+from dlscale.core.schema import Extent, NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Paired, Part, file_name
 
 #: Suffixes of the files that arrays are read from.
@@ -24,10 +24,9 @@ class Simulated(Strict):
     valid: PositiveInt = Field(32, description="Samples of the validation part.")
     test: NonNegativeInt = Field(0, description="Samples of the test part.")
     size: Extent = Field(128, ge=2, description="Pixels along an edge.")
-    length: PositiveFloat = Field(3.0, description="Length over which a field varies, in pixels.")
     target: Literal["gradient", "noise"] = Field(
         "gradient",
-        description="gradient: how steep the field is at each pixel, times its length; noise: input and target are "
+        description="gradient: how steep the field is at each pixel; noise: input and target are "
         "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
     )
     seed: Seed = Field(0, description="Of all samples.")
@@ -88,7 +87,7 @@ class Starter(DatasetKind):
     Settings = StarterDataset
 
     def parts(self, dataset: StarterDataset) -> list[Part]:
-        """One part for each split; the raw files of arrays are that of the inputs, then that of the targets."""
+        """One part for each split; of arrays the first raw file is that of the inputs."""
         source = dataset.source
         if isinstance(source, Simulated):
             return [Part(split, split) for split in SPLITS if getattr(source, split)]
@@ -103,7 +102,7 @@ class Starter(DatasetKind):
         return Outline({"input": image, "target": image}, rows, 2 * source.size**2 * sum(map(sum, rows.values())))
 
     def part_settings(self, dataset: StarterDataset, part: Part) -> dict[str, Any]:
-        """Of what is simulated the part's own number of samples; of arrays what is read from which file."""
+        """Settings of a part: the number of simulated samples, or the arrays that are read."""
         source, settings = dataset.source, super().part_settings(dataset, part)
         if isinstance(source, Simulated):
             common = source.model_dump(mode="json", exclude={"train", "valid", "test"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from dlscale.data.kind import Part, share
 from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.starter.kind import HDF5
-from dlscale.datasets.starter.simulator import pair
+
+#: Pixels over which a simulated field varies.
+LENGTH = 3.0
 
 
 def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
@@ -26,6 +29,29 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
     if paths:
         return FileSource(dataset.source, part, dataset.memory_mb, *paths)
     return SimulatedSource(dataset.source, part)
+
+
+@functools.cache
+def _amplitude(size: int) -> np.ndarray:
+    """Return the factor of each Fourier mode, [size, size // 2 + 1]: power spectrum exp(-k^2 LENGTH^2), variance 1."""
+    kx, ky = np.fft.rfftfreq(size) * 2 * np.pi, np.fft.fftfreq(size) * 2 * np.pi
+    filtered = np.exp(-(kx[None, :] ** 2 + ky[:, None] ** 2) * LENGTH**2 / 2)
+    whole = np.exp(-(ky[None, :] ** 2 + ky[:, None] ** 2) * LENGTH**2 / 2)
+    return np.asarray(filtered / np.sqrt((whole**2).mean()))
+
+
+def pair(seed: list[int], size: int, target: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the input and the target of one sample, float32 [size, size]: a smooth random field and its steepness.
+
+    The target is even in the field, so no linear filter does better than the mean of all targets.
+    """
+    rng = np.random.default_rng(seed)
+    if target == "noise":
+        both = rng.random((2, size, size), np.float32)
+        return both[0], both[1]
+    field = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((size, size))) * _amplitude(size), s=(size, size))
+    steepness = LENGTH * np.hypot(*np.gradient(field))
+    return field.astype(np.float32), steepness.astype(np.float32)
 
 
 class SimulatedSource(Source):
@@ -41,12 +67,12 @@ class SimulatedSource(Source):
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         s = self._source
-        images = np.stack([pair([s.seed, self._split, row], s.size, s.length, s.target) for row in range(start, stop)])
+        images = np.stack([pair([s.seed, self._split, row], s.size, s.target) for row in range(start, stop)])
         return {"input": images[:, 0, None], "target": images[:, 1, None]}
 
 
 class FileSource(Source):
-    """The arrays `input` and `target` of one part: floats as float32, truth values as uint8, integers as they are."""
+    """Arrays `input` and `target` of one part: floats as float32, truth values as uint8."""
 
     def __init__(self, source: Any, part: Part, memory_mb: int, *paths: Path) -> None:
         self._files = contextlib.ExitStack()
@@ -74,7 +100,7 @@ class FileSource(Source):
 
 
 def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) -> Any:
-    """Return an array that is read as far as it is asked for; one of a .npz file is read as a whole."""
+    """Return an array that is read on demand; one of a .npz file is read as a whole."""
     names, values = [name], None
     if path.suffix in HDF5:
         file = stack.enter_context(store.open_file(path))
@@ -105,7 +131,7 @@ def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) ->
 
 
 def _field(key: str, values: Any, rows: int, info: Any) -> Field:
-    """Return what will be stored of an array: images get an axis of channels if they have none."""
+    """Describe a stored array: images get an axis of channels if they have none."""
     shape = (values.shape[0], 1, *values.shape[1:]) if values.ndim == 3 else values.shape
     count = shape[1] if len(shape) > 3 else 1
     channels = tuple(info.channels) or ((key,) if count == 1 else tuple(f"{key} {n}" for n in range(count)))

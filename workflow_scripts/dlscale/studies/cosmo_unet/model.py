@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
-    """Space to depth: blocks of 2^3 cells become channels, [B, 8 C, D/2, H/2, W/2], in the order (place, C).
+    """Space to depth: [B, 8 C, D/2, H/2, W/2], in the order (place, C); the order in memory stays.
 
-    It is one copy, and the order in memory stays that of the input. A kernel [O, C, 4, 4, 4] may be given, too.
+    A kernel [O, C, 4, 4, 4] may be given, too.
     """
     if _is_channels_last(x_BCDHW):
         x = x_BCDHW.permute(0, 2, 3, 4, 1).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
@@ -28,7 +28,7 @@ def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
 
 
 def _unblocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
-    """Depth to space, which undoes `_blocks`: from [B, 8 C, D, H, W] to [B, C, 2 D, 2 H, 2 W]."""
+    """Depth to space, from [B, 8 C, D, H, W] to [B, C, 2 D, 2 H, 2 W]."""
     batch, channels, *grid = x_BCDHW.shape
     doubled = [2 * edge for edge in grid]
     if _is_channels_last(x_BCDHW):
@@ -45,7 +45,7 @@ def _is_channels_last(x_BCDHW: torch.Tensor) -> bool:
 class _BlockConv(nn.Conv3d):
     """A convolution of kernel 4, stride 2, padding 1, computed on blocks: kernel 2, stride 1, 8 times the channels.
 
-    Cell 2 o + k of the padded grid is place k % 2 of block o + k // 2, along each axis: the sums have the same terms.
+    Cell 2 o + k of the padded grid is place k % 2 of block o + k // 2, along each axis.
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class _BlockConv(nn.Conv3d):
 
 
 class _BlockTranspose(nn.ConvTranspose3d):
-    """The transpose of the above: kernel 2, stride 1 to blocks, of whose cells the outermost are cut off."""
+    """The transpose: kernel 2, stride 1 to blocks, whose outermost cells are cut off."""
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         assert self.bias is not None
@@ -71,18 +71,9 @@ def _join(level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
 class UNet3D(nn.Module):
     """Stride-2 convolutions down, transposed convolutions up, each level's skip concatenated.
 
-    Parameters
-    ----------
-    widths
-        Channels after each level down; the n levels halve the grid n times. The published six,
-        64 to 512, with 4 channels in and 5 out have 116,977,029 parameters.
-    init_std
-        Weights are drawn from N(0, init_std); biases are 0.
-    space_to_depth
-        Compute the first and the last layer, whose few channels leave most of a tensor core idle, on blocks of 2^3
-        cells: 8 times the channels and an 8th of the kernel. The function and its parameters are the same.
-    checkpointing
-        Keep only each level's inputs for the backward pass, and compute the level again there.
+    The published six levels with 4 channels in and 5 out have 116,977,029 parameters. `widths` are the channels after
+    each level down. With `space_to_depth` the first and the last layer are computed on blocks of 2^3 cells; with
+    `checkpointing` levels are computed again in the backward pass.
     """
 
     def __init__(
@@ -127,7 +118,7 @@ class UNet3D(nn.Module):
         return torch.tanh(x[0])
 
     def _run(self, level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
-        """Apply a level to its inputs joined: joined within, so that checkpointing does not keep the copy."""
+        """Apply a level to its inputs, joined within: checkpointing does not keep the copy."""
         if self.checkpointing and torch.is_grad_enabled():
             y_BCDHW: torch.Tensor = checkpoint(_join, level, *x_BCDHW, use_reentrant=False, preserve_rng_state=False)
             return y_BCDHW

@@ -55,7 +55,7 @@ class CosmoMetrics(Metrics):
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import torch
 
-        from dlscale.datasets.cosmo.naive import line
+        from dlscale.datasets.cosmo.samples import line
 
         self.hydro = manifest.fields["Hydro"]
         self.channels = self.hydro.channels

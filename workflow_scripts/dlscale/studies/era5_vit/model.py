@@ -14,30 +14,24 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attend(nn.Module):
-    """What tokens tell each other: a module of its own, so that others may bring keys and values together for it."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
+    """Scaled dot-product attention as a module, which context parallelism hooks."""
 
     def forward(self, q_BANK: torch.Tensor, k_BANK: torch.Tensor, v_BANK: torch.Tensor) -> torch.Tensor:
         """Return [B, A, N, K] for queries of N tokens; keys and values may be of more."""
-        # The function form does not know of eval(): it must be told.
-        return F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK, dropout_p=self.dropout if self.training else 0.0)
+        return F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK)
 
 
 class Attention(nn.Module):
     """Multi-head self-attention; a device may hold the projections of some of the heads only.
 
-    The projections to queries, keys and values are parameters of their own, as published, and one product while they
-    are computed: one pass over the tokens instead of three, forward and backward.
+    Projections are three layers, as published, computed as one product.
     """
 
-    def __init__(self, embed_dim: int, heads: int, dropout: float, attention_dropout: float) -> None:
+    def __init__(self, embed_dim: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.head_dim = embed_dim // heads
         self.q, self.k, self.v = (nn.Linear(embed_dim, embed_dim) for _ in range(3))
-        self.attend = Attend(attention_dropout)
+        self.attend = Attend()
         self.projection = nn.Linear(embed_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -52,51 +46,39 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, embed_dim: int, heads: int, mlp_ratio: float, dropout: float, attention_dropout: float) -> None:
+    def __init__(self, embed_dim: int, heads: int, dropout: float) -> None:
         super().__init__()
-        hidden = int(embed_dim * mlp_ratio)
         self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6)
-        self.attention = Attention(embed_dim, heads, dropout, attention_dropout)
+        self.attention = Attention(embed_dim, heads, dropout)
         self.norm2 = nn.LayerNorm(embed_dim, eps=1e-6)
         self.mlp = nn.Sequential(
-            nn.Linear(embed_dim, hidden),
+            nn.Linear(embed_dim, 4 * embed_dim),
             nn.GELU(),
             nn.Dropout(dropout),
-            nn.Linear(hidden, embed_dim),
+            nn.Linear(4 * embed_dim, embed_dim),
             nn.Dropout(dropout),
         )
 
-    def forward(self, x_BNE: torch.Tensor, keep_2B11: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [B, N, E]; `keep_2B11` are the factors of a sample's two branches (`ViT.keep`), None: all are 1."""
-        if keep_2B11 is None:
-            x_BNE = x_BNE + self.attention(self.norm1(x_BNE))
-            return x_BNE + self.mlp(self.norm2(x_BNE))
-        x_BNE = x_BNE + keep_2B11[0] * self.attention(self.norm1(x_BNE))
-        return x_BNE + keep_2B11[1] * self.mlp(self.norm2(x_BNE))
+    def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:
+        x_BNE = x_BNE + self.attention(self.norm1(x_BNE))
+        return x_BNE + self.mlp(self.norm2(x_BNE))
 
 
 class ViT(nn.Module):
     """Patches to tokens, transformer blocks, a linear head back to patches.
 
-    With the published base (360 x 720, patch 8, 20 channels, embed_dim 384, depth 12) it has 23,832,960
-    parameters; with embed_dim 1024, 157,926,400. Input and output have `in_channels` and `out_channels`.
+    The published base (360 x 720, patch 8, 20 channels, embed_dim 384, depth 12) has 23,832,960 parameters.
 
     Parameters
     ----------
     image_size, patch
-        (H, W) in points, and (rows, columns) of a patch, which divide them; embed_dim divides by heads.
-    dropout, attention_dropout
-        Of projections and MLPs, and of attention weights; all off in evaluation.
-    drop_path
-        Stochastic depth (Huang et al. 2016, arXiv:1603.09382): probability with which a sample's branch of the last
-        block is dropped, rising linearly from 0 at the first.
+        (H, W) in points, and (rows, columns) of a patch, which divide them.
     residual
-        Add the input's first out_channels to the output: predict the change. "linear": add a linear combination of all
-        channels, the same at all points; it is learnt with the rest and begins as the input's first out_channels.
+        Add the input's first out_channels to the output; "linear": a learnt linear combination of all channels.
     static
-        Further channels that are the same for all inputs, [S, H, W].
+        Further channels, the same for all inputs, [S, H, W].
     checkpointing
-        Keep only each block's input for the backward pass, and compute the block again there.
+        Compute blocks again in the backward pass.
     """
 
     static: torch.Tensor | None
@@ -110,10 +92,7 @@ class ViT(nn.Module):
         embed_dim: int = 384,
         depth: int = 12,
         heads: int = 8,
-        mlp_ratio: float = 4.0,
         dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        drop_path: float = 0.0,
         residual: bool | Literal["linear"] = False,
         static: torch.Tensor | None = None,
         checkpointing: bool = False,
@@ -124,22 +103,15 @@ class ViT(nn.Module):
             raise ValueError(f"patch {rows} x {columns} does not divide the fields ({height} x {width} points)")
         self.grid = (height // rows, width // columns)
         self.patch, self.out_channels, self.residual = patch, out_channels, residual
-        self.checkpointing, self.attention_dropout = checkpointing, attention_dropout
-        self.attention_shape = (
-            heads,
-            self.grid[0] * self.grid[1],
-            embed_dim // heads,
-        )  #: heads, tokens, head dimension
-        self._random = bool(dropout or attention_dropout)
+        self.checkpointing, tokens = checkpointing, self.grid[0] * self.grid[1]
+        #: Heads, tokens, head dimension.
+        self.attention_shape = (heads, tokens, embed_dim // heads)
         self.register_buffer("static", static, persistent=False)
         channels = in_channels + (0 if static is None else len(static))
         self.embedding = nn.Conv2d(channels, embed_dim, kernel_size=patch, stride=patch)
-        self.position = nn.Parameter(torch.zeros(1, self.grid[0] * self.grid[1], embed_dim))
+        self.position = nn.Parameter(torch.zeros(1, tokens, embed_dim))
         self.dropout = nn.Dropout(dropout)
-        self.drop_path = drop_path
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, heads, mlp_ratio, dropout, attention_dropout) for _ in range(depth)
-        )
+        self.blocks = nn.ModuleList(Block(embed_dim, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, out_channels * rows * columns, bias=False)
         nn.init.trunc_normal_(self.position, std=0.02)
@@ -154,32 +126,18 @@ class ViT(nn.Module):
             nn.init.dirac_(self.linear.weight)
             nn.init.zeros_(self.linear.get_parameter("bias"))
 
-    def keep(self, x: torch.Tensor) -> list[torch.Tensor] | list[None]:
-        """Return for each block by what the branches of each sample are multiplied, [2, B, 1, 1] in x's type.
-
-        That is 0, or what keeps the expectation. None where nothing is dropped. All are drawn at once, before the
-        blocks: those who share a sample's tokens, and who compute a block again, have the same.
-        """
-        depth = len(self.blocks)
-        if not self.training or not self.drop_path:
-            return [None] * depth
-        keep_D = torch.linspace(1.0, 1.0 - self.drop_path, depth, device=x.device)
-        keep_D2B11 = keep_D.view(-1, 1, 1, 1, 1).expand(-1, 2, len(x), 1, 1)
-        return list((torch.bernoulli(keep_D2B11) / keep_D2B11).to(x.dtype).unbind())
-
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Map [B, in_channels, H, W] to [B, out_channels, H, W]."""
         if self.static is not None:
             x_BCHW = torch.cat([x_BCHW, self.static.to(x_BCHW.dtype).expand(len(x_BCHW), -1, -1, -1)], dim=1)
-        keep = self.keep(x_BCHW)
         x_BNE = self.embedding(x_BCHW).flatten(2).transpose(1, 2)
         x_BNE = self.dropout(x_BNE + self.position)
-        for block, keep_2B11 in zip(self.blocks, keep, strict=True):
+        for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
                 # The second pass must drop what the first dropped.
-                x_BNE = checkpoint(block, x_BNE, keep_2B11, use_reentrant=False, preserve_rng_state=self._random)
+                x_BNE = checkpoint(block, x_BNE, use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
             else:
-                x_BNE = block(x_BNE, keep_2B11)
+                x_BNE = block(x_BNE)
         y = self.head(self.norm(x_BNE))  # [B, N, rows * columns * C]
         y = y.unflatten(1, self.grid).unflatten(-1, (*self.patch, self.out_channels))  # [B, h, w, rows, columns, C]
         y_BCHW = y.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from dlscale.core.errors import Refused, UserError
 from dlscale.core.metrics import LossInfo, Metric
-from dlscale.core.schema import Extent, Few, PositiveFloat, Strict
+from dlscale.core.schema import Extent, Few, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
@@ -30,12 +30,7 @@ class ViTSettings(Strict):
     embed_dim: Extent = Field(384, description="Numbers of a token.")
     depth: Few = Field(12, description="Blocks.")
     heads: Few = Field(8, description="Heads of attention.")
-    mlp_ratio: Annotated[PositiveFloat, Field(le=1_000)] = Field(
-        4.0, description="Hidden units of an MLP, in multiples of embed_dim."
-    )
     dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
-    attention_dropout: float = Field(0.0, ge=0, lt=1, description="Of attention's weights.")
-    drop_path: float = Field(0.0, ge=0, lt=1, description="Stochastic depth of the last block; rises linearly from 0.")
     residual: bool | Literal["linear"] = Field(
         False,
         description="Predict the change from the input state instead of the state itself; linear: the change from a "
@@ -54,20 +49,15 @@ class ViTSettings(Strict):
         return self
 
     @property
-    def hidden(self) -> int:
-        """Width of the MLPs."""
-        return int(self.embed_dim * self.mlp_ratio)
-
-    @property
     def patch_size(self) -> tuple[int, int]:
         """Rows and columns of a patch."""
         return self.patch if isinstance(self.patch, tuple) else (self.patch, self.patch)
 
 
 class ViTLoss(Strict):
-    """The published relative L2, the mean absolute error, or the mean squared one."""
+    """The relative L2."""
 
-    kind: Literal["relative_l2", "l1", "l2"]
+    kind: Literal["relative_l2"]
 
 
 class Era5Metrics(Metrics):
@@ -85,8 +75,7 @@ class Era5Metrics(Metrics):
         self.info = info = manifest.fields["fields"]
         self.channels = info.channels
         tensor: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        latitude = extra.latitude[: info.grid[0]] or [0.0] * info.grid[0]
-        self.weights = latitude_weights(torch.tensor(latitude, **tensor))
+        self.weights = latitude_weights(torch.tensor(extra.latitude[: info.grid[0]], **tensor))
         self.scale = torch.tensor([t.scale for t in info.transforms])
         self.answers = NaiveAnswers(manifest, run.samples, self.weights, device)
         self.called = {name: ANSWERS[name] for name in self.answers.names}
@@ -186,12 +175,11 @@ class Era5ViT(Study):
     )
 
     def check(self, run: Any) -> None:
-        for key, size in (("heads", run.model.heads), ("mlp_ratio x embed_dim", run.model.hidden)):
-            if size % run.geometry.tp:
-                raise Refused(
-                    f"geometry.tp {run.geometry.tp} does not divide model.{key} = {size}, of which each device takes a "
-                    "part; choose a divisor"
-                )
+        if run.model.heads % run.geometry.tp:
+            raise Refused(
+                f"geometry.tp {run.geometry.tp} does not divide model.heads = {run.model.heads}, of which each device "
+                "takes a part; choose a divisor"
+            )
         if run.cuda_graph and run.activation_checkpointing and self.draws(run):
             raise Refused(
                 "cuda_graph and activation_checkpointing: no graph can record the random state that drop-out keeps "
@@ -232,17 +220,17 @@ class Era5ViT(Study):
         )
 
     def draws(self, run: Any) -> bool:
-        return bool(run.model.dropout or run.model.attention_dropout or run.model.drop_path)
+        return bool(run.model.dropout)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return, for N tokens of width E, 4 N^2 E of each attention and 2 N E for each output of a linear layer.
 
-        That is a third of the training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        A third of the training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
         """
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
         tokens = info.grid[0] // rows * (info.grid[1] // columns)
-        linear = 4 * m.embed_dim + 2 * m.hidden  # outputs: q, k, v, projection; the MLP's two
+        linear = (4 + 2 * 4) * m.embed_dim  # outputs: q, k, v, projection; the MLP's two
         block = 2 * tokens * m.embed_dim * linear + 4 * tokens**2 * m.embed_dim
         states = len(info.channels)
         inputs = run.samples.channels(states) + sum(states if field == "mean" else 1 for field in m.static)
@@ -252,14 +240,12 @@ class Era5ViT(Study):
         return float(m.depth * block + ends)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.losses import l1, l2, relative_l2
+        from dlscale.models.losses import relative_l2
 
-        return {"relative_l2": relative_l2, "l1": l1, "l2": l2}[run.loss.kind]
+        return relative_l2
 
     def loss_info(self, run: Any) -> LossInfo:
-        infos = {"relative_l2": ("relative L2", "no unit"), "l1": ("L1", "model units"), "l2": ("L2", "no unit")}
-        title, unit = infos[run.loss.kind]
-        return LossInfo(title=title, unit=unit)
+        return LossInfo(title="relative L2", unit="no unit")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Era5Metrics:
         return Era5Metrics(run, manifest, device)
@@ -291,7 +277,7 @@ class Era5ViT(Study):
 
 
 def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
-    """Return fields that never change, each with mean 0 and standard deviation 1, [S, H, W]; None if there are none."""
+    """Return standardised fields that never change, [S, H, W], if any."""
     import numpy as np
     import torch
 
@@ -301,10 +287,8 @@ def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
         return None
     info, extra = manifest.fields["fields"], Extra.of(manifest)
     rows, columns = info.grid
-    known: dict[str, Any] = {}
-    if extra.latitude and extra.longitude:
-        known["latitude"] = np.broadcast_to(np.array(extra.latitude[:rows])[:, None], (1, rows, columns))
-        known["longitude"] = np.broadcast_to(np.array(extra.longitude[:columns]), (1, rows, columns))
+    latitude, longitude = np.meshgrid(extra.latitude[:rows], extra.longitude[:columns], indexing="ij")
+    known: dict[str, Any] = {"latitude": latitude[None], "longitude": longitude[None]}
     if extra.climatology:
         known["mean"] = extra.means(manifest, "climatology")[0, :, :rows, :columns]
     if missing := [field for field in fields if field not in known]:

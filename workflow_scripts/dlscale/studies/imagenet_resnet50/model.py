@@ -1,7 +1,6 @@
 """Residual networks of He et al. 2016 (arXiv:1512.03385), with torchvision's architecture and parameter names.
 
-Its weights load as they are: `ResNet.load_state_dict(torchvision's)`. Shape suffixes: B batch, C channels, H W the
-image, K classes.
+Shape suffixes: B batch, C channels, H W the image, K classes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+#: Of red, green and blue in ImageNet's training images, in units of 255.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 #: Blocks of each of the four stages, and whether they are bottlenecks, by the number of layers.
 DEPTHS = {
     18: ((2, 2, 2, 2), False),
@@ -75,22 +76,9 @@ def _shortcut(inner: int, outer: int, stride: int) -> nn.Sequential | None:
 
 
 class ResNet(nn.Module):
-    """A residual network.
+    """A residual network of `depth` 18, 34, 50 or 101; stages have 1, 2, 4 and 8 times the first `width` of channels.
 
-    Parameters
-    ----------
-    depth
-        Layers with weights: 18, 34, 50 or 101.
-    classes
-        Of the output.
-    channels
-        Of an image.
-    width
-        Channels of the first convolution, 64 as published; stages have 1, 2, 4 and 8 times as many (before a
-        bottleneck's expansion).
-    mean, std
-        Of each channel of the training images, in units of the greatest value (255): images with values 0 to 255 are
-        normalised. None where they come normalised. They are no part of the state.
+    `mean` and `std`, in units of 255, normalise images with values 0 to 255; None: images come normalised.
     """
 
     mean: torch.Tensor
@@ -139,9 +127,6 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x_BCHW).flatten(1))
 
 
-def cross_entropy(logits_BK: torch.Tensor, label_B: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
-    """Return the cross entropy of each sample, [B], in nats; labels are int64.
-
-    `smoothing` is the share of the target that all classes get alike (Szegedy et al. 2016, arXiv:1512.00567).
-    """
-    return F.cross_entropy(logits_BK, label_B, label_smoothing=smoothing, reduction="none")
+def cross_entropy(logits_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of each sample, [B], in nats; labels are int64."""
+    return F.cross_entropy(logits_BK, label_B, reduction="none")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from dlscale.core.errors import Refused
 from dlscale.core.metrics import LossInfo, Metric
-from dlscale.core.schema import Extent, Number, PositiveFloat, Strict
+from dlscale.core.schema import Extent, Strict
 from dlscale.parallel.sharding import Sharding
 from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 
@@ -24,7 +23,7 @@ BEST = 5  # answers that count, and that the figure shows
 
 
 def _number(value: Any) -> Any:
-    """Return a string of digits as a number: behind `--config` all are strings, and pydantic compares choices as is."""
+    """Return a string of digits as a number: behind `--config` all are strings."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
@@ -34,24 +33,16 @@ class ResNetSettings(Strict):
     kind: Literal["resnet"]
     depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Layers.")
     width: Extent = Field(64, description="Channels of the first convolution; 64 is the published network.")
-    mean: tuple[Number, Number, Number] = Field(
-        (0.485, 0.456, 0.406), description="Of red, green and blue in the training images, in units of 255."
-    )
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field((0.229, 0.224, 0.225), description="As mean.")
 
 
 class CrossEntropy(Strict):
     """The cross entropy."""
 
     kind: Literal["cross_entropy"]
-    smoothing: float = Field(0.0, ge=0, lt=1, description="Share of the target that all classes get alike.")
 
 
 class ImagenetMetrics(Metrics):
-    """`top1` and `top5`: the share of images whose class is the most probable one, or among the five most probable.
-
-    `_of_most_frequent` are those of always answering the training data's most frequent classes.
-    """
+    """Top-1 and top-5 accuracy, and those of always answering the training data's most frequent classes."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
@@ -118,10 +109,10 @@ class ImagenetResNet50(Study):
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
-        from dlscale.studies.imagenet_resnet50.model import ResNet
+        from dlscale.studies.imagenet_resnet50.model import MEAN, STD, ResNet
 
-        options = run.model.model_dump(exclude={"kind"})  # their names are the model's
-        return ResNet(classes=manifest.fields["labels"].classes or 0, **options)
+        classes = manifest.fields["labels"].classes or 0
+        return ResNet(run.model.depth, classes, width=run.model.width, mean=MEAN, std=STD)
 
     def sharding(self, model: nn.Module) -> Sharding:
         return Sharding(units=["layer*.*"])
@@ -152,7 +143,7 @@ class ImagenetResNet50(Study):
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.studies.imagenet_resnet50.model import cross_entropy
 
-        return partial(cross_entropy, smoothing=run.loss.smoothing)
+        return cross_entropy
 
     def loss_info(self, run: Any) -> LossInfo:
         return LossInfo(title="cross entropy", unit="nats")
@@ -163,26 +154,15 @@ class ImagenetResNet50(Study):
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw the image beside the most probable classes."""
         import numpy as np
-        from matplotlib.figure import Figure
+
+        from dlscale.studies.figures import beside_bars
 
         names = manifest.extra["classes"]
         best = np.argsort(-prediction)[:BEST]
         probability = np.exp(prediction - prediction.max())
         probability /= probability.sum()
-        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-        picture, bars = figure.subplots(1, 2)
-        picture.imshow(x.transpose(1, 2, 0))
-        picture.set_title(f"first validation image: {names[int(y)]}", fontsize=9)
-        picture.set_xlabel("column (pixels)", fontsize=8)
-        picture.set_ylabel("row (pixels)", fontsize=8)
-        colours = ["tab:green" if label == int(y) else "tab:gray" for label in best]
-        bars.barh([names[label] for label in best], probability[best], color=colours)
-        bars.invert_yaxis()
-        bars.set_xlim(0, 1)
-        bars.set_title(f"prediction: {names[best[0]]}", fontsize=9)
-        bars.set_xlabel("probability", fontsize=8)
-        bars.set_ylabel("class", fontsize=8)
-        return figure
+        title, likely = f"first validation image: {names[int(y)]}", [names[label] for label in best]
+        return beside_bars(x.transpose(1, 2, 0), title, ("class", likely), probability[best], names[int(y)])
 
 
 STUDY = ImagenetResNet50()

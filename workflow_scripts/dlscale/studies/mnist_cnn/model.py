@@ -9,25 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+#: Of the training images, in units of the greatest value (255).
+MEAN, STD = 0.1307, 0.3081
+
 
 class MnistCNN(nn.Module):
-    """Two convolutions of 3 x 3, max-pooling, two linear layers; returns log-probabilities.
-
-    Parameters
-    ----------
-    image_size
-        Rows and columns of an image.
-    channels, classes
-        Channels of the images, and classes.
-    widths
-        Channels after the first and the second convolution.
-    hidden
-        Width of the first linear layer.
-    dropouts
-        After the pooling, and between the linear layers.
-    mean, std
-        Of the training images, in units of the greatest value (255).
-    """
+    """Two convolutions of 3 x 3, max-pooling, two linear layers; returns log-probabilities."""
 
     def __init__(
         self,
@@ -36,22 +23,18 @@ class MnistCNN(nn.Module):
         classes: int = 10,
         widths: tuple[int, int] = (32, 64),
         hidden: int = 128,
-        dropouts: tuple[float, float] = (0.25, 0.5),
-        mean: float = 0.1307,
-        std: float = 0.3081,
     ) -> None:
         super().__init__()
-        self.mean, self.std = mean, std
         self.conv1 = nn.Conv2d(channels, widths[0], 3)
         self.conv2 = nn.Conv2d(widths[0], widths[1], 3)
-        self.dropout1, self.dropout2 = nn.Dropout(dropouts[0]), nn.Dropout(dropouts[1])
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
         rows, columns = ((edge - 4) // 2 for edge in image_size)
         self.fc1 = nn.Linear(widths[1] * rows * columns, hidden)
         self.fc2 = nn.Linear(hidden, classes)
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities [B, K] of images with values 0 to 255."""
-        x_BCHW = (x_BCHW / 255 - self.mean) / self.std
+        x_BCHW = (x_BCHW / 255 - MEAN) / STD
         # The published order is ReLU, then pooling: the same numbers and gradients, of four times as many values.
         x_BCHW = F.relu(F.max_pool2d(self.conv2(F.relu(self.conv1(x_BCHW))), 2))
         x_BC = self.dropout1(x_BCHW).flatten(1)

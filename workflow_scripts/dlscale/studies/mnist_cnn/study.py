@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from dlscale.core.metrics import LossInfo, Metric
-from dlscale.core.schema import Extent, Number, PositiveFloat, Strict
+from dlscale.core.schema import Extent, Strict
 from dlscale.studies.base import Metrics, SampleLoss, Study
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ class MnistCNNSettings(Strict):
     kind: Literal["mnist_cnn"]
     widths: tuple[Extent, Extent] = Field((32, 64), description="Channels after each convolution.")
     hidden: Extent = Field(128, description="Width of the first linear layer.")
-    dropouts: tuple[float, float] = Field((0.25, 0.5), description="After the pooling, and between linear layers.")
-    mean: Number = Field(0.1307, description="Of the training images, in units of the greatest value (255).")
-    std: PositiveFloat = Field(0.3081, description="As mean.")
 
 
 class MnistLoss(Strict):
@@ -38,10 +35,7 @@ class MnistLoss(Strict):
 
 
 class MnistMetrics(Metrics):
-    """`accuracy`: the share of images whose most probable digit is the right one.
-
-    `accuracy_of_most_frequent` is that of always answering the training data's most frequent digit.
-    """
+    """Accuracy, and that of always answering the training data's most frequent digit."""
 
     def __init__(self, manifest: Manifest, field: str) -> None:
         import numpy as np
@@ -82,7 +76,7 @@ class MnistCNNStudy(Study):
 
         m, images = run.model, manifest.fields[run.samples.input]
         rows, columns = images.grid
-        return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden, m.dropouts, m.mean, m.std)
+        return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return 2 x 3^2 C_in C_out a pixel of each convolution's output, and 2 C_in C_out of each linear layer."""
@@ -108,22 +102,12 @@ class MnistCNNStudy(Study):
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
         """Draw the image beside the probabilities of the digits."""
         import numpy as np
-        from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.4, 2.8), layout="constrained")
-        picture, bars = figure.subplots(1, 2)
-        picture.imshow(x[0], cmap="gray", vmin=0, vmax=255)
-        picture.set_title(f"first validation image: {int(y)}", fontsize=9)
-        picture.set_xlabel("column (pixels)", fontsize=8)
-        picture.set_ylabel("row (pixels)", fontsize=8)
-        colours = ["tab:green" if digit == int(y) else "tab:gray" for digit in range(CLASSES)]
-        bars.bar(range(CLASSES), np.exp(prediction), color=colours)
-        bars.set_xticks(range(CLASSES))
-        bars.set_ylim(0, 1)
-        bars.set_title(f"prediction: {int(np.argmax(prediction))}", fontsize=9)
-        bars.set_xlabel("digit", fontsize=8)
-        bars.set_ylabel("probability", fontsize=8)
-        return figure
+        from dlscale.studies.figures import beside_bars
+
+        digits = [str(digit) for digit in range(CLASSES)]
+        title, shown = f"first validation image: {int(y)}", {"cmap": "gray", "vmin": 0, "vmax": 255}
+        return beside_bars(x[0], title, ("digit", digits), np.exp(prediction), str(int(y)), **shown)
 
 
 STUDY = MnistCNNStudy()

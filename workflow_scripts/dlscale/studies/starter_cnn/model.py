@@ -12,17 +12,7 @@ from torch import nn
 
 
 class StarterCNN(nn.Module):
-    """Convolutions of 3 x 3, each with LeakyReLU, the last one too; images keep their size.
-
-    Parameters
-    ----------
-    in_channels, out_channels
-        Channels of the images, in and out.
-    hidden
-        Channels between the layers.
-    layers
-        Convolutions; each lets a pixel see one more pixel to every side.
-    """
+    """Convolutions of 3 x 3, each with LeakyReLU, the last one too; images keep their size."""
 
     def __init__(self, in_channels: int = 1, out_channels: int = 1, hidden: int = 64, layers: int = 5) -> None:
         super().__init__()

@@ -35,11 +35,7 @@ class StarterCNNLoss(Strict):
 
 
 class StarterCNNMetrics(Metrics):
-    """`rmse`: the root of the mean squared error over all validation samples and pixels.
-
-    `rmse_of_naive` is that of the better one of two naive answers: the mean of the training data's targets, by channel,
-    and the input as it is, where it has the target's shape.
-    """
+    """RMSE, and that of the better naive answer: the training targets' mean, or the input."""
 
     def __init__(self, target: FieldInfo, device: torch.device) -> None:
         import torch
