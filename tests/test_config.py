@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from dlscale import cli
 from dlscale.config import resolve as config
 from dlscale.config.records import Published
-from dlscale.config.reference import reference
+from dlscale.config.reference import reference, schema
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, Throughput, load_run, run_class
 from dlscale.core import machine, registry
@@ -520,7 +520,7 @@ def test_a_local_batch_size_stands_for_the_global_one() -> None:
     settings.pop("batch_size")
     for name in RUN_STAGES:
         assert load_run(json.dumps(settings), name).batch_size == 16
-    jsonschema.validate({"plans": plan(runs={"a": {"local_batch_size": 3}})["plans"]}, config.schema())
+    jsonschema.validate({"plans": plan(runs={"a": {"local_batch_size": 3}})["plans"]}, schema())
 
 
 @pytest.mark.slow
@@ -589,12 +589,12 @@ def test_a_dataset_reaches_its_stages(tmp_path: Path) -> None:
 def complaints(raw: Any) -> list[list[Any]]:
     """Return the paths that the JSON schema complains about."""
     plain = json.loads(json.dumps(raw, default=str))  # dates, as an editor's YAML has them
-    return [list(error.absolute_path) for error in jsonschema.Draft202012Validator(config.schema()).iter_errors(plain)]
+    return [list(error.absolute_path) for error in jsonschema.Draft202012Validator(schema()).iter_errors(plain)]
 
 
 @pytest.mark.slow
 def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
-    jsonschema.Draft202012Validator.check_schema(config.schema())
+    jsonschema.Draft202012Validator.check_schema(schema())
     assert complaints(yaml.safe_load((ROOT / "config.yaml").read_text())) == []
     assert complaints(SOUND) == []
     for study in config.study_files().values():
@@ -613,7 +613,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
     assert complaints(changed) == []
     config.load(config.merge(copy.deepcopy(SOUND), changed))
     assert stage("schema") == 0
-    assert json.loads(capsys.readouterr().out) == config.schema()
+    assert json.loads(capsys.readouterr().out) == schema()
 
 
 @pytest.mark.slow
@@ -988,7 +988,7 @@ def test_the_steps_of_the_imagenet_tutorial_on_one_node() -> None:
 
 def test_the_committed_schema_is_the_configurations() -> None:
     path = ROOT / "workflow_scripts/dlscale/config/config.schema.json"
-    assert json.loads(path.read_text()) == config.schema(), "run `make schema`"
+    assert json.loads(path.read_text()) == schema(), "run `make schema`"
 
 
 @pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "0"}])
@@ -1045,12 +1045,12 @@ def test_repeats_that_cannot_be(more: Raw, message_: str) -> None:
 
 def test_every_key_is_described_and_stands_in_the_reference() -> None:
     """With its default, where it has one; the page is what the command prints."""
-    schema = config.schema()
-    models = {"the file": schema, **schema["$defs"]}
+    found = schema()
+    models = {"the file": found, **found["$defs"]}
     bare = [f"{name}.{key}" for name, model in models.items() for key, node in model.get("properties", {}).items()
             if key != "kind" and not node.get("description")]  # fmt: skip
     assert not bare, "keys without a description"
-    page = reference(schema)
+    page = reference()
     for name, model in models.items():
         for key in model.get("properties", {}):
             assert f"| `{key}` |" in page, f"{name}.{key}"
@@ -1201,7 +1201,7 @@ def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
             for name in ("anyOf", "items", "prefixItems", "additionalProperties", "patternProperties"):
                 walk(node.get(name), key, holder)
 
-    models = config.schema()["$defs"]
+    models = schema()["$defs"]
     for name, model in models.items():
         walk(model, "", name)
     assert len(models) > 50 and {name for name in open_ended if name.split(".")[1] not in free} == set()

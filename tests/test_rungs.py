@@ -801,7 +801,7 @@ def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytes
     assert alone.wrapped is network and not alone.exchanges
     two.wrap(network, Sharding(), Backend().aside)
     options = {"device_ids": None, "bucket_cap_mb": None, strategy.BUFFERS: True}
-    options |= {"gradient_as_bucket_view": True, "static_graph": False, "process_group": None}
+    options |= {"gradient_as_bucket_view": True, "process_group": None}
     assert log == ["aside", options, "back", 2**31 - 1] and two.exchanges
 
 

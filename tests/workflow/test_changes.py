@@ -597,7 +597,6 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
-    own |= {"dlscale.config.configure"}  # with which it keeps settings beside the results
     # Settings are of one of all kinds, those of a study from outside included.
     kinds = [module for module in registry.kinds().values() if module != "waves"]
     own |= {

@@ -186,9 +186,4 @@ OF_RUNS: tuple[Law, ...] = (
         "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers of "
         "parts, and would wait for statistics that do not come; leave one out",
     ),
-    (
-        lambda run: _is(run, "ddp") and run.parallel.static_graph and run.accumulation_steps > 1,
-        "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, which must "
-        "average; leave static_graph out",
-    ),
 )

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.plan import BLOCKS, Plan
 from dlscale.config.records import Published, Series
 from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
-from dlscale.config.workflow import Workflow, workflow_class
+from dlscale.config.workflow import BLOCKS, Plan, Workflow, workflow_class
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
@@ -27,14 +26,16 @@ from dlscale.core.schema import MOST_SEED, Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 from dlscale.core.urls import hide
 
-#: Runs that stand on one another by `use`, `from` and the rungs of ladders, at most: each is a call within a call.
-MOST_STEPS = 200
-#: What a dataset or plan has at least that no study ships: else a shipped one was meant, and its name is misspelt.
+#: Keys that a new dataset or plan needs: without them a shipped one was meant, and its name is misspelt.
 NEW = {"datasets": "kind", "plans": "study"}
 #: Keys of which one gives a plan its runs.
 MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
-#: Settings and where they were written.
+#: Mutually exclusive settings.
+EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
+#: Settings, and the place where they were written.
 Layer = tuple[str, Raw]
+#: A plan's name and a run's.
+Place = tuple[str, str]
 
 
 class StudyFile(Strict):
@@ -55,19 +56,19 @@ class ResolvedRun:
     plan: str
     name: str
     run: Run
-    trial: str | None = None  #: Of successive halving: the trial that it trains, from where the rung before ended.
+    trial: str | None = None  #: Trial of successive halving that it trains on, from the end of the rung before.
     rung: int = 0
-    rung_size: int = 0  #: How many trials come to its rung; which ones shows when the rung before is done.
-    repeats: str | None = None  #: The run of the plan that it trains once more, with another seed.
+    rung_size: int = 0  #: Number of trials of its rung; which ones shows when the rung before is done.
+    repeats: str | None = None  #: Run of the plan that it trains once more, with another seed.
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything that the workflow needs to know, validated."""
+    """The whole configuration, validated."""
 
     workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
     plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
-    left_out: dict[str, dict[str, str]]  #: By plan and run name: what this machine lacks of what the run needs.
+    left_out: dict[str, dict[str, str]]  #: By plan and run name: needs of the run that this machine lacks.
     secrets: dict[str, str] = field(default_factory=dict, repr=False)  #: Whole addresses of datasets by hidden ones.
 
     def stages(self, plan: str, run: str) -> list[str]:
@@ -75,7 +76,7 @@ class Configuration:
         return ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
 
     def label(self, plan: str, run: str) -> str:
-        """Return what tables and figures of a plan call a run: one of another plan by its name here, and its origin."""
+        """Return the name of a run in tables and figures of a plan; one of another plan has its origin in it."""
         resolved = self.plans[plan][run]
         if "use" in (self.workflow.plans[plan].runs.get(run) or {}):
             return f"{run} ({resolved.plan}.{resolved.name})"
@@ -88,7 +89,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     A `UserError` has the key's path, what was expected and the nearest valid name.
     """
     user, secrets = _plain(raw), dict[str, str]()
-    user |= {"datasets": hide(user["datasets"], "configuration: datasets", secrets)} if "datasets" in user else {}
+    if "datasets" in user:
+        user["datasets"] = hide(user["datasets"], "configuration: datasets", secrets)
     add_studies(user)
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
@@ -118,7 +120,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
 
 def _check_names(user: Raw, shipped: Raw) -> None:
-    """Refuse a dataset or plan that lacks what a new one needs: then a shipped one was meant, and is misspelt."""
+    """Refuse a dataset or plan that lacks a key that a new one needs: a shipped one was meant, and is misspelt."""
     for section in ("datasets", "plans", "studies"):
         if not isinstance(user.get(section, {}), dict):
             raise UserError(f"configuration: {section}: expected names and their settings")
@@ -126,14 +128,14 @@ def _check_names(user: Raw, shipped: Raw) -> None:
         known = shipped[section].keys() | user.get(section, {}).keys()
         for name, settings in user.get(section, {}).items():
             new = name not in shipped[section] and isinstance(settings, dict)
-            if new and not nearest(key, settings):  # of a misspelt key it is told as one
+            if new and not nearest(key, settings):  # a misspelt key has a message of its own
                 needed = key + " and runs" * (section == "plans" and not settings.keys() & MAKING)
                 what = f"a new {section[:-1]} needs {needed}{nearest(name, known - {name})}"
                 raise UserError(f"configuration: {section}.{name}: {what}")
 
 
 def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> None:
-    """Refuse studies and targets that are not there, and paths that Snakemake would not take as they are."""
+    """Refuse studies and targets that are not there, and paths that Snakemake takes for patterns."""
     for name in registry.added():  # nothing else looks at one that has no plan yet
         registry.kind(registry.study(name).dataset)
     for name in workflow.studies:
@@ -145,10 +147,8 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
     for name, dataset in workflow.datasets.items():
         for origin in registry.kind(dataset.kind).origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
-                raise UserError(
-                    f"configuration: datasets.{name}.source: {origin!r}: braces are wildcards to Snakemake, and a path "
-                    "is one line; rename it"
-                )
+                what = f"{origin!r}: braces are wildcards to Snakemake, and a path is one line; rename it"
+                raise UserError(f"configuration: datasets.{name}.source: {what}")
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
@@ -194,23 +194,19 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 def add_studies(raw: Raw) -> None:
     """Register the studies from outside that a configuration names by path, and leave only settings under `studies`."""
     studies = raw.get("studies")
-    if isinstance(studies, dict):
-        for name, path in studies.items():
-            if isinstance(path, str):
-                registry.add(name, path)
-                studies[name] = {}
+    for name, path in studies.items() if isinstance(studies, dict) else ():
+        if isinstance(path, str):
+            registry.add(name, path)
+            studies[name] = {}
 
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
     """Merge YAML files over a site (`site_settings`), later over earlier ones, and `over` last; validate it all."""
-    raw = site_settings(site)
-    for settings in [*map(read_yaml, paths), *over]:
-        merge(raw, settings)
-    return load(raw)
+    return load(functools.reduce(merge, [*map(read_yaml, paths), *over], site_settings(site)))
 
 
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
-    """Return what a profile says of its site, as configuration to merge the user's over.
+    """Return the site of a profile as configuration, to merge the user's over it.
 
     `site` is the name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash).
     """
@@ -218,18 +214,18 @@ def site_settings(site: str | Path | None, profiles: str | Path = "profiles") ->
         return {}
     path = Path(site) if "/" in str(site) else Path(profiles) / str(site)
     path = path / "site.yaml" if path.suffix != ".yaml" else path
-    if not path.is_file():
-        if path.with_name("profile.yaml").is_file():  # Snakemake's settings alone: of this machine
-            return {}
-        known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
-        raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
-    raw = read_yaml(path)
-    validate(Site, raw, where=str(path))
-    return {"site": raw}
+    if path.is_file():
+        raw = read_yaml(path)
+        validate(Site, raw, where=str(path))
+        return {"site": raw}
+    if path.with_name("profile.yaml").is_file():  # Snakemake's settings alone: of this machine
+        return {}
+    known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
+    raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
 
 
 def study_files() -> dict[str, StudyFile]:
-    """Return what the YAML file of each registered study says."""
+    """Return the YAML file of each registered study."""
     return {name: _study_file(study.yaml) for name, study in registry.studies().items()}
 
 
@@ -238,16 +234,11 @@ def _study_file(path: Path) -> StudyFile:
     return validate(StudyFile, read_yaml(path), where=str(path))
 
 
-#: Settings of which one stands for the other.
-EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
-
-
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
     """Merge `over` into `base` in place and return it.
 
-    Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a
-    whole (a plan does not: its kind only says how its runs are layered), and of two settings that
-    exclude each other (`EXCLUSIVE`) the one that is set stays.
+    Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a whole (a plan does
+    not: its kind only says how its runs are layered), and of two `EXCLUSIVE` settings the later one stays.
     """
     for key, value in over.items():
         old = base.get(key)
@@ -267,8 +258,8 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     """Return the page of the targets, inside the folder of results; `layers` of settings, later ones over earlier.
 
-    `report/index.html` is the page of the targets that are named with the folder: those of config.yaml, or of a file
-    that names another folder. A call for other targets has a page that is called by them, and leaves that one alone.
+    `report/index.html` belongs to the targets that are named beside the folder of results; a call for other targets
+    has a page that is called by them.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -291,8 +282,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    if isinstance(value, int) and value.bit_length() > 10_000:  # of 4,300 digits and more Python writes none
-        raise UserError(f"configuration: a whole number of {value.bit_length():,} bits; expected one of a few digits")
     return None if value == "null" else value
 
 
@@ -301,22 +290,22 @@ class _Resolver:
 
     def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
         self.workflow, self.files = workflow, files
-        self._layers: dict[tuple[str, str], tuple[tuple[str, str], list[Layer]]] = {}
-        self._runs: dict[tuple[str, str], Run] = {}
-        self._open: list[tuple[str, str]] = []
+        self._layers: dict[Place, tuple[Place, list[Layer]]] = {}
+        self._runs: dict[Place, Run] = {}
+        self._open: list[Place] = []
         self._left_out: dict[str, dict[str, str]] = {}
         site = workflow.site
         self._provided = site.provides if site.engine != "none" else None
+        #: GPUs of this machine, where runs start on it.
+        self._here = 0 if site.scheduler or site.start else gpus()
 
     def run(self, plan: str, name: str) -> ResolvedRun:
         owner, layers = self.layers(plan, name)
         if owner not in self._runs:
-            plan_ = self.workflow.plans[owner[0]]
-            merged: Raw = {"study": plan_.study}
-            for _, layer in layers:
-                merge(merged, layer)
-            run = validate(run_class(plan_.study), merged, layers=layers)
-            self._check(run, f"plans.{owner[0]}.runs.{owner[1]}", layers)
+            study = self.workflow.plans[owner[0]].study
+            merged = functools.reduce(merge, (layer for _, layer in layers), {"study": study})
+            run = validate(run_class(study), merged, layers=layers)
+            self._check_dataset(run, f"plans.{owner[0]}.runs.{owner[1]}", layers)
             self._runs[owner] = run
         return ResolvedRun(*owner, self._runs[owner])
 
@@ -325,79 +314,57 @@ class _Resolver:
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
             for name, settings in self.workflow.plans[plan].runs.items():
-                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings), self._provided)
-                named = settings.get("use", "") if isinstance(settings, dict) else ""
-                other, _, run = str(named).partition(".")
+                written = settings if isinstance(settings, dict) else {}
+                needs = written.get("needs", [])
+                if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
+                    what = f"expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"
+                    raise UserError(f"configuration: plans.{plan}.runs.{name}.needs: {what}")
+                lacking = missing(needs, self._provided)
+                other, _, run = str(written.get("use", "")).partition(".")
                 if other in self.workflow.plans and run in (there := self.left_out(other)):
                     lacking.append(there[run])
-                lacking = lacking or self._gpus(plan, name)
-                if lacking:
+                if lacking := lacking or self._gpus(plan, name):
                     self._left_out[plan][name] = " and ".join(lacking)
         return self._left_out[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return what GPUs a run asks for if runs start on this machine, and it has some but fewer."""
-        site = self.workflow.site
-        if site.scheduler or site.start or not self._here:
+        """Return the GPUs that a run asks for, if this machine has some but fewer."""
+        if not self._here:
             return []
-        geometry: Raw = {}
-        for _, layer in self.layers(plan, name)[1]:
-            merge(geometry, own if isinstance(own := layer.get("geometry"), dict) else {})
+        sections = [layer["geometry"] for _, layer in self.layers(plan, name)[1] if "geometry" in layer]
+        geometry = functools.reduce(merge, filter(lambda section: isinstance(section, dict), sections), Raw())
         asked = geometry.get("gpus_per_node", 1)
         return [f"{asked} GPUs (it has {self._here})"] if isinstance(asked, int) and asked > self._here else []
 
-    @functools.cached_property
-    def _here(self) -> int:
-        return gpus()
-
-    @staticmethod
-    def _needs(where: str, settings: Any) -> list[str]:
-        needs = settings.get("needs", []) if isinstance(settings, dict) else []
-        if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
-            raise UserError(
-                f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"
-            )
-        return needs
-
-    def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
+    def layers(self, plan: str, name: str) -> tuple[Place, list[Layer]]:
         """Return the run that really holds the results, and the settings it is merged from."""
         key = (plan, name)
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
             raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
-        if len(self._open) == MOST_STEPS:
-            raise UserError(
-                f"configuration: plans.{plan}: it stands on others by more than {MOST_STEPS} steps of use, from and "
-                "rungs of ladders; let it start from its study (no from)"
-            )
         if key not in self._layers:
             self._open.append(key)
             self._layers[key] = self._collect(plan, name)
             self._open.pop()
         return self._layers[key]
 
-    def _collect(self, plan_name: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
-        plan = self.workflow.plans[plan_name]
-        here = f"plans.{plan_name}"
+    def _collect(self, plan_name: str, name: str) -> tuple[Place, list[Layer]]:
+        plan, here = self.workflow.plans[plan_name], f"plans.{plan_name}"
         if plan.study not in self.files:
             raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
-        parts = []
-        for key, settings in plan.parts(name):
-            where = f"{here}.{key}"
-            own = {key: value for key, value in self._settings(where, settings).items() if key != "needs"}
-            parts.append((where, own))
-        if "use" in own:
-            if len(own) > 1:
+        written = [(f"{here}.{key}", self._settings(f"{here}.{key}", settings)) for key, settings in plan.parts(name)]
+        own = [(where, {key: value for key, value in part.items() if key != "needs"}) for where, part in written]
+        where, last = own[-1]
+        if "use" in last:
+            if len(last) > 1:
                 raise UserError(f"configuration: {where}: 'use' stands alone, with no other key")
-            return self.layers(*self._reference(f"{where}.use", own["use"], plan))
+            return self.layers(*self._reference(f"{where}.use", last["use"], plan))
         left_out = self.left_out(plan_name)  # a rung that is not there changes nothing for those after it
-        names = [run for run in plan.runs if run == name or run not in left_out]
-        if plan.kind == "ladder" and names.index(name) > 0:
-            layers = self.layers(plan_name, names[names.index(name) - 1])[1]
-        else:
-            layers = self._base(plan_name, plan)
+        before = [run for run in plan.runs if run == name or run not in left_out]
+        before = before[: before.index(name)] if plan.kind == "ladder" else []
+        layers = self.layers(plan_name, before[-1])[1] if before else self._base(plan_name, plan)
         inherited = [(path, {key: value for key, value in layer.items() if key != "label"}) for path, layer in layers]
-        return (plan_name, name), [*inherited, *parts]
+        return (plan_name, name), [*inherited, *own]
 
     def _base(self, plan_name: str, plan: Plan) -> list[Layer]:
         here = f"plans.{plan_name}"
@@ -427,92 +394,42 @@ class _Resolver:
                 f"change plans.{used.partition('.')[0]}, or write plans.{name}.from: {used} and a run of another name"
             )
 
-    def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
+    def _reference(self, where: str, text: Any, plan: Plan) -> Place:
         target, _, run = str(text).partition(".")
-        if target not in self.workflow.plans:
-            message = unknown("plan", target, self.workflow.plans)
-            raise UserError(f"configuration: {where}: {message}; write it plan.run")
-        other = self.workflow.plans[target]
-        if run not in other.runs:
-            raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
-        if other.halves and where.endswith(".use"):
-            raise UserError(f"configuration: {where}: {text} is a trial of successive halving, in parts; write from")
-        if other.study != plan.study:
-            raise UserError(f"configuration: {where}: {text} is of study {other.study}, this plan of {plan.study}")
+        other, what = self.workflow.plans.get(target), ""
+        if other is None:
+            what = f"{unknown('plan', target, self.workflow.plans)}; write it plan.run"
+        elif run not in other.runs:
+            what = unknown(f"run of plan {target}", run, other.runs)
+        elif other.halves and where.endswith(".use"):
+            what = f"{text} is a trial of successive halving, in parts; write from"
+        elif other.study != plan.study:
+            what = f"{text} is of study {other.study}, this plan of {plan.study}"
+        if what:
+            raise UserError(f"configuration: {where}: {what}")
         return target, run
 
     @staticmethod
     def _settings(where: str, value: Any) -> Raw:
-        if value is None:
-            return {}
+        value = {} if value is None else value
         if not isinstance(value, dict):
             raise UserError(f"configuration: {where}: expected settings (keys and values), got {cut(repr(value))}")
         if "study" in value:
             raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
         return value
 
-    def _check(self, run: Run, where: str, layers: list[Layer]) -> None:
-        """Check what needs more than the run itself: its dataset."""
-
-        def fail(key: str, message: str) -> None:
-            keys = tuple(key.split("."))
-            prefix = next((path for path, layer in reversed(layers) if holds(layer, keys)), where)
-            raise UserError(f"configuration: {prefix}.{key}: {message}")
-
-        if run.dataset not in self.workflow.datasets:
-            fail("dataset", unknown("dataset", run.dataset, self.workflow.datasets))
-        dataset, study = self.workflow.datasets[run.dataset], registry.study(run.study)
-        if dataset.kind != study.dataset:
-            fail("dataset", f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {study.dataset}")
-        kind = registry.kind(dataset.kind)
-        grid = kind.grid(dataset)
-        try:
-            if grid is not None:
+    def _check_dataset(self, run: Run, where: str, layers: list[Layer]) -> None:
+        """Refuse a run that does not fit its dataset, at the place where the key at fault was written."""
+        dataset, study, key, what = self.workflow.datasets.get(run.dataset), registry.study(run.study), "dataset", ""
+        if dataset is None:
+            what = unknown("dataset", run.dataset, self.workflow.datasets)
+        elif dataset.kind != study.dataset:
+            what = f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {study.dataset}"
+        elif grid := registry.kind(dataset.kind).grid(dataset):
+            try:
                 study.check_grid(run, grid)
-        except Refused as error:
-            key, _, message = str(error).partition(" ")
-            fail(key, message)
-
-
-def schema() -> Raw:
-    """Return the JSON schema of `config.yaml`, for editors.
-
-    No key has to be there: a file may change a part of what the studies ship, or of another file.
-    """
-    of_workflow: Raw = _optional(workflow_class().model_json_schema())
-    _describe(of_workflow["$defs"])
-    _describe({"": of_workflow}, of_workflow["$defs"])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
-
-
-def _describe(models: Raw, known: Raw | None = None) -> None:
-    """Give keys that hold other keys the description of what they hold, if they have none of their own."""
-    known = models if known is None else known
-    for model in models.values():
-        for key in model.get("properties", {}).values():
-            options = [key, *key.get("anyOf", []), *key.get("allOf", [])]
-            options += [each for option in options for each in option.get("anyOf", ()) if option is not key]
-            held = [known[each["$ref"].rpartition("/")[2]].get("description", "") for each in options if "$ref" in each]
-            said = [" ".join(text.split("\n\n")[0].split()) for text in held if text]
-            if said and "description" not in key:
-                key["description"] = " Or: ".join(dict.fromkeys(said))
-
-
-def _optional(node: Any) -> Any:
-    """Return a JSON schema in which nothing is required, not even the `kind` by which one of several is chosen.
-
-    A number has one least and one greatest value.
-    """
-    if isinstance(node, list):
-        return [_optional(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    kept = {key: _optional(value) for key, value in node.items() if key not in ("required", "discriminator")}
-    if "oneOf" in kept:
-        kept["anyOf"] = kept.pop("oneOf")
-    for bound, beyond, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
-        if bound in kept and beyond in kept:  # one is the type's, one the field's own: the tighter says all
-            del kept[beyond if sign * kept[bound] > sign * kept[beyond] else bound]
-    if "patternProperties" in kept:
-        kept["additionalProperties"] = False  # names that do not match the pattern
-    return kept
+            except Refused as error:
+                key, _, what = str(error).partition(" ")
+        if what:
+            prefix = next((path for path, layer in reversed(layers) if holds(layer, tuple(key.split(".")))), where)
+            raise UserError(f"configuration: {prefix}.{key}: {what}")

@@ -26,7 +26,6 @@ from pydantic import (
 
 from dlscale.config import laws
 from dlscale.config.laws import Law, Lawful
-from dlscale.config.parallel import DDP, DP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS
@@ -150,8 +149,6 @@ class Training(Lawful):
 
     epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
-    checkpoint_epochs: PositiveInt = Field(1, description="Save a checkpoint every so many epochs, and at the end.")
-    keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept on disk, the newest.")
     stop_after: PositiveInt | None = Field(
         None,
         description="End after so many epochs: a part of a training whose schedule and checkpoints are those of all of "
@@ -177,9 +174,6 @@ class Training(Lawful):
         description="Experiment trackers to log to beside TensorBoard. wandb: Weights & Biases, into the run's folder, "
         "offline unless WANDB_MODE says otherwise; needs dlscale[trackers].",
     )
-    initial_validation: bool = Field(
-        True, description="Validate before the first step, too; of a run that has begun it changes nothing."
-    )
 
     @field_validator("weights")
     @classmethod
@@ -191,6 +185,86 @@ class Training(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
     )
+
+
+class _Several(Strict):
+    """What has a process for each device."""
+
+    kind: str
+    selftest: bool = Field(
+        True,
+        description="Before anything else, test what the processes exchange: values, and latency and bandwidth of the "
+        "links between them. A process or node that sends wrong values ends the run, and a slow one is told.",
+    )
+
+
+class DDP(_Several):
+    """DistributedDataParallel: a process a device; gradients are averaged in buckets while they are computed."""
+
+    kind: Literal["ddp"] = "ddp"
+    bucket_mb: PositiveFloat | None = Field(
+        None, description="MiB of gradients that are averaged by one call; PyTorch's 25 if absent."
+    )
+    first_bucket_mb: PositiveFloat | None = Field(
+        None,
+        description="Of the first bucket: a small one lets the averaging begin early. Absent: PyTorch's 1 where "
+        "bucket_mb is absent, too, else bucket_mb.",
+    )
+    broadcast_buffers: bool = Field(
+        True, description="Before each step all processes take over the first one's buffers, such as running means."
+    )
+    bucket_view: bool = Field(True, description="Gradients lie in the buckets; else they are copied there and back.")
+    sync_batchnorm: bool = Field(
+        False, description="Batch normalisation over the samples of all processes, instead of each one's own."
+    )
+    compression: Literal["none", "bf16", "fp16"] = Field(
+        "none", description="Number format in which gradients are averaged; none: their own."
+    )
+    sync: bool = Field(
+        True,
+        description="false: gradients are not averaged, which shows what the averaging costs. Such a run can be "
+        "measured and profiled; it is no training.",
+    )
+
+
+class FSDP(_Several):
+    """Fully sharded data parallelism (FSDP2): weights, gradients and the optimiser's state are shared among devices.
+
+    The weights of a layer are put together when it computes, and gradients go to the device that updates them (Zhao et
+    al. 2023, arXiv:2304.11277). The study says which modules are gathered at once.
+    """
+
+    kind: Literal["fsdp"]
+    shard: PositiveInt | None = Field(
+        None,
+        description="Devices that share one copy of the weights: neighbours; such groups average their gradients "
+        "(hybrid sharding). All of them if absent.",
+    )
+    reshard: bool = Field(
+        True,
+        description="Free a layer's weights after its forward pass, and gather them again for the backward pass; "
+        "false: keep them until then, which needs more memory and sends less.",
+    )
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Format in which weights are gathered and computed with; updates are made in float32."
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Format in which gradients are averaged.")
+    cpu_offload: bool = Field(
+        False, description="Weights, gradients and optimiser live in the host's memory, where the update is made."
+    )
+
+
+class DP(Strict):
+    """DataParallel, for comparison: one process copies the model to all GPUs of a node anew at every step."""
+
+    kind: Literal["dp"]
+
+
+def _ddp_by_default(value: Any) -> Any:
+    return {"kind": "ddp", **value} if isinstance(value, dict) else value
+
+
+Parallel = Annotated[DDP | FSDP | DP, Field(discriminator="kind"), BeforeValidator(_ddp_by_default)]
 
 
 class Compile(Strict):
@@ -320,9 +394,10 @@ class Tune(Strict):
     batch_size: list[BatchSize] = Field(
         [], description="Global batch sizes; else the run's own. Another one changes what is learnt."
     )
-    seconds: Seconds = Field(
+    seconds: float = Field(
         120.0,
         gt=0,
+        le=604_800,
         description="Time that is measured, half of it in the duel; start and warm-up come on top.",
     )
     keep: float = Field(0.5, gt=0, lt=1, description="Share of the settings that goes on from each rung to the next.")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.parallel import DDP, DP, FSDP
-from dlscale.config.run import load_run
+from dlscale.config.run import DDP, DP, FSDP, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs

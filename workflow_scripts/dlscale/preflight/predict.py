@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dlscale.config.places import folder
+from dlscale.config.places import run_folder
 from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
 from dlscale.core.text import NONE, duration, many, number, percent, shorten, size
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
     if sys.stderr.isatty():  # it takes seconds
         print("fitting the model to what was measured …", file=sys.stderr)
-    study = read([folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
+    study = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlscale.config.places import folder, results_of
+from dlscale.config.places import results_of, run_folder
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import write_text
 from dlscale.core.text import NONE, many, number
@@ -137,7 +137,7 @@ def _runs(name: str, results: Path) -> dict[str, RunResult]:
 
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what changed from the profile of the first run to that of the second."""
-    named = [name if Path(name).exists() else folder(name, configuration) for name in args.results]
+    named = [name if Path(name).exists() else run_folder(name, configuration) for name in args.results]
     before, after = map(profiles.read, named)
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:

@@ -95,14 +95,18 @@ class CheckpointRecord(Record):
         return 0.0 if rank else sum(self.loss_sums)
 
 
+#: Checkpoints kept of a run, the newest.
+KEPT = 2
+
+
 class Checkpoints:
     """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` in `folder`, `checkpoint.json` with safetensors files.
 
     All ranks do all of it together, but `tidy` and `clear`, which are the first one's.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
-        self.folder, self.keep, self._world = folder, keep, world or World()
+    def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
+        self.folder, self.keep, self._world = folder, keep or KEPT, world or World()
         # What is exchanged while a training goes on must not get between what it exchanges.
         group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
         self._beside = replace(self._world, control=group)

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlscale.config.parallel import DDP
-from dlscale.config.run import RunCore
+from dlscale.config.run import DDP, RunCore
 from dlscale.core import registry
 from dlscale.core.ranges import Marker, mark, marking
 from dlscale.data.loaders.base import Batch

@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlscale.config.parallel import DDP, FSDP
-from dlscale.config.run import RunCore
+from dlscale.config.run import DDP, FSDP, RunCore
 from dlscale.core import registry
 from dlscale.core.ranges import marking
 from dlscale.data.loaders.base import Batch

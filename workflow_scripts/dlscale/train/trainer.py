@@ -118,9 +118,9 @@ class Trainer:
     ) -> list[Epoch]:
         """Train to the last epoch; return the records of all epochs, each of which `on_epoch` is told as it comes.
 
-        `on_begin` is told before the first of them how good the model is so far, if that is looked at. `hooks` are
-        those of the training steps. `poll` is asked before each batch, of training and of validation, whether to save
-        or to end; all ranks get the same answer.
+        `on_begin` is told before the first of them how good the model is so far. `hooks` are those of the training
+        steps. `poll` is asked before each batch, of training and of validation, whether to save or to end; all ranks
+        get the same answer.
         """
         try:
             with contextlib.ExitStack() as later:
@@ -144,8 +144,7 @@ class Trainer:
                     if self._improves(record):
                         pieces = self.step.weights.pieces()
                         self.best_weights = {name: piece.copy("cpu") for name, piece in pieces.items()}
-                    if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
-                        self._save(record.step)
+                    self._save(record.step)
         except Exception as error:
             if isinstance(error, UserError) or self.world.size == 1:  # else the others may be gone
                 self.checkpoints.wait()  # what was good until here shall not be lost
@@ -170,7 +169,7 @@ class Trainer:
 
         A signal waits for its end: before the first step it is obeyed, and what was seen is saved.
         """
-        if self._untrained or self._resumed.step or not self.run.training.initial_validation:
+        if self._untrained or self._resumed.step:
             return
         start = time.perf_counter()
         valid_loss, metrics = self.validate()
