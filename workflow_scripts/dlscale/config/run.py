@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union
 
@@ -175,15 +174,9 @@ class Training(Lawful):
         "offline unless WANDB_MODE says otherwise; needs dlscale[trackers].",
     )
 
-    @field_validator("weights")
-    @classmethod
-    def _a_path(cls, weights: str | None) -> str | None:
-        if weights and "://" in weights:
-            raise ValueError("an address; fetch the file, and give its path")
-        return weights
-
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
+        (lambda its: "://" in (its.weights or ""), "weights: an address; fetch the file, and give its path"),
     )
 
 
@@ -350,7 +343,7 @@ class Throughput(Strict):
     )
 
 
-class Profile(Strict):
+class Profile(Lawful):
     """What the profile stage looks at, and with what; each profiler has steps of its own."""
 
     tools: list[Literal["torch", "nsys", "lines", "stacks"]] = Field(
@@ -370,13 +363,10 @@ class Profile(Strict):
         "model and loss, its samples and the loader are looked at in any case.",
     )
 
-    @field_validator("tools", "ranks")
-    @classmethod
-    def _once(cls, values: list[Any]) -> list[Any]:
-        for value, times in Counter(values).items():
-            if times > 1:
-                raise ValueError(f"{value} stands twice: each is profiled once")
-        return values
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda its: len({*its.tools}) < len(its.tools), "tools {its.tools}: one stands twice: each is used once"),
+        (lambda its: len({*its.ranks}) < len(its.ranks), "ranks {its.ranks}: one stands twice: each is profiled once"),
+    )
 
 
 class Tune(Strict):
@@ -407,12 +397,9 @@ class Tune(Strict):
     @field_validator("loaders")
     @classmethod
     def _known(cls, kinds: list[str]) -> list[str]:
-        known = loader_classes()
-        for kind in kinds:
-            if kind not in known:
-                raise ValueError(unknown("loader", kind, known))
-            if kind == "synthetic":
-                raise ValueError("synthetic delivers no data, and so would win; leave it out")
+        known = set(loader_classes()) - {"synthetic"}  # which delivers no data, and so would win
+        if wrong := [kind for kind in kinds if kind not in known]:
+            raise ValueError(unknown("loader with data", wrong[0], known))
         return kinds
 
 

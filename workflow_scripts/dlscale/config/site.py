@@ -211,6 +211,12 @@ class Site(Lawful):
     scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
     scheduler: Scheduler | None = None
 
+    @property
+    def ordered(self) -> int:
+        """Number of GPUs that `gpu_order` has to name."""
+        order = self.gpu_order or []
+        return self.scheduler.gpu_nodes.gpus if self.scheduler and order else len(order)
+
     @model_validator(mode="after")
     def _keeps_secrets(self) -> Site:
         for name, value in self.environment.items():
@@ -242,22 +248,12 @@ class Site(Lawful):
             lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),
             "local_disk: {its.local_disk}: a container of {its.engine} has none of the job's variables",
         ),
+        (
+            lambda its: {*re.findall(r"\{\w+\}", " ".join(its.start))} - {"{ranks}", "{ranks_per_node}", "{nodes}"},
+            "start: {its.start}: in braces expected {{ranks}}, {{ranks_per_node}} or {{nodes}}",
+        ),
+        (
+            lambda its: sorted(its.gpu_order or []) != [*range(its.ordered)],
+            "gpu_order: {its.gpu_order}: expected each of a node's {its.ordered} GPUs once, from 0",
+        ),
     )
-
-    @model_validator(mode="after")
-    def _fills_in_what_there_is(self) -> Site:
-        for word in self.start:
-            for name in re.findall(r"\{\w+\}", word):
-                if name not in ("{ranks}", "{ranks_per_node}", "{nodes}"):
-                    raise ValueError(f"start: {name}: expected {{ranks}}, {{ranks_per_node}} or {{nodes}}")
-        return self
-
-    @model_validator(mode="after")
-    def _order_is_of_all_gpus(self) -> Site:
-        order = self.gpu_order or []
-        gpus = self.scheduler.gpu_nodes.gpus if self.scheduler and order else len(order)
-        if sorted(order) != list(range(gpus)):
-            raise ValueError(
-                f"gpu_order: expected each of a node's GPUs once, a permutation of {list(range(gpus))}; got {order}"
-            )
-        return self
