@@ -175,22 +175,3 @@ def test_ranks_of_one_node_are_added_up() -> None:
     assert three.cores == alone.cores + 1, "the cores that both may use count once"
     assert three.cpu_seconds == pytest.approx(2 * alone.cpu_seconds + 1, abs=TOLERANCE)
     assert three.read_bytes == pytest.approx(2 * (alone.read_bytes or 0) + 10, abs=1 << 16)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_what_others_do_on_other_cores_is_no_neighbour() -> None:
-    """A run that may use one core, and a program that spins on another."""
-    here, there, *_ = sorted(os.sched_getaffinity(0))
-    spin = [sys.executable, "-S", "-c", f"import os; os.sched_setaffinity(0, {{{there}}})\n" + BURN, "1.0"]
-    measure = (
-        f"import os; os.sched_setaffinity(0, {{{here}}})\n"
-        "import time\nfrom dlscale.measure.usage import Meter, core_seconds\nfrom dlscale.parallel.world import World\n"
-        f"meter, before = Meter(), core_seconds()\ntime.sleep(1.0)\nafter = core_seconds()\n"
-        f"found = meter.usage(World())\nprint(found.cores, found.cores_cpu_seconds - after[{here}] + before[{here}])"
-    )
-    command = [sys.executable, "-c", measure]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child, subprocess.Popen(spin) as other:
-        printed = child.communicate()[0].split()
-        other.wait()
-    assert printed[0] == "1" and float(printed[1]) < TOLERANCE

@@ -569,17 +569,6 @@ def test_what_would_run_does_run(clone: Tree) -> None:
     assert clone.planned().names == planned
 
 
-@pytest.mark.slow
-def test_results_can_be_kept_after_a_harmless_edit(clone: Tree) -> None:
-    """`--touch` says: what is there is right. Nothing runs then."""
-    append(f"{PACKAGE}/studies/cosmo_unet/model.py")(clone)
-    weights = (clone.results / "plans/cosmo/unet/model.pt").read_bytes()
-    assert clone.planned().names == sorted(set(runs("boxes")))
-    assert clone.snakemake("--cores", "2", "--touch", "--", *TARGETS).status == 0
-    assert clone.planned().names == []
-    assert (clone.results / "plans/cosmo/unet/model.pt").read_bytes() == weights
-
-
 def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
     """The names in this table are those of the workflow: a job that no row expects is a row to write."""
     assert finished[1].names == sorted(set(EVERYTHING))

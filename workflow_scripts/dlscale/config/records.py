@@ -1,15 +1,13 @@
-"""Records of plans and sweeps, and the published figures beside them; stage `configure` writes the one of a plan."""
+"""Records of plans and sweeps, and the published figures beside them."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dlscale.core.record import Number, Record
 from dlscale.core.schema import Name
-from dlscale.core.settings import read_settings, write_yaml
 from dlscale.core.text import NONE
 
 
@@ -132,8 +130,3 @@ class PlanRecord(Record):
     sweep: SweepRecord | None = None  #: Of kind sweep.
     left_out: dict[str, str] = {}  #: Runs that the machine cannot do, and what it lacks.
     published: list[Published] = []
-
-
-def main(args: argparse.Namespace) -> None:
-    """Write `args.settings` (JSON) as YAML to `args.out`."""
-    write_yaml(args.out, read_settings(args.settings, "--settings")[0])

@@ -129,7 +129,7 @@ STAGES: dict[str, Stage] = {
         ),
     ),
     "configure": Stage(
-        "dlscale.config.records",
+        "dlscale.config.configure",
         "Write which runs a plan consists of, as YAML.",
         "plan",
         (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),
