@@ -170,6 +170,8 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"plans": {"sound": {"kind": "lader"}}}, "plans.sound.kind", ("did you mean 'ladder'?",)),
         ({"plans": {"sound": {"measure": ["trian"]}}}, "plans.sound.measure.0", ("did you mean 'train'?",)),
         ({"plans": {"sound": {"settings": {"measure": ["train"]}}}}, "plans.sound.settings", ("beside settings",)),
+        ({"plans": {"sound": {"settings": {"use": "sound.first"}}}}, "plans.sound.settings", ("unknown key 'use'",)),
+        ({"plans": {"sound": {"settings": {"needs": ["bf16"]}}}}, "plans.sound.settings", ("unknown key 'needs'",)),
         ({"plans": {"sound": {"only": {"trian": []}}}}, "plans.sound.only.trian", ("did you mean 'train'?",)),
         ({"plans": {"sound": {"only": {"profile": ["first"]}}}}, "plans.sound", ("add profile to measure",)),
         ({"plans": {"sound": {"only": {"train": ["frist"]}}}}, "plans.sound", ("did you mean 'first'?",)),
@@ -586,7 +588,6 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
         ({"plans": {"sound": {"settings": {"model": {"width": [2]}}}}}, ["plans", "sound", "settings"]),
         ({"plans": {"sound": {"settings": {"precision": "bf61"}}}}, ["plans", "sound", "settings"]),
         ({"plans": {"sound": {"settings": {"optimizer": {"lr": -1}}}}}, ["plans", "sound", "settings"]),
-        ({"plans": {"sound": {"settings": {"use": "sound.first"}}}}, ["plans", "sound", "settings"]),
         ({"plans": {"sound": {"runs": {"first": {"study": "cosmo_unet"}}}}}, ["plans", "sound", "runs", "first"]),
         ({"plans": {"sound": {"measure": ["trian"]}}}, ["plans", "sound", "measure", 0]),
         ({"plans": {"sound": {"runs": {"a b": {}}}}}, ["plans", "sound", "runs"]),
@@ -1057,7 +1058,7 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
 
 def test_weights_are_no_address() -> None:
     text = message(**plan({"training": {"epochs": 1, "weights": "https://me:s3cret@example.org/model.pt"}}))
-    one(text, "plans.p.runs.a.training.weights", "an address; fetch the file")
+    one(text, "plans.p.settings.training", "weights: an address; fetch the file")
     assert "s3cret" not in text
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 
-from tests.workflow.conftest import CONFIG, RESULTS, Tree
+from tests.workflow.conftest import RESULTS, Tree
 from tests.workflow.test_why import why
 
 
@@ -63,21 +62,3 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     (locked / "0.output.lock").write_text(f"{RESULTS}/data/waves/manifest.json\n")
     wrong = tree.shell(run)
     assert wrong.returncode == 1 and wrong.stderr.startswith("LockException:\n") and "--unlock" in wrong.stderr
-
-
-def test_a_failure_is_the_last_word(make_tree: Callable[..., Tree]) -> None:
-    """Each job that failed, in one line, with its log; a log of an earlier call is none of this one."""
-    config = copy.deepcopy(CONFIG)
-    files = {split: [f"raw/{split}.h5"] for split in ("train", "valid")}
-    config["datasets"]["mine"] = {"kind": "cosmo", "source": {"kind": "files", **files}}
-    tree = make_tree(config)
-    (tree.path / "raw").mkdir()
-    for split in files:
-        (tree.path / f"raw/{split}.h5").write_bytes(b"no HDF5")
-    failed = tree.snakemake("--cores", "2", "--keep-going", "--", "data_mine")
-    assert failed.status == 1
-    said = last_lines(failed.output, 2)
-    for line, split in zip(said, files, strict=True):
-        assert line.startswith("FAILED data mine (preprocess): ") and f"raw/{split}.h5" in line
-        assert line.endswith(f"; log: {RESULTS}/logs/preprocess/mine/{split}/{split}-0.log"), line
-    assert "At least one job did not complete" not in failed.output

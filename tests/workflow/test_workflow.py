@@ -114,13 +114,6 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
     assert throughput["beside"] is None, "its plan wants none"
 
 
-def test_a_measurement_is_repeated_by_itself(finished: tuple[Tree, Outcome]) -> None:
-    """As the page of a machine that was not quiet says."""
-    tree, _ = finished
-    file = str((tree.results / "plans/era5/vit/throughput.json").relative_to(tree.path))
-    assert tree.planned("--force", targets=[file]).names == ["throughput era5 vit"]
-
-
 def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:
     """Every job is counted once; those that computed are told apart from the starts of their processes."""
     tree, outcome = finished
@@ -264,11 +257,6 @@ def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) ->
 
 
 @pytest.mark.slow
-def test_same_jobs_by_default(fresh: Tree) -> None:
-    assert fresh.planned(targets=[]).names == fresh.planned(targets=["all"]).names
-
-
-@pytest.mark.slow
 def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
     """Three hundred runs: as many trainings and measurements, on one dataset that is made once."""
     config = copy.deepcopy(CONFIG)
@@ -323,10 +311,6 @@ def directive(body: str, name: str) -> str:
     return found[1] if found else ""
 
 
-def test_all_rules_are_seen(finished: tuple[Tree, Outcome]) -> None:
-    assert set(RULES) - {"image"} == {job.rule for job in finished[1].jobs if job.command}
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_is_thin_and_complete(rule: str) -> None:
     _, body = RULES[rule]
@@ -370,12 +354,6 @@ def test_no_lambda_in_the_rules() -> None:
 def test_lint(fresh: Tree) -> None:
     outcome = fresh.snakemake("--lint")
     assert outcome.status == 0 and "in a good condition" in outcome.output
-
-
-def test_top_level_rules_only_gather() -> None:
-    """The Snakefile has targets and nothing that computes."""
-    text = (ROOT / "Snakefile").read_text()
-    assert "shell:" not in text and "params:" not in text
 
 
 # ---- when something goes wrong ----------------------------------------------------------------------

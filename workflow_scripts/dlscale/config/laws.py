@@ -1,7 +1,6 @@
 """Settings that do not go together: tables of rows, each with the message that refuses it.
 
-A message begins with the keys at fault, by which the place is found where they were written; `{its}` in it are the
-settings. The first row that holds is told.
+A message begins with the keys at fault, by which their place is found; `{its}` in it are the settings.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dlscale.core.text import NONE
 
 
 class Published(Record):
-    """A published figure of a study, as its YAML file has it: a throughput, or the value of something else."""
+    """A published figure of a study: a throughput, or the value of something else."""
 
     label: str = NONE
     hardware: str = NONE
@@ -110,7 +110,7 @@ class SweepRecord(Record):
 
 
 class Rung(Record):
-    """`rungN.json`: which trials of successive halving come to rung N, from 1 on, and what they were chosen by."""
+    """`rungN.json`: the trials of successive halving that come to rung N, from 1 on."""
 
     metric: str
     scores: dict[Name, Number]  #: Of the trials of the rung before, the best first.

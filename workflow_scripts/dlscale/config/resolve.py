@@ -1,8 +1,7 @@
 """From the user's configuration to validated datasets and fully resolved runs.
 
-What the studies ship (the YAML file beside each) comes first and the user's configuration is merged
-over it, so any shipped dataset or plan can be changed by name. A run's settings are layered in turn:
-the study's, those of the plan's `from`, the plan's, in a ladder those of the rungs before, its own.
+The user's configuration is merged over the studies' YAML files, so any shipped dataset or plan changes by name. A
+run's settings are layered: the study's, those of the plan's `from`, the plan's, of a ladder the rungs' before, its own.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class StudyFile(Strict):
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """One run of a plan: its full settings, and the plan and name under which its results are (see `use`)."""
+    """A run of a plan: its settings, and the plan and name under which its results are (see `use`)."""
 
     plan: str
     name: str
@@ -72,11 +71,10 @@ class Configuration:
     secrets: dict[str, str] = field(default_factory=dict, repr=False)  #: Whole addresses of datasets by hidden ones.
 
     def stages(self, plan: str, run: str) -> list[str]:
-        """Return the stages that a run goes through: one that repeats another trains, and no more."""
         return ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
 
     def label(self, plan: str, run: str) -> str:
-        """Return the name of a run in tables and figures of a plan; one of another plan has its origin in it."""
+        """Return the name of a run in tables and figures of a plan."""
         resolved = self.plans[plan][run]
         if "use" in (self.workflow.plans[plan].runs.get(run) or {}):
             return f"{run} ({resolved.plan}.{resolved.name})"
@@ -84,7 +82,7 @@ class Configuration:
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
-    """Validate the user's configuration as Snakemake merged it (strings where `--config` gave them); resolve all runs.
+    """Validate the user's configuration as Snakemake merged it, and resolve all runs.
 
     A `UserError` has the key's path, what was expected and the nearest valid name.
     """
@@ -120,7 +118,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
 
 def _check_names(user: Raw, shipped: Raw) -> None:
-    """Refuse a dataset or plan that lacks a key that a new one needs: a shipped one was meant, and is misspelt."""
+    """Refuse a dataset or plan that lacks a key of a new one: a shipped one was meant, and is misspelt."""
     for section in ("datasets", "plans", "studies"):
         if not isinstance(user.get(section, {}), dict):
             raise UserError(f"configuration: {section}: expected names and their settings")
@@ -135,7 +133,6 @@ def _check_names(user: Raw, shipped: Raw) -> None:
 
 
 def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> None:
-    """Refuse studies and targets that are not there, and paths that Snakemake takes for patterns."""
     for name in registry.added():  # nothing else looks at one that has no plan yet
         registry.kind(registry.study(name).dataset)
     for name in workflow.studies:
@@ -152,7 +149,7 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan: of successive halving one for each trial in each rung, as far as any may come."""
+    """Return the runs of a plan: of successive halving one for each trial in each rung."""
     if not (plan.sweep and plan.halves):
         return trials
     lengths = {each.run.training.epochs for each in trials.values()}
@@ -173,7 +170,7 @@ def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[s
 
 
 def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan, each followed by those that train it once more: with the next seeds."""
+    """Return the runs of a plan, each followed by those that train it with the next seeds."""
     found = {}
     for name, resolved in runs.items():
         found[name] = resolved
@@ -192,7 +189,7 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 
 
 def add_studies(raw: Raw) -> None:
-    """Register the studies from outside that a configuration names by path, and leave only settings under `studies`."""
+    """Register the studies that a configuration names by path, and leave only settings under `studies`."""
     studies = raw.get("studies")
     for name, path in studies.items() if isinstance(studies, dict) else ():
         if isinstance(path, str):
@@ -201,14 +198,14 @@ def add_studies(raw: Raw) -> None:
 
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
-    """Merge YAML files over a site (`site_settings`), later over earlier ones, and `over` last; validate it all."""
+    """Load YAML files over a site (`site_settings`), later over earlier ones, and `over` last."""
     return load(functools.reduce(merge, [*map(read_yaml, paths), *over], site_settings(site)))
 
 
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
-    """Return the site of a profile as configuration, to merge the user's over it.
+    """Return a profile's site as configuration, to merge the user's over it.
 
-    `site` is the name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash).
+    `site` names a folder in `profiles` with a `site.yaml`, or is a path (with a slash).
     """
     if not site:
         return {}
@@ -235,10 +232,9 @@ def _study_file(path: Path) -> StudyFile:
 
 
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
-    """Merge `over` into `base` in place and return it.
+    """Merge `over` into `base` in place, key by key, and return it.
 
-    Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a whole (a plan does
-    not: its kind only says how its runs are layered), and of two `EXCLUSIVE` settings the later one stays.
+    A section of another `kind` replaces as a whole, but for plans; of two `EXCLUSIVE` settings the later one stays.
     """
     for key, value in over.items():
         old = base.get(key)
@@ -256,10 +252,9 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 
 
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
-    """Return the page of the targets, inside the folder of results; `layers` of settings, later ones over earlier.
+    """Return the page of the targets, inside the folder of results; later `layers` over earlier ones.
 
-    `report/index.html` belongs to the targets that are named beside the folder of results; a call for other targets
-    has a page that is called by them.
+    `report/index.html` is that of the targets beside which the folder of results is named; others have their own.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -277,7 +272,7 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
+    """Copy nested mappings to dicts; `--config` passes strings, and its null is one."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -310,7 +305,7 @@ class _Resolver:
         return ResolvedRun(*owner, self._runs[owner])
 
     def left_out(self, plan: str) -> dict[str, str]:
-        """Return the runs that need what this machine lacks, and what that is; those that name one of them, too."""
+        """Return the runs that need what this machine lacks, or name such a run, and what that is."""
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
             for name, settings in self.workflow.plans[plan].runs.items():
@@ -328,7 +323,7 @@ class _Resolver:
         return self._left_out[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return the GPUs that a run asks for, if this machine has some but fewer."""
+        """Return the GPUs that a run asks for, if this machine has fewer."""
         if not self._here:
             return []
         sections = [layer["geometry"] for _, layer in self.layers(plan, name)[1] if "geometry" in layer]
@@ -337,7 +332,7 @@ class _Resolver:
         return [f"{asked} GPUs (it has {self._here})"] if isinstance(asked, int) and asked > self._here else []
 
     def layers(self, plan: str, name: str) -> tuple[Place, list[Layer]]:
-        """Return the run that really holds the results, and the settings it is merged from."""
+        """Return the run that holds the results, and the settings it is merged from."""
         key = (plan, name)
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
@@ -378,7 +373,7 @@ class _Resolver:
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
     def check_settings(self, name: str, plan: Plan, resolved: Mapping[str, ResolvedRun]) -> None:
-        """Refuse a training without averaged gradients, and settings of a plan that reach none of its runs."""
+        """Refuse a training without averaged gradients, and settings that reach no run."""
         for run, found in resolved.items():
             if "train" in plan.stages(run) and not found.run.averages:
                 raise UserError(

@@ -1,8 +1,7 @@
-"""One fully resolved configuration of one study at one scale.
+"""A fully resolved run of one study.
 
-A run's class depends on its study, which brings the settings of its model, loss and samples: `run_class`. A stage sees
-the common keys (`RunCore`) and those that its row in the table of stages names: `stage_class`. What a stage cannot see
-cannot make it run again.
+Its class depends on the study, which brings the settings of its model, loss and samples. A stage sees the common keys
+(`RunCore`) and those of its row in the table of stages, and runs again where one of these changes.
 """
 
 from __future__ import annotations
@@ -181,8 +180,6 @@ class Training(Lawful):
 
 
 class _Several(Strict):
-    """What has a process for each device."""
-
     kind: str
     selftest: bool = Field(
         True,
@@ -370,10 +367,7 @@ class Profile(Lawful):
 
 
 class Tune(Strict):
-    """What the tune stage tries: all combinations of these. A run's own setting is always among them.
-
-    An empty list stands for the stage's own choice.
-    """
+    """Settings that the tune stage tries: all combinations, and the run's own. Empty: the stage's choice."""
 
     workers: list[Workers] = Field([], description="Of the loader; else 0, 1, 2, 4, … up to a process's cores.")
     prefetch: list[Few] = Field([2, 4], description="Of the loader.")
@@ -404,7 +398,7 @@ class Tune(Strict):
 
 
 def loader_classes() -> dict[str, type[Component]]:
-    """Return the settings of all loaders, by kind."""
+    """Return the settings of all loaders by kind."""
     classes = registry.load("dlscale.data.loaders.settings").LOADERS
     return {each.model_fields["kind"].annotation.__args__[0]: each for each in classes}
 
@@ -419,10 +413,7 @@ LOCAL_BATCH_SIZE = (
 
 
 class RunCore(Lawful):
-    """What training and measuring share.
-
-    `local_batch_size` may stand for `batch_size`; what reads a run sees the global one.
-    """
+    """Settings that training and measuring share; readers of a run see the global batch size."""
 
     LAWS: ClassVar[tuple[Law, ...]] = laws.OF_RUNS
 
@@ -500,7 +491,6 @@ class RunCore(Lawful):
 
     @property
     def processes(self) -> Geometry:
-        """Nodes and processes of each: one for each device, or one for all."""
         return Geometry() if isinstance(self.parallel, DP) else self.geometry
 
     @property
@@ -515,17 +505,16 @@ class RunCore(Lawful):
 
     @property
     def can_step_alone(self) -> bool:
-        """Whether a process can leave out what it waits for in a step: nothing in a model, or recorded, waits."""
+        """Whether a process can leave out the exchange of a step."""
         parallel = self.parallel
         return isinstance(parallel, DDP) and parallel.sync and not parallel.sync_batchnorm and not self.cuda_graph
 
     @property
     def local_batch_size(self) -> int:
-        """Samples a step on one device, or on those that share a model."""
+        """Samples of a step on one device, or on those that share a model."""
         return self.batch_size // self.geometry.dp
 
     def loaders(self, stage: str) -> list[str]:
-        """Return the kinds of loaders that a stage may use: the run's own, and those that the stage tries."""
         tried = [getattr(self, key) for key in STAGES[stage].settings]
         kinds = [kind for settings in tried if isinstance(settings, Tune) for kind in settings.loaders]
         return list(dict.fromkeys([self.loader.kind, *kinds]))
@@ -542,12 +531,11 @@ class Run(RunCore):
     label: str | None = Field(None, description="What tables and figures call the run; its name if absent.")
 
     def slice(self, stage: str) -> dict[str, Any]:
-        """Return the part of this run that a stage sees, as plain values for JSON."""
         return self.model_dump(mode="json", include={*RunCore.model_fields, *STAGES[stage].settings})
 
 
 def components(study: str) -> dict[str, Any]:
-    """Return the fields of a run whose types the study, its kind of dataset and the loaders bring."""
+    """Return the fields of a run whose types its study, kind of dataset and loaders bring."""
     brought = registry.study(study)
     loaders = tuple(loader_classes().values())
     loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
@@ -561,13 +549,13 @@ def components(study: str) -> dict[str, Any]:
 
 @functools.cache
 def run_class(study: str) -> type[Run]:
-    """Return the class of the runs of a study."""
+    """Return the class of a study's runs."""
     return create_model("Run", __base__=Run, __doc__=Run.__doc__, **components(study))
 
 
 @functools.cache
 def stage_class(study: str, stage: str) -> type[RunCore]:
-    """Return what a stage sees of the runs of a study."""
+    """Return the class of what a stage sees of a study's runs."""
     own: dict[str, Any] = {
         name: (Run.model_fields[name].annotation, Run.model_fields[name]) for name in STAGES[stage].settings
     }
@@ -575,7 +563,7 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them; a mistake there is a `UserError`."""
+    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them."""
     raw, where = read_settings(config)
     study = raw.get("study")
     if study not in registry.studies():

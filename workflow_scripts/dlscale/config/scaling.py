@@ -1,4 +1,4 @@
-"""What plans of kind `weak_scaling`, `strong_scaling` and `convergence` run: numbers of devices, batch sizes, seeds."""
+"""Blocks of plans that make their runs: numbers of devices, batch sizes, seeds."""
 
 from __future__ import annotations
 

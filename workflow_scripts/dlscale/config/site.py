@@ -1,7 +1,4 @@
-"""Where and how the workflow's commands run: container engine, process starter, nodes, queues.
-
-A profile's folder holds these settings in `site.yaml`; science is not in there, and the site is in no run.
-"""
+"""Where and how commands run (a profile's `site.yaml`): engine, starter, nodes, queues."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ Value = Annotated[str, StringConstraints(pattern=r"^[^\n\r]+$")]  # Shifter take
 
 
 def _target(path: str) -> str:
-    """Refuse what Shifter refuses; no other engine misses it."""
     if re.match(r"^/(etc|var)(/|$)", path) or path.rstrip("/") in ("", "/opt"):
         raise ValueError(f"{path}: nothing may be mounted at /, /opt, /etc or /var of a container")
     return path
@@ -57,12 +53,11 @@ class Limits(Strict):
     )
 
     def __str__(self) -> str:
-        """Return them as the value of `DLSCALE_WATCHDOG`, which no engine's options and no shell cut."""
         return ":".join(f"{name}={value:g}" for name, value in self)
 
     @classmethod
     def told(cls) -> Limits | None:
-        """Return what the environment says, `off` or some of them; None: the watchdog is off."""
+        """Return the limits of the environment; None: the watchdog is off."""
         text = os.environ.get(WATCHDOG, "")
         if text == "off":
             return None
@@ -103,7 +98,7 @@ class Nodes(Strict):
 
     @property
     def gpu_name(self) -> str:
-        """Part of the GPUs' name, as the driver has it; nothing where the site does not say, or has none."""
+        """Part of the GPUs' name, as the driver has it; empty where the site does not say."""
         if not self.gpus:
             return ""
         known = re.search(r"[a-z]+\d+", self.gres.partition(":")[2].lower())
@@ -132,7 +127,7 @@ class Scheduler(Strict):
     )
 
     def limit(self, job: Job) -> int:
-        """Return the time limit of a job of which nothing else is known, in minutes."""
+        """Return the default time limit of a job, in minutes."""
         return self.minutes.get(job) or (STAGES[job].minutes if job in STAGES else 60)
 
 
@@ -213,7 +208,6 @@ class Site(Lawful):
 
     @property
     def ordered(self) -> int:
-        """Number of GPUs that `gpu_order` has to name."""
         order = self.gpu_order or []
         return self.scheduler.gpu_nodes.gpus if self.scheduler and order else len(order)
 

@@ -141,24 +141,22 @@ class Sweep(Lawful):
 
     @property
     def number(self) -> float:
-        """Number of trials that are asked for."""
         return self.trials or self.count
 
     @property
     def different(self) -> int:
-        """Number of trials that there are."""
         return len(self.runs)
 
     @property
     def twice(self) -> str | None:
-        """Name of a value that stands in its list twice: trials that differ in it have other names."""
+        """Name of a value that stands in its list twice."""
         lists = {key: values for key, values in self.over.items() if isinstance(values, list)}
         names = Counter(_name({key: value}, self._words) for key, values in lists.items() for value in values)
         return next((name for name, number in names.items() if number > 1), None)
 
     @property
     def runs(self) -> dict[str, Values]:
-        """Changes of each trial by its name, which says their values: a trial that stays keeps its results."""
+        """Changes of each trial by its name, which says their values."""
         if self.trials is None:
             combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
             return {_name(values, self._words): values for values in combinations}
@@ -174,15 +172,11 @@ class Sweep(Lawful):
 
     @property
     def _words(self) -> dict[str, str]:
-        """Words for settings in names: the last of each key, or all of a key whose last word another has."""
         last = Counter(key.rpartition(".")[2] for key in self.over)
         return {key: word if last[word := key.rpartition(".")[2]] == 1 else key.replace(".", "-") for key in self.over}
 
     def rungs(self, trials: int, epochs: int) -> list[tuple[int, int]]:
-        """Return epochs and number of trials of each rung; the last one trains all `epochs`.
-
-        Each has a `reduction_factor`-th of the trials of the one before, and at least one.
-        """
+        """Return epochs and number of trials of each rung; the last one trains all `epochs`."""
         factor, sizes = self.reduction_factor, halved(trials, self.reduction_factor)
         longer = [factor**rung for rung in range(len(sizes)) if rung == 0 or epochs > factor ** (rung - 1)]
         until = [-(-epochs // times) for times in reversed(longer)]
@@ -190,15 +184,12 @@ class Sweep(Lawful):
 
 
 def label(values: Values) -> str:
-    """Return what tables call a trial."""
+    """Return a trial's name in tables."""
     return ", ".join(f"{key.rpartition('.')[2]} {_shown(value)}" for key, value in values.items())
 
 
 def _spread(seed: str) -> Iterator[float]:
-    """Yield random shares (0 ≤ share < 1): of the first 2, 4, 8, … each half, quarter, eighth has one.
-
-    A few trials so cover a range, and stay where more are drawn.
-    """
+    """Yield random shares (0 ≤ share < 1): of the first 2, 4, 8, … each half, quarter, eighth has one."""
     numbers, shares = random.Random(seed), list[float]()  # by the text's SHA-512: the same everywhere
     for strata in (2**power for power in itertools.count()):
         free = sorted(set(range(strata)) - {int(share * strata) for share in shares})
@@ -217,7 +208,7 @@ def _number(value: Any) -> Any:
 
 
 def _name(values: Values, words: dict[str, str]) -> str:
-    """Return a trial's name, which is a folder's: letters, digits, `-`, `_`; of 0.003 it has 0p003."""
+    """Return a trial's name, which is a folder's: of 0.003 it has 0p003."""
     name = "_".join(f"{words[key]}-{_legal(_shown(value))}" for key, value in values.items())
     if len(name) <= LONGEST:
         return name

@@ -126,7 +126,7 @@ class Plan(Lawful):
     @field_validator("runs", mode="before")
     @classmethod
     def _made(cls, runs: Any, info: ValidationInfo) -> Any:
-        """Put those that a block makes before those that are written."""
+        """Put the runs that a block makes before those that are written."""
         kind = info.data.get("kind", "set")
         block, example = BLOCKS.get(kind, ("", ""))
         misplaced = any(info.data.get(name) for name, _ in BLOCKS.values() if name != block)
@@ -186,7 +186,6 @@ class Plan(Lawful):
 
     @property
     def halves(self) -> bool:
-        """Whether only the best of its runs train to the end."""
         return self.sweep is not None and self.sweep.method == "halving"
 
     @functools.cached_property
@@ -205,7 +204,6 @@ class Plan(Lawful):
         return [(f"{BLOCKS[self.kind][0]}.{where}", part) for where, part in made.items()]
 
     def stages(self, run: str) -> list[str]:
-        """Return the stages that a run of the plan goes through."""
         return [stage for stage in self.measure if run in self.only.get(stage, [run])]
 
 
@@ -271,11 +269,7 @@ class Workflow(Strict):
 def workflow_class(*, of_runs: bool = True) -> type[Workflow]:
     """Return the class of configurations with the studies and kinds of datasets that are registered now.
 
-    Parameters
-    ----------
-    of_runs
-        Whether it names the keys of runs, too, as the JSON schema and messages need: making it then takes as long as
-        reading all that is configured.
+    `of_runs`: with the keys of runs, which the JSON schema and messages need; making it takes as long as all the rest.
     """
     own: dict[str, Any] = {
         "datasets": (dict[Name, dataset_type()], Workflow.model_fields["datasets"]),  # type: ignore[misc]

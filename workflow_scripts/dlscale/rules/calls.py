@@ -29,7 +29,7 @@ RESULTS_SHOWN = 8
 
 
 def say(*lines: str) -> None:
-    """Print lines for the user: what a call makes goes elsewhere."""
+    """Print lines for the user; what a call makes goes elsewhere."""
     if lines:
         print(*lines, sep="\n", file=sys.stderr)
 
@@ -50,7 +50,7 @@ class Call:
     # ---- what would run ------------------------------------------------------------------------------
 
     def works(self, waiting: Iterable[Any]) -> list[Work]:
-        """Return Snakemake's jobs that would run, as the estimate of their cost knows them: data counted by dataset."""
+        """Return Snakemake's jobs as the estimate of their cost knows them: data counted by dataset."""
         plans = self.configuration.plans
         runs, data, halving = list[Work](), Counter[str](), list[str]()
         for job in waiting:
@@ -77,7 +77,7 @@ class Call:
         return expected.seconds(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
     def to_tell(self, waiting: Sequence[Any]) -> list[live.Job]:
-        """Return the jobs for the process that shows how far the call is; a site has nodes for all."""
+        """Return the jobs for the process that shows how far the call is."""
         return [
             live.Job(
                 "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
@@ -92,7 +92,7 @@ class Call:
         ]
 
     def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> float:
-        """Return how long jobs take here together, and what of the same works is no job yet: a later rung's."""
+        """Return how long jobs take here together, those of later rungs included."""
         cores = self.cores or 1
         jobs = [job for job in waiting if job.rule.name in RUN_STAGES]
         there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
@@ -113,7 +113,7 @@ class Call:
     # ---- whether it would start ----------------------------------------------------------------------
 
     def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
-        """Refuse jobs that cannot be started here as they would have to be; `files` of settings have to be carried."""
+        """Refuse jobs that cannot be started here; `files` of settings have to be carried."""
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
         for work in works:
             if work.run:
@@ -168,7 +168,7 @@ class Call:
     # ---- what it came to -----------------------------------------------------------------------------
 
     def lost(self, making: Collection[str] = ()) -> list[str]:
-        """Return lines of what is gone of the runs and datasets that were asked for, though nothing would make it."""
+        """Return lines of results that are gone, though nothing would make them."""
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
         datasets = dict.fromkeys([*self.jobs.plan_datasets(self.plans), *self.datasets])

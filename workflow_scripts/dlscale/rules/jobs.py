@@ -1,8 +1,8 @@
 """From a rule's wildcards to the files, parameters, command words and resources of its job.
 
-Every job's parameters are one dict, `stage`: the SHA-256 of the sources that the stage reaches, and the settings that
-it depends on. Snakemake compares parameters as a set of values, so one dict is compared as a whole; imported modules
-and configuration read inside a stage it would not see at all. A function that takes `input`, too, is not compared.
+A job's parameters are one dict, `stage`: the SHA-256 of the sources that the stage reaches, and its settings.
+Snakemake compares parameters as a set of values, so one dict is compared as a whole. A function that takes `input`,
+too, is not compared.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class Jobs:
     # ---- data ----------------------------------------------------------------------------------------
 
     def raw_path(self, name: str, raw: Any) -> str:
-        """Return where a raw file lies: in the dataset's source folder if it is acquired."""
         acquired = parts.acquired(self.datasets[name], raw)
         return f"{self.results}/data/{name}/source/{raw.name}" if acquired else str(raw.origin)
 
@@ -130,7 +129,6 @@ class Jobs:
         return self.data_files(wildcards.dataset)
 
     def prepared_sources(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return arguments that name a prepared dataset's files."""
         dataset = self.dataset(wildcards)
         return ["--source", *input.files] if parts.kind_of(dataset).prepared(dataset) else []
 
@@ -207,7 +205,7 @@ class Jobs:
         return self.run(wildcards).model_dump_json()
 
     def beside(self, wildcards: Wildcards) -> Run | None:
-        """Return the run that a run is timed in turn with, if it is: the plan's first, if one process runs it."""
+        """Return the run that a run is timed in turn with: the plan's first, if one process runs it."""
         plan, runs = wildcards.plan, self.plans[wildcards.plan]
         first = next((runs[name].run for name in runs if "throughput" in self.configuration.stages(plan, name)), None)
         run = self.run(wildcards)
@@ -223,7 +221,7 @@ class Jobs:
         return params | ({"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {})
 
     def first_data(self, wildcards: Wildcards) -> list[str]:
-        """Return manifest and data of the run that a run is timed in turn with, where they are not its own."""
+        """Return manifest and data of the run that a run is timed with, where they are not its own."""
         first = self.beside(wildcards)
         if not first or first.dataset == self.run(wildcards).dataset:
             return []
@@ -243,7 +241,6 @@ class Jobs:
         return run.threads * run.processes.gpus_per_node if here and run.threads else ALL_CORES
 
     def checkpoint_sources(self, wildcards: Wildcards, input: Any) -> str:
-        """Return the sources that decide what a checkpoint means: all but the loader's, which changes no sample."""
         return fingerprint(run_modules("train", self.run(wildcards).study))
 
     def checkpoint_folder(self, wildcards: Wildcards) -> str:
@@ -254,7 +251,6 @@ class Jobs:
     # ---- plans and pages -----------------------------------------------------------------------------
 
     def plan_settings(self, name: str) -> Params:
-        """Return a plan as its tables and pages need it: `dlscale.config.records.PlanRecord`."""
         plan = self.configuration.workflow.plans[name]
         study = resolve.study_files()[plan.study]
         runs = [
@@ -283,7 +279,6 @@ class Jobs:
         }
 
     def sweep_settings(self, name: str) -> Params:
-        """Return a sweep as its tables and pages need it: `dlscale.config.records.SweepRecord`."""
         sweep: Any = self.configuration.workflow.plans[name].sweep
         rungs = {each.rung: [each.run.training.stop_after, each.rung_size] for each in self.plans[name].values()}
         return {
@@ -294,7 +289,6 @@ class Jobs:
         }
 
     def promoted(self, name: str, rung: int) -> list[str]:
-        """Return the trials that come to a rung of successive halving: known once the rung before is done."""
         return Rung.read(self.rung_file(name, rung)).trials
 
     def chosen_runs(self, name: str) -> dict[str, ResolvedRun]:
@@ -323,7 +317,7 @@ class Jobs:
         ]
 
     def _known(self, name: str) -> list[str]:
-        """Return the same as far as it is known: of successive halving runs show on the way, asked for by the table."""
+        """Return the same; of successive halving none, for the table asks for its runs."""
         return [] if self.configuration.workflow.plans[name].halves else self.measured(name)
 
     def plan_files(self, name: str) -> list[str]:
@@ -348,11 +342,10 @@ class Jobs:
         return self.own_params("collect", self.plan_settings(wildcards.plan))
 
     def sooner(self, wildcards: Wildcards) -> float:
-        """Return a job's priority: plans of few runs come first, so that a part of the page is soon whole."""
+        """Return a job's priority: plans of few runs come first."""
         return 1 / len(self.plans[wildcards.plan])
 
     def page_to_fill(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return arguments that name the page of all targets, where that is made."""
         workflow = self.configuration.workflow
         files = self.report_files(workflow.targets)
         page = {
@@ -417,11 +410,10 @@ class Jobs:
         return self.launch(input)
 
     def run_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return the words that start one of a run's stages, on the devices of its geometry."""
         return self.launch(input, self.run(wildcards).processes)
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return the words that start a stage that reads what is no file of the workflow, such as a local store."""
+        """Return the words that start a stage that reads a local store."""
         dataset = self.dataset(wildcards)
         raw = parts.raws(dataset).get(wildcards.file)
         there = [raw.origin] if raw and Path(raw.origin).exists() else []
