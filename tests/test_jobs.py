@@ -72,8 +72,6 @@ def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
     assert f"{tmp_path}/plans/p/b/metrics.jsonl" in files and files[-1] == f"{tmp_path}/plans/p/summary.csv"
     assert found.report_files(["p"])["manifests"] == [f"{tmp_path}/data/d/manifest.json"] == [found.run_manifest(RUN)]
     assert json.loads(found.run_settings(RUN, None)) == found.plans["p"]["a"].run.model_dump(mode="json")
-    assert found.run_record(RUN, None) == f"{tmp_path}/plans/p/a/config.yaml"
-    assert found.dataset_record(DATA, None) == f"{tmp_path}/data/d/config.yaml"
     page = json.loads(found.page_to_fill(RUN, None)[1])
     assert page["plans"] == [f"{tmp_path}/plans/p/plan.yaml"] and page["out"] == "page"
     assert [each["name"] for each in found.plan_settings("p")["runs"]] == ["a", "b"]

@@ -149,7 +149,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"kind": "strong_scaling", "scaling": {**SCALING, "devices": [1, 3]}},
             "scaling.devices",
-            "batch_size 64 does not divide by geometry.nodes x geometry.gpus_per_node = 3",
+            "batch_size 64 does not divide by geometry.nodes x geometry.gpus_per_node / (tp 1 x cp 1) = 3",
         ),
         (
             {"scaling": {**SCALING, "variants": {"a": {"batch_size": 3}}}},
@@ -184,8 +184,8 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ),
         (
             {"scaling": {"devices": [10**6], "batch_sizes": [10**6]}},
-            "",
-            "local_batch_size 1000000 x 1000000 = 1000000000000 samples in all; expected at most 1000000000",
+            "scaling.devices",
+            "local_batch_size: got 1000000; expected a whole number, that times 1000000 is from 1 to 1000000000",
         ),
         (
             {"scaling": {"devices": [*range(1, 5000)], "per_node": 1, "batch_sizes": [*range(1, 5000)]}},
@@ -199,7 +199,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ),
         (BIG, "runs", "a plan of kind convergence needs the key convergence; for example {batch_sizes: "),
         ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 stands twice"),
-        ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got [[4]]"),
+        ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got '[4]'"),
         ({**BIG, "convergence": {"batch_sizes": [4], "scaling": ["cubic"]}}, "convergence.scaling", "got 'cubic'"),
         ({**BIG, "convergence": {"batch_sizes": {4: {"seed": 1}}}}, "convergence.batch_sizes", "4: seed is decided"),
         (
@@ -222,7 +222,7 @@ def test_what_cannot_be_is_refused_with_its_key(plan: dict[str, Any], where: str
     [
         ({"seed": 10**40}, "seed: got 1" + "0" * 40 + "; expected less than or equal to 9223372036854775807"),
         ({"batch_size": 10**30}, "batch_size: got 1" + "0" * 30 + "; expected less than or equal to 1000000000"),
-        ({"local_batch_size": 10**30}, "expected a whole number from 1 to 1000000000"),
+        ({"local_batch_size": 10**30}, "expected a whole number, that times 1 is from 1 to 1000000000"),
         ({"geometry": {"nodes": 10**9}}, "geometry.nodes: got 1000000000; expected less than or equal to 1000000"),
         ({"geometry": {"gpus_per_node": 10**9}}, "geometry.gpus_per_node: got 1000000000; expected less than"),
         ({"tune": {"batch_size": [10**30]}}, "tune.batch_size.0: got 1" + "0" * 30 + "; expected less than"),

@@ -48,29 +48,29 @@ Undo = Callable[[], object]
 Edit = Callable[[Tree], Undo]
 
 
-def append(file: str, text: str = "\n\nEDITED = True\n") -> Edit:
-    """Add a harmless statement."""
-
+def changed(file: str, change: Callable[[str], str]) -> Edit:
     def edit(tree: Tree) -> Undo:
         path = tree.path / file
-        before = path.read_bytes()
-        path.write_bytes(before + text.encode())
-        return lambda: path.write_bytes(before)
+        before = path.read_text()
+        path.write_text(change(before))
+        return lambda: path.write_text(before)
 
     return edit
+
+
+def append(file: str, text: str = "\n\nEDITED = True\n") -> Edit:
+    """Add a harmless statement."""
+    return changed(file, lambda before: before + text)
 
 
 def replace(file: str, old: str, new: str) -> Edit:
     """Replace the first occurrence of a text."""
 
-    def edit(tree: Tree) -> Undo:
-        path = tree.path / file
-        before = path.read_text()
+    def change(before: str) -> str:
         assert old in before, f"{file} has no {old!r} any more: adapt this row"
-        path.write_text(before.replace(old, new, 1))
-        return lambda: path.write_text(before)
+        return before.replace(old, new, 1)
 
-    return edit
+    return changed(file, change)
 
 
 def create(file: str, text: str = "EDITED = True\n") -> Edit:

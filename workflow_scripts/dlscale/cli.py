@@ -216,15 +216,16 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", prefix_chars="\0", add_help=False, help=text)
     run.add_argument("words", nargs=argparse.REMAINDER)
     run.set_defaults(log=None)
-    for name, row in {**QUERIES, **STAGES}.items():
+    rows: dict[str, Query | Stage] = {**QUERIES, **STAGES}
+    for name, row in rows.items():
         shown = {} if name in STAGES else {"help": row.text}
         added = commands.add_parser(
             name, description=row.text, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **shown
         )
         added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
-        shared = _CONFIGURED if isinstance(row, Query) and row.configured else ()
-        shared = RUN_OPTIONS if isinstance(row, Stage) and row.scope == "run" else shared
-        for flag, keywords in [*row.options, *shared]:
+        of_runs = isinstance(row, Stage) and row.scope == "run"
+        configured = isinstance(row, Query) and row.configured
+        for flag, keywords in (*RUN_OPTIONS * of_runs, *row.options, *_CONFIGURED * configured):
             added.add_argument(flag, **keywords)
     return top
 

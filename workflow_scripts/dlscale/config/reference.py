@@ -94,7 +94,7 @@ def _may_be(node: Node) -> str:
         held = node.get("additionalProperties") or next(iter(node.get("patternProperties", {}).values()), None)
         return f"names, each with {_may_be(held) or 'settings'}" if isinstance(held, dict) else "keys and values"
     words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
-    return " ".join([words.get(kind, kind), *_bounds(node)])
+    return " ".join([words.get(kind, str(kind)), *_bounds(node)])
 
 
 def _bounds(node: Node) -> Iterator[str]:

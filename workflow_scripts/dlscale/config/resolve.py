@@ -191,7 +191,9 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 def add_studies(raw: Raw) -> None:
     """Register the studies that a configuration names by path, and leave only settings under `studies`."""
     studies = raw.get("studies")
-    for name, path in studies.items() if isinstance(studies, dict) else ():
+    if not isinstance(studies, dict):
+        return
+    for name, path in studies.items():
         if isinstance(path, str):
             registry.add(name, path)
             studies[name] = {}
@@ -199,7 +201,10 @@ def add_studies(raw: Raw) -> None:
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
     """Load YAML files over a site (`site_settings`), later over earlier ones, and `over` last."""
-    return load(functools.reduce(merge, [*map(read_yaml, paths), *over], site_settings(site)))
+    raw = site_settings(site)
+    for settings in [*map(read_yaml, paths), *over]:
+        merge(raw, settings)
+    return load(raw)
 
 
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:

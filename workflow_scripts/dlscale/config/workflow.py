@@ -276,7 +276,7 @@ def workflow_class(*, of_runs: bool = True) -> type[Workflow]:
     }
     if of_runs:
         unchecked: Any = SkipValidation  # until they are merged
-        settings = unchecked[_settings_class() | None]
+        settings: Any = unchecked[_settings_class() | None]
         variants = (dict[Name, settings], Scaling.model_fields["variants"])
         scaling: Any = create_model("Scaling", __base__=Scaling, __doc__=Scaling.__doc__, variants=variants)
         of_plan: dict[str, Any] = {

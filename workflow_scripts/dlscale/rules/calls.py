@@ -96,19 +96,10 @@ class Call:
         cores = self.cores or 1
         jobs = [job for job in waiting if job.rule.name in RUN_STAGES]
         there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
-        later = [work for work in works if work.run and (work.stage, work.plan, work.run_name) not in there]
-        return expected.in_all(
-            [
-                *((self.seconds_of(job), expected.share(job.threads, cores)) for job in waiting),
-                *(
-                    (
-                        expected.seconds(each.stage, each, self.results),
-                        expected.share(each.run and each.run.threads, cores),
-                    )
-                    for each in later
-                ),
-            ]
-        )
+        later = [work for work in works if (work.stage, work.plan, work.run_name) not in there]
+        taken = [(self.seconds_of(job), job.threads) for job in waiting]
+        taken += [(expected.seconds(each.stage, each, self.results), each.run.threads) for each in later if each.run]
+        return expected.in_all([(seconds, expected.share(threads, cores)) for seconds, threads in taken])
 
     # ---- whether it would start ----------------------------------------------------------------------
 
@@ -121,13 +112,13 @@ class Call:
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:
         """Return what is found of the site, or of this machine where it runs the jobs, before the first of them."""
-        runs = [work for work in works if work.run]
         if not works:
             return []
         if self.site.scheduler or self.site.engine != "none":
-            return doctor.check(self.configuration, {work.stage for work in works}, {work.plan for work in runs})
-        named = {f"{work.plan}.{work.run_name}": work.run for work in runs}
-        found = [*environment.probe_here(named, gpus()), disks.probe_space(self.results)]
+            plans = {work.plan for work in works if work.run}
+            return doctor.check(self.configuration, {work.stage for work in works}, plans)
+        runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
+        found = [*environment.probe_here(runs, gpus()), disks.probe_space(self.results)]
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
 
     def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> int:
