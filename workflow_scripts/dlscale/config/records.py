@@ -55,7 +55,7 @@ class Published(Record):
 
 
 class Series(Record):
-    """Published figures of one program on one machine, on few devices and on many, which hold the model of scaling."""
+    """Published figures of one program on one machine: they hold the model of scaling."""
 
     title: str
     machine: Name  #: As in `measure/scaling/machines.yaml`.
@@ -118,7 +118,7 @@ class Rung(Record):
 
 
 class PlanRecord(Record):
-    """`plan.yaml`: which runs a plan consists of, and what the report needs to know of its study."""
+    """`plan.yaml`: the runs of a plan, and the words of its study that the report needs."""
 
     plan: Name
     title: str | None = None

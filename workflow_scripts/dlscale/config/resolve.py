@@ -38,7 +38,7 @@ Place = tuple[str, str]
 
 
 class StudyFile(Strict):
-    """A study's YAML file; its settings, datasets and plans are validated once the user's are merged over them."""
+    """A study's YAML file; its settings are validated once the user's are merged over them."""
 
     title: str | None = None
     settings: dict[str, Any]
@@ -63,7 +63,7 @@ class ResolvedRun:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The whole configuration, validated."""
+    """The validated configuration."""
 
     workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
     plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
@@ -118,7 +118,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
 
 def _check_names(user: Raw, shipped: Raw) -> None:
-    """Refuse a dataset or plan that lacks a key of a new one: a shipped one was meant, and is misspelt."""
+    """Refuse a misspelt name of a shipped dataset or plan: it lacks a key that a new one needs."""
     for section in ("datasets", "plans", "studies"):
         if not isinstance(user.get(section, {}), dict):
             raise UserError(f"configuration: {section}: expected names and their settings")
@@ -149,7 +149,7 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan: of successive halving one for each trial in each rung."""
+    """Return a plan's runs: of successive halving one for each trial in each rung."""
     if not (plan.sweep and plan.halves):
         return trials
     lengths = {each.run.training.epochs for each in trials.values()}
@@ -170,7 +170,7 @@ def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[s
 
 
 def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan, each followed by those that train it with the next seeds."""
+    """Return a plan's runs, each followed by those with the next seeds."""
     found = {}
     for name, resolved in runs.items():
         found[name] = resolved
@@ -259,7 +259,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     """Return the page of the targets, inside the folder of results; later `layers` over earlier ones.
 
-    `report/index.html` is that of the targets beside which the folder of results is named; others have their own.
+    `report/index.html` is that of the targets beside which the folder of results is named.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -310,7 +310,7 @@ class _Resolver:
         return ResolvedRun(*owner, self._runs[owner])
 
     def left_out(self, plan: str) -> dict[str, str]:
-        """Return the runs that need what this machine lacks, or name such a run, and what that is."""
+        """Return the runs that need what this machine lacks, and what that is."""
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
             for name, settings in self.workflow.plans[plan].runs.items():

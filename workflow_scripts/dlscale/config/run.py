@@ -135,7 +135,7 @@ class Schedule(Lawful):
 
 
 class Target(Strict):
-    """What a training is to reach."""
+    """Aim of a training."""
 
     metric: str = Field(VALID_LOSS.name, description="valid_loss, or the name of a metric of the study.")
     value: Number = Field(description="Reached when the metric is this good after an epoch, or better.")
@@ -143,7 +143,7 @@ class Target(Strict):
 
 
 class Training(Lawful):
-    """How long to train, from what, and what to keep."""
+    """Length of a training, its start, and its results."""
 
     epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
@@ -189,7 +189,7 @@ class _Several(Strict):
 
 
 class DDP(_Several):
-    """DistributedDataParallel: a process a device; gradients are averaged in buckets while they are computed."""
+    """DistributedDataParallel: a process a device; gradients are averaged in buckets."""
 
     kind: Literal["ddp"] = "ddp"
     bucket_mb: PositiveFloat | None = Field(
@@ -218,11 +218,7 @@ class DDP(_Several):
 
 
 class FSDP(_Several):
-    """Fully sharded data parallelism (FSDP2): weights, gradients and the optimiser's state are shared among devices.
-
-    The weights of a layer are put together when it computes, and gradients go to the device that updates them (Zhao et
-    al. 2023, arXiv:2304.11277). The study says which modules are gathered at once.
-    """
+    """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277): devices share weights."""
 
     kind: Literal["fsdp"]
     shard: PositiveInt | None = Field(
@@ -245,7 +241,7 @@ class FSDP(_Several):
 
 
 class DP(Strict):
-    """DataParallel, for comparison: one process copies the model to all GPUs of a node anew at every step."""
+    """DataParallel, for comparison: one process copies the model to all GPUs of a node at every step."""
 
     kind: Literal["dp"]
 
@@ -272,10 +268,7 @@ Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-
 
 
 class Geometry(Lawful):
-    """Nodes and devices, and how many of them share a model. One process drives one device, unless `parallel` differs.
-
-    Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
-    """
+    """Nodes and devices, and those that share a model (tp x cp) and see the same samples."""
 
     nodes: Devices = Field(1, description="Nodes of the run.")
     gpus_per_node: Devices = Field(1, description="Devices of a node that are used (a CPU counts as one).")
@@ -291,12 +284,10 @@ class Geometry(Lawful):
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
         return self.nodes * self.gpus_per_node
 
     @property
     def model_size(self) -> int:
-        """Devices that share one copy of the model and see the same samples."""
         return self.tp * self.cp
 
     @property
@@ -341,7 +332,7 @@ class Throughput(Strict):
 
 
 class Profile(Lawful):
-    """What the profile stage looks at, and with what; each profiler has steps of its own."""
+    """Steps of the profile stage, and its tools."""
 
     tools: list[Literal["torch", "nsys", "lines", "stacks"]] = Field(
         ["torch"],
@@ -367,7 +358,7 @@ class Profile(Lawful):
 
 
 class Tune(Strict):
-    """Settings that the tune stage tries: all combinations, and the run's own. Empty: the stage's choice."""
+    """Settings that the tune stage tries, in all combinations; empty: its own choice."""
 
     workers: list[Workers] = Field([], description="Of the loader; else 0, 1, 2, 4, … up to a process's cores.")
     prefetch: list[Few] = Field([2, 4], description="Of the loader.")
@@ -495,12 +486,11 @@ class RunCore(Lawful):
 
     @property
     def selftest(self) -> bool:
-        """Whether the processes test what they exchange before they begin."""
         return not isinstance(self.parallel, DP) and self.parallel.selftest
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged: all devices then train one model."""
+        """Whether gradients are averaged."""
         return not isinstance(self.parallel, DDP) or self.parallel.sync
 
     @property
@@ -535,7 +525,7 @@ class Run(RunCore):
 
 
 def components(study: str) -> dict[str, Any]:
-    """Return the fields of a run whose types its study, kind of dataset and loaders bring."""
+    """Return the fields of a run whose types depend on its study."""
     brought = registry.study(study)
     loaders = tuple(loader_classes().values())
     loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
@@ -555,7 +545,7 @@ def run_class(study: str) -> type[Run]:
 
 @functools.cache
 def stage_class(study: str, stage: str) -> type[RunCore]:
-    """Return the class of what a stage sees of a study's runs."""
+    """Return the class of a stage's view of a study's runs."""
     own: dict[str, Any] = {
         name: (Run.model_fields[name].annotation, Run.model_fields[name]) for name in STAGES[stage].settings
     }

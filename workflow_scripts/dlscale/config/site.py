@@ -37,7 +37,7 @@ def _target(path: str) -> str:
 
 
 class Limits(Strict):
-    """When the watchdog ends a run of several processes, one of which is gone or hangs. No result depends on it."""
+    """When the watchdog ends a run of several processes, one of which is gone or hangs."""
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0, description="Seconds without a sign of life of a process that its node says is gone, or stopped."

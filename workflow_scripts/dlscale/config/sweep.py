@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Range(Lawful):
-    """Values between two ends, of which trials draw; real numbers have three significant digits."""
+    """Values between two ends; real numbers have three significant digits."""
 
     uniform: tuple[Number, Number] | None = Field(None, description="Each number is as likely.")
     log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="Each order of magnitude is.")
