@@ -107,6 +107,11 @@ MISTAKES = {
     "impossible geometry": ({"geometry": {"gpus_per_node": 3}}, "", ("batch_size 4", "gpus_per_node", "3")),
     "crop that levels cannot halve": ({"samples": {"crop": 10}}, "", ("samples.crop 10", "model.widths")),
     "crop larger than the box": ({"samples": {"crop": 64}}, ".samples.crop", ("64", "box", "32")),
+    "weights at an address": (
+        {"training": {"epochs": 1, "weights": "https://me:s3cret@example.org/model.pt"}},
+        ".training",
+        ("weights: an address; fetch the file",),
+    ),
     "two batch sizes": ({"batch_size": 4, "local_batch_size": 4}, "", ("either batch_size", "local_batch_size")),
     "no local batch": ({"local_batch_size": 0}, "", ("local_batch_size: got 0", "whole number")),
     "epochs and steps": ({"training": {"epochs": 2, "steps": 9}}, ".training", ("either epochs or steps",)),
@@ -1054,12 +1059,6 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
     with pytest.raises(UserError, match=rf"environment\.{name}: .*export it") as refused:
         config.load({"targets": [], "site": {"environment": {name: value, "TOKENIZERS_PARALLELISM": "false"}}})
     assert "s3cret" not in str(refused.value)
-
-
-def test_weights_are_no_address() -> None:
-    text = message(**plan({"training": {"epochs": 1, "weights": "https://me:s3cret@example.org/model.pt"}}))
-    one(text, "plans.p.settings.training", "weights: an address; fetch the file")
-    assert "s3cret" not in text
 
 
 def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,35 +117,6 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         assert sum(mapped[:: mmap.PAGESIZE]) >= 0  # touched, not read
     assert (meter.usage(World()).read_bytes or 0) >= size
-
-
-@contextmanager
-def short_lived(count: int) -> Iterator[threading.Thread]:
-    """Children that end, one after the other; none is left."""
-
-    def children() -> None:
-        for _ in range(count):
-            subprocess.run(["sh", "-c", "i=0; while [ $i -lt 3000 ]; do i=$((i+1)); done"], check=True)
-
-    thread = threading.Thread(target=children)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join()
-
-
-def test_nothing_is_counted_twice_while_processes_come_and_go() -> None:
-    """Whenever it is looked at, what was used only grows: an ending child is in neither or both places at no time."""
-    seen = []
-    with short_lived(120) as thread:
-        while thread.is_alive():
-            seen.append(processes.used(os.getpid()))
-            time.sleep(0.0005)
-    assert len(seen) > 20
-    for name in ("cpu_seconds", "read_chars", "reads", "read_bytes", "write_chars"):
-        values = [getattr(used, name) for used in seen]
-        assert values == sorted(values), name
 
 
 def test_memory_is_that_of_all_processes() -> None:

@@ -285,17 +285,6 @@ def test_a_dry_run_is_no_wall_of_text(make_tree: Make) -> None:
     assert re.fullmatch(r"\d+ jobs; about .* until the end", lines[-1])
 
 
-@pytest.mark.slow
-def test_mistake_in_the_configuration_is_its_message_alone(make_tree: Make) -> None:
-    config = copy.deepcopy(CONFIG)
-    config["plans"]["era5"]["settings"]["optimiser"] = {"lr": 1}
-    outcome = make_tree(config).snakemake("-n")
-    assert outcome.status == 2
-    line = next(line for line in outcome.output.splitlines() if "optimiser" in line)
-    assert line.startswith("configuration: plans.era5.settings: unknown key 'optimiser' (did you mean 'optimizer'?)")
-    assert "Traceback" not in outcome.output and "Error in" not in outcome.output
-
-
 # ---- the rules --------------------------------------------------------------------------------------
 
 RULES = {
