@@ -174,7 +174,11 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"plans": {"sound": {"study": "cosmo_unt"}}}, "plans.sound.study", ("did you mean 'cosmo_unet'?",)),
         ({"plans": {"sound": {"kind": "lader"}}}, "plans.sound.kind", ("did you mean 'ladder'?",)),
         ({"plans": {"sound": {"measure": ["trian"]}}}, "plans.sound.measure.0", ("did you mean 'train'?",)),
-        ({"plans": {"sound": {"settings": {"measure": ["train"]}}}}, "plans.sound.settings", ("beside settings",)),
+        (
+            {"plans": {"sound": {"settings": {"measure": ["train"]}}}},
+            "plans.sound.settings",
+            ("unknown key 'measure'",),
+        ),
         ({"plans": {"sound": {"settings": {"use": "sound.first"}}}}, "plans.sound.settings", ("unknown key 'use'",)),
         ({"plans": {"sound": {"settings": {"needs": ["bf16"]}}}}, "plans.sound.settings", ("unknown key 'needs'",)),
         ({"plans": {"sound": {"only": {"trian": []}}}}, "plans.sound.only.trian", ("did you mean 'train'?",)),

@@ -135,12 +135,10 @@ def _check_names(user: Raw, shipped: Raw) -> None:
 def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> None:
     for name in registry.added():  # nothing else looks at one that has no plan yet
         registry.kind(registry.study(name).dataset)
-    for name in workflow.studies:
-        if name not in files:
-            raise UserError(f"configuration: studies: {unknown('study', name, files)}; or give the path of its file")
-    for name in workflow.targets:
-        if name not in workflow.plans:
-            raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
+    if wrong := [name for name in workflow.studies if name not in files]:
+        raise UserError(f"configuration: studies: {unknown('study', wrong[0], files)}; or give the path of its file")
+    if wrong := [name for name in workflow.targets if name not in workflow.plans]:
+        raise UserError(f"configuration: targets: {unknown('plan', wrong[0], workflow.plans)}")
     for name, dataset in workflow.datasets.items():
         for origin in registry.kind(dataset.kind).origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):

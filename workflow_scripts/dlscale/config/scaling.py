@@ -14,9 +14,6 @@ from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Seed
 from dlscale.core.settings import holds
 from dlscale.core.text import many
 
-#: Letters of a variant's name: with a batch size and devices it becomes a run's.
-LONGEST = 32
-
 #: The computation with and without averaged gradients: what lies between is communication.
 TWINS: dict[str, Any] = {"ddp": {}, "no_sync": {"parallel": {"sync": False}}}
 
@@ -53,8 +50,6 @@ class Scaling(Lawful):
     @classmethod
     def _named(cls, variants: dict[str, Any]) -> dict[str, Any]:
         for name, settings in variants.items():
-            if len(name) > LONGEST:
-                raise ValueError(f"{name}: its name has {len(name)} letters; use at most {LONGEST}")
             _leave(settings, name, "use", "batch_size", "local_batch_size", "geometry.nodes", "geometry.gpus_per_node")
         return variants
 

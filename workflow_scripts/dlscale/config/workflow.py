@@ -114,15 +114,6 @@ class Plan(Lawful):
             return {**data, "measure": USUAL[data["kind"]]}
         return data
 
-    @field_validator("settings")
-    @classmethod
-    def _are_of_runs(cls, settings: Any) -> Any:
-        own = {field.alias or name for name, field in cls.model_fields.items()} - Run.model_fields.keys()
-        if isinstance(settings, dict) and (misplaced := sorted(own & settings.keys())):
-            keys = " and ".join(misplaced)
-            raise ValueError(f"the plan has the key {keys}, its runs do not: write it beside settings")
-        return settings
-
     @field_validator("runs", mode="before")
     @classmethod
     def _made(cls, runs: Any, info: ValidationInfo) -> Any:
