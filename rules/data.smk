@@ -94,7 +94,7 @@ rule describe:
         launch=JOBS.stage_launch,
         dataset=JOBS.dataset_settings,
         sources=JOBS.prepared_sources,
-        record=JOBS.dataset_record,
+        record=f"{RESULTS}/data/{{dataset}}/config.yaml",
     message:
         "Describe dataset {wildcards.dataset}"
     shell:

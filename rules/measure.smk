@@ -19,7 +19,7 @@ rule throughput:
     params:
         stage=JOBS.throughput_params,
         settings=JOBS.run_settings,
-        record=JOBS.run_record,
+        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
         launch=JOBS.run_launch,
         device=JOBS.run_device,
         beside=JOBS.throughput_beside,
@@ -52,7 +52,7 @@ rule profile:
     params:
         stage=JOBS.run_params("profile"),
         settings=JOBS.run_settings,
-        record=JOBS.run_record,
+        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
         launch=JOBS.run_launch,
         device=JOBS.run_device,
         folder=subpath(output.profile, parent=True),
@@ -84,10 +84,10 @@ rule tune:
     params:
         stage=JOBS.run_params("tune"),
         settings=JOBS.run_settings,
-        record=JOBS.run_record,
+        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
         launch=JOBS.run_launch,
         device=JOBS.run_device,
-        call=JOBS.call_with_files,
+        call=JOBS.call_again,
         folder=subpath(output.record, parent=True),
     message:
         "Tune {wildcards.plan}.{wildcards.run}"

@@ -1,11 +1,12 @@
 # Before and after the jobs: what they cost, whether the site is ready, what became of them.
+import os
 import time
 from dataclasses import asdict
 
 from dlscale.core import times
 from dlscale.core.fingerprint import TABLES
 from dlscale.core.text import coloured
-from dlscale.rules.calls import Call, busy_seconds, show_requests
+from dlscale.rules.calls import Call, show_requests
 
 STARTED = time.time() - times.age()
 SOURCES = Path(".snakemake/sources")
@@ -87,7 +88,7 @@ onsuccess:
     # What of this machine's cores was used is known if all jobs were its own.
     cores = None if workflow.non_local_exec or SITE.engine != "none" else workflow.resource_settings.cores
     done = times.jobs(Path(RESULTS), STARTED)
-    print(*times.lines(done, STARTED, time.time(), cores, busy_seconds()), sep="\n", file=sys.stderr)
+    print(*times.lines(done, STARTED, time.time(), cores, sum(os.times()[:4])), sep="\n", file=sys.stderr)
     remember_sources()
     CALL.show_results()
     show_end()

@@ -26,7 +26,7 @@ rule train:
     params:
         stage=JOBS.run_params("train"),
         settings=JOBS.run_settings,
-        record=JOBS.run_record,
+        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
         launch=JOBS.run_launch,
         device=JOBS.run_device,
         sources=JOBS.checkpoint_sources,

@@ -7,8 +7,7 @@ from collections import Counter
 
 from torch import nn
 
-from dlscale.config.parallel import DDP
-from dlscale.config.run import RunCore
+from dlscale.config.run import DDP, RunCore
 from dlscale.parallel import exchanges
 from dlscale.parallel.model import named
 from dlscale.parallel.sharding import Sharding

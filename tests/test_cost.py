@@ -483,14 +483,14 @@ def test_over(tmp_path: Path) -> None:
     table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
     gpu = table.total("gpu_hours") or 0.0
     assert cost.over(table, Budget()) is None
-    assert cost.over(table, Budget(gpu_hours=gpu, node_hours=1, charged_hours=1)) is None
-    message = cost.over(table, Budget(gpu_hours=gpu * 0.999, node_hours=1)) or ""
+    assert cost.over(table, Budget(gpu_hours=gpu, charged_hours=1)) is None
+    message = cost.over(table, Budget(gpu_hours=gpu * 0.999, charged_hours=1)) or ""
     assert "0.09 GPU-hours where budget.gpu_hours allows" in message and "\n" not in message
     assert "raise budget.gpu_hours to 1, drop runs" in message and "samples.train" in message
-    assert "node" not in message and "≤" not in message
-    message = cost.over(table, Budget(node_hours=0.01, charged_hours=0)) or ""
-    assert "0.02 node-hours where budget.node_hours allows 0.01 and 0.04 charged hours where" in message
-    assert "raise budget.node_hours to 1 and budget.charged_hours to 1" in message
+    assert "charged" not in message and "≤" not in message
+    message = cost.over(table, Budget(gpu_hours=0.01, charged_hours=0)) or ""
+    assert "0.09 GPU-hours where budget.gpu_hours allows 0.01 and 0.04 charged hours where" in message
+    assert "raise budget.gpu_hours to 1 and budget.charged_hours to 1" in message
     table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
     message = cost.over(table, Budget(gpu_hours=10)) or ""
     assert "≤12.00 GPU-hours" in message and "at their time limit (site.scheduler.minutes)" in message
@@ -502,12 +502,12 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     mine = tmp_path / "mine.yaml"
-    mine.write_text(f"results: {tmp_path}/results\nbudget: {{node_hours: 1000}}\n")
+    mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 1000}}\n")
     asked = ["cost", "cosmo_ladder", "--profile", "perlmutter", "--configfile", mine]
     assert stage(*asked) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("run ") and any(line.startswith("total ") for line in out)
     assert sum(line.startswith("cosmo_ladder.") for line in out) == 2 * len(load(tmp_path).plans["cosmo_ladder"])
-    mine.write_text(f"results: {tmp_path}/results\nbudget: {{node_hours: 0.5}}\n")
+    mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 0.5}}\n")
     assert stage(*asked) == 2
     assert "dlscale cost: budget: what would run" in capsys.readouterr().err

@@ -16,8 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from dlscale.config import resolve as config
-from dlscale.config.parallel import DDP
-from dlscale.config.run import Geometry, RunCore, load_run
+from dlscale.config.run import DDP, Geometry, RunCore, load_run
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.parallel.batchnorm import OnCPU, OnGPU, synchronised
@@ -46,7 +45,6 @@ CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "small first": ({"bucket_mb": 0.5, "first_bucket_mb": 0.25}, [1, 2, 2, 1]),
     "only the first": ({"first_bucket_mb": 0.25}, [1, 5]),
     "copied": ({"bucket_view": False}, [4, 2]),
-    "static": ({"static_graph": True}, [4, 2]),
     "no buffers": ({"broadcast_buffers": False}, [4, 2]),
     "no sync": ({"sync": False}, []),
 }
@@ -109,9 +107,8 @@ def _observe(rank: int, port: int, folder: str) -> None:
             _, step = step_of(world, parallel)
             calls = steps(step, Share(8, rank, 2))
             memory = {p.grad.untyped_storage().data_ptr() for p in step.model.parameters() if p.grad is not None}
-            static = getattr(step.strategy.wrapped, "static_graph", None)
             weights = {key: value.clone() for key, value in step.weights.state_dict().items()}
-            found[name] = (calls, len(memory), static, weights)
+            found[name] = (calls, len(memory), weights)
             with step.strategy.unsynchronised():  # as throughput does at its end
                 step(*samples(9, 4))
         found["batch norm"] = _normalised(Share(7, rank, 2))
@@ -129,7 +126,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], name: str) -> None:
     parallel, buckets = CASES[name]
     assert sum(buckets) == (LAYERS if buckets else 0)
-    for calls, memory, static, _ in (rank[name] for rank in found):
+    for calls, memory, _ in (rank[name] for rank in found):
         assert calls.get("gloo:all_reduce", 0) == len(buckets)
         # Buffers are exchanged before each step: PyTorch joins those of a type into one.
         sent = parallel.get("broadcast_buffers", True) and parallel.get("sync", True)
@@ -137,7 +134,6 @@ def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], na
         assert not calls.keys() - {"gloo:all_reduce", "gloo:broadcast"}
         views = parallel.get("bucket_view", True) and parallel.get("sync", True)
         assert memory == (len(buckets) if views else LAYERS)
-        assert static == (parallel.get("static_graph", False) if parallel.get("sync", True) else None)
 
 
 def test_averaging_begins_while_gradients_are_computed() -> None:
@@ -175,11 +171,11 @@ def test_what_is_learnt(found: list[dict[str, Any]], name: str) -> None:
     for rank in range(2):
         _, plain = step_of(World(), {})
         steps(plain, Share(8) if averaged else Share(8, rank, 2))
-        weights = found[rank][name][3]
+        weights = found[rank][name][2]
         for key, value in plain.weights.state_dict().items():
             if "layers" in key:
                 torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6)
-    apart = [rank[name][3] for rank in found]
+    apart = [rank[name][2] for rank in found]
     same = all(torch.equal(apart[0][key], apart[1][key]) for key in apart[0] if "layers" in key)
     assert same == averaged
 
@@ -324,7 +320,6 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
         ({"parallel": {"kind": "dp", "bucket_mb": 3}}, "unknown key 'bucket_mb'"),
         ({"parallel": {"sync": False, "sync_batchnorm": True}}, "statistics would still be exchanged"),
         ({"parallel": {"bucket_mb": 0}}, "greater than 0"),
-        ({"parallel": {"static_graph": True}, "accumulation_steps": 2}, "leave static_graph out"),
         ({"parallel": {"sync_batchnorm": True}, "accumulation_steps": 2}, "statistics that do not come"),
     ],
 )
@@ -374,7 +369,7 @@ for name in ("all_gather_single", "reduce_scatter_single"):
 made = DistributedDataParallel.__init__
 def make(
     self, module, device_ids=None, process_group=None, bucket_cap_mb=None, broadcast_buffers=True,
-    gradient_as_bucket_view=False, static_graph=False,
+    gradient_as_bucket_view=False,
 ):
     made(self, module, device_ids, process_group=process_group, broadcast_buffers=broadcast_buffers)
 DistributedDataParallel.__init__ = make

@@ -72,11 +72,33 @@ def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
     assert f"{tmp_path}/plans/p/b/metrics.jsonl" in files and files[-1] == f"{tmp_path}/plans/p/summary.csv"
     assert found.report_files(["p"])["manifests"] == [f"{tmp_path}/data/d/manifest.json"] == [found.run_manifest(RUN)]
     assert json.loads(found.run_settings(RUN, None)) == found.plans["p"]["a"].run.model_dump(mode="json")
-    assert found.run_record(RUN, None) == f"{tmp_path}/plans/p/a/config.yaml"
-    assert found.dataset_record(DATA, None) == f"{tmp_path}/data/d/config.yaml"
     page = json.loads(found.page_to_fill(RUN, None)[1])
     assert page["plans"] == [f"{tmp_path}/plans/p/plan.yaml"] and page["out"] == "page"
     assert [each["name"] for each in found.plan_settings("p")["runs"]] == ["a", "b"]
+
+
+def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
+    """With a copy of itself the first run alone, if for ten seconds or more."""
+    other = SimpleNamespace(plan="p", run="b")
+    for seconds, copied in ((9.9, False), (10, True)):
+        found = jobs(tmp_path, {"throughput": {"beside": seconds}})
+        assert (found.beside(RUN) is not None, found.beside(other) is not None) == (copied, True)
+
+
+def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
+    for name in ("theirs", ".theirs.host.1.ab.part"):
+        file = tmp_path / "references" / name / "reference.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+    assert jobs(tmp_path).report_files(["p"])["references"] == [f"{tmp_path}/references/theirs/reference.json"]
+
+
+def test_weights_that_are_not_there_are_said_with_their_key(tmp_path: Path) -> None:
+    said: list[Any] = []
+    found = jobs(tmp_path, {"training": {"weights": f"{tmp_path}/none.pt"}})
+    found.say = said.append
+    assert [found.run_weights(RUN) for _ in range(2)] == [[f"{tmp_path}/none.pt"]] * 2
+    assert [each.remedy for each in said] == ["name others in plans.p.runs.a.training.weights"]
 
 
 def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,21 +32,30 @@ from dlscale.models.losses import l1
 from dlscale.report.results import RunResult, reached
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.imagenet_resnet50.model import ResNet
+from dlscale.train import checkpoint
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert
 from dlscale.train.provenance import Provenance
 from dlscale.train.train import run_fingerprint
+from dlscale.train.trainer import Trainer
 from dlscale.train.weights import load_weights, read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
 from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import scalars
 
-#: A rate that does not depend on how long the training is: a longer one begins like a shorter one. Each validation is
-#: that of an epoch.
-STEADY = {"schedule": {"kind": "constant"}, "training": {"initial_validation": False}}
+#: A rate that does not depend on how long the training is: a longer one begins like a shorter one.
+STEADY = {"schedule": {"kind": "constant"}}
 Make = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def each_validation_is_that_of_an_epoch() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Trainer, "_begin", lambda self: None)
+        patched.setattr(checkpoint, "KEPT", 1)
+        yield
 
 
 @pytest.fixture
@@ -100,7 +109,7 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
 ) -> None:
     caplog.set_level(logging.INFO)
     pretend(monkeypatch, [3.0, 1.0, 2.0, 1.0])
-    folder = era5(training={"epochs": 4, "keep_checkpoints": 1})
+    folder = era5(training={"epochs": 4})
     assert provenance(folder)["best"] == {"metric": "valid_loss", "value": 1.0, "epoch": 2, "step": 20}, "the first one"
     assert "best: epoch 2 of 4, validation loss 1" in caplog.text
     monkeypatch.undo()
@@ -110,20 +119,12 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "resumed"),
-    [
-        pytest.param(1, 30, marks=pytest.mark.slow, id="from the epoch before"),
-        pytest.param(2, 20, id="from the best epoch"),
-        pytest.param(9, None, marks=pytest.mark.slow, id="from the beginning"),
-    ],
-)
 def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
-    era5: Make, monkeypatch: pytest.MonkeyPatch, every: int, resumed: int | None
+    era5: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guide's program forgot the best loss on resume, and wrote a worse model over the best one."""
     losses = [3.0, 1.0, 2.5, 2.0, 1.5]
-    settings = {"epochs": 5, "keep_checkpoints": 1, "checkpoint_epochs": every}
+    settings = {"epochs": 5}
     pretend(monkeypatch, losses)
     whole = era5("whole", training=settings)
     monkeypatch.undo()
@@ -131,10 +132,10 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     broken = era5("broken", status=130, training=settings)
     assert not (broken / "model_best.pt").exists(), "there with the whole result, or not at all"
     monkeypatch.undo()
-    pretend(monkeypatch, losses[(resumed or 0) // 10 :])
+    pretend(monkeypatch, losses[3:])
     assert era5("broken", training=settings) == broken
     found = provenance(broken)
-    assert (found["resumed_from_step"], found["best"]["epoch"]) == (resumed, 2)
+    assert (found["resumed_from_step"], found["best"]["epoch"]) == (30, 2)
     for name in ("model.pt", "model_best.pt"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
     (checkpoint,) = broken.glob("checkpoints/*/step-*")

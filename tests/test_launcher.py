@@ -158,7 +158,7 @@ def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 2, 2], [1, 2, 3, 4], [3, 2, 1, 0, 4]])
 def test_an_order_names_each_gpu_once(order: list[int]) -> None:
-    with pytest.raises(UserError, match=r"expected each of a node's GPUs once, a permutation of \[0, 1, 2, 3\]"):
+    with pytest.raises(UserError, match="expected each of a node's 4 GPUs once, from 0"):
         config.load({**PLAN, "site": {"scheduler": SCHEDULER, "gpu_order": order}})
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dlscale.config.parallel import FSDP as FSDPSettings
+from dlscale.config.run import FSDP as FSDPSettings
 from dlscale.config.run import Geometry, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import UserError
@@ -115,7 +115,7 @@ STRATEGIES: dict[str, Case] = {
     # Two processes: part of `make test`.
     "2 ddp": Case(2),
     "2 ddp uneven": Case(2, grid="uneven"),
-    "2 ddp static, small buckets": Case(2, parallel={"static_graph": True, "bucket_mb": 0.01}),
+    "2 ddp small buckets": Case(2, parallel={"bucket_mb": 0.01}),
     "2 ddp bf16 hook": Case(2, parallel={"compression": "bf16"}, tolerance=0.02),
     "2 ddp fp16 hook": Case(2, parallel={"compression": "fp16"}, tolerance=0.005),
     "2 fsdp": Case(2, parallel=FSDP),

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from dlscale import cli
-from dlscale.config.parallel import FSDP
-from dlscale.config.run import Geometry
+from dlscale.config.run import FSDP, Geometry
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.process import MEET

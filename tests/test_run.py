@@ -14,6 +14,7 @@ import pytest
 from dlscale import cli
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
+from dlscale.core.stages import STAGES
 from dlscale.preflight import run
 from dlscale.preflight.run import Call
 from tests.conftest import ROOT
@@ -173,11 +174,11 @@ def test_options_and_their_help_reach_it(tmp_path: Path) -> None:
     )
 
 
-def test_help_has_every_command_once() -> None:
-    """Those of every day first, stages last."""
+def test_help_lists_the_commands_of_users_and_names_the_stages() -> None:
     top = cli.parser()
     (commands,) = [action.choices for action in top._actions if isinstance(action.choices, dict)]
     text = top.format_help()
-    listed = re.findall(r"^  ([a-z][a-z-]+)  +\S", text, re.MULTILINE)
-    assert sorted(listed) == sorted(commands)
-    assert tuple(listed[: len(cli.EVERYDAY)]) == cli.EVERYDAY and listed[-1] == "report"
+    listed = re.findall(r"^    ([a-z][a-z-]+)  +\S", text, re.MULTILINE)
+    assert listed == ["run", *cli.QUERIES] and len(listed) <= 20
+    stages = " ".join(text.partition("Stages, ")[2].split())
+    assert stages.endswith(f": {', '.join(STAGES)}.") and {*listed, *STAGES} == {*commands}

@@ -23,10 +23,9 @@ from scipy.optimize import minimize_scalar
 from torch.distributed import _compute_bucket_assignment_by_size
 
 from dlscale.config.compute import compute_digest
-from dlscale.config.parallel import DDP, Parallel
 from dlscale.config.records import Published
 from dlscale.config.resolve import study_files
-from dlscale.config.run import load_run
+from dlscale.config.run import DDP, Parallel, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest

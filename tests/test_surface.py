@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dlscale import cli
-from dlscale.config import resolve
+from dlscale.config.reference import schema
 
 #: All of it, a line each, sorted. To change it on purpose: python -m tests.test_surface
 FROZEN = Path(__file__).with_name("surface.txt")
@@ -15,8 +15,8 @@ FROZEN = Path(__file__).with_name("surface.txt")
 
 def surface() -> Iterator[str]:
     """Yield each key by the section that has it, and each option by its command."""
-    schema = resolve.schema()
-    for section, model in {**schema["$defs"], "config.yaml": schema}.items():
+    found = schema()
+    for section, model in {**found["$defs"], "config.yaml": found}.items():
         yield from (f"key {section}.{key}" for key in model.get("properties", {}))
     (commands,) = [action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction)]
     for name, parser in commands.choices.items():

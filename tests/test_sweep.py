@@ -111,19 +111,18 @@ def test_draws_are_spread_as_the_range_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trials", "epochs", "factor", "least", "expected"),
+    ("trials", "epochs", "factor", "expected"),
     [
-        (9, 9, 3, 1, [(1, 9), (3, 3), (9, 1)]),
-        (27, 81, 3, 1, [(3, 27), (9, 9), (27, 3), (81, 1)]),  # no more rungs than trials last
-        (16, 4, 2, 1, [(1, 16), (2, 8), (4, 4)]),  # nor than there are epochs
-        (9, 14, 3, 2, [(2, 9), (5, 3), (14, 1)]),
-        (9, 14, 3, 4, [(4, 9), (5, 3), (14, 1)]),
-        (2, 10, 3, 1, [(10, 2)]),
-        (5, 1, 3, 1, [(1, 5)]),
+        (9, 9, 3, [(1, 9), (3, 3), (9, 1)]),
+        (27, 81, 3, [(3, 27), (9, 9), (27, 3), (81, 1)]),  # no more rungs than trials last
+        (16, 4, 2, [(1, 16), (2, 8), (4, 4)]),  # nor than there are epochs
+        (9, 14, 3, [(2, 9), (5, 3), (14, 1)]),
+        (2, 10, 3, [(10, 2)]),
+        (5, 1, 3, [(1, 5)]),
     ],
 )
-def test_rungs(trials: int, epochs: int, factor: int, least: int, expected: list[tuple[int, int]]) -> None:
-    sweep = Sweep(method="halving", over={"seed": list(range(trials))}, reduction_factor=factor, min_epochs=least)
+def test_rungs(trials: int, epochs: int, factor: int, expected: list[tuple[int, int]]) -> None:
+    sweep = Sweep(method="halving", over={"seed": list(range(trials))}, reduction_factor=factor)
     assert sweep.rungs(trials, epochs) == expected
 
 
@@ -170,7 +169,6 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
         ({"method": "random", "over": {"seed": [1, 2]}, "trials": 3}, "3 of 2 combinations"),
         ({"method": "random", "over": {"seed": {"integers": [1, 2]}}, "trials": 3}, "3 of 2 combinations"),
         ({"method": "random", "over": {"dropout": {"uniform": [0.1, 0.101]}}, "trials": 9}, "no more than 2 different"),
-        ({"over": {"a." * 2000 + "b": [1]}}, "no setting has so many parts"),
         ({"over": {"optimizer": [{}], "optimizer.lr": [1]}}, "optimizer.lr is a part of it"),
         ({"over": {"optimizer.lrr": [1]}}, r"plans\.swept\.sweep\.over\.optimizer: unknown key 'lrr'"),
         ({"over": {"optimizer.lr": [-1.0]}}, r"plans\.swept\.sweep\.over\.optimizer\.lr: got -1.0"),

@@ -225,8 +225,8 @@ def test_a_space_that_is_given_is_tried_in_full(tmp_path: Path) -> None:
 
 def test_a_mistake_in_the_space_is_one_message(tmp_path: Path) -> None:
     for settings, message in (
-        ({"loaders": ["dirct"]}, "no loader is called 'dirct' (did you mean 'direct'?)"),
-        ({"loaders": ["synthetic"]}, "synthetic delivers no data"),
+        ({"loaders": ["dirct"]}, "no loader with data is called 'dirct' (did you mean 'direct'?)"),
+        ({"loaders": ["synthetic"]}, "no loader with data is called 'synthetic'"),
         ({"workers": [-1]}, "tune.workers.0"),
         ({"keep": 1}, "tune.keep"),
     ):

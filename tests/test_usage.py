@@ -6,10 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,35 +119,6 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     assert (meter.usage(World()).read_bytes or 0) >= size
 
 
-@contextmanager
-def short_lived(count: int) -> Iterator[threading.Thread]:
-    """Children that end, one after the other; none is left."""
-
-    def children() -> None:
-        for _ in range(count):
-            subprocess.run(["sh", "-c", "i=0; while [ $i -lt 3000 ]; do i=$((i+1)); done"], check=True)
-
-    thread = threading.Thread(target=children)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join()
-
-
-def test_nothing_is_counted_twice_while_processes_come_and_go() -> None:
-    """Whenever it is looked at, what was used only grows: an ending child is in neither or both places at no time."""
-    seen = []
-    with short_lived(120) as thread:
-        while thread.is_alive():
-            seen.append(processes.used(os.getpid()))
-            time.sleep(0.0005)
-    assert len(seen) > 20
-    for name in ("cpu_seconds", "read_chars", "reads", "read_bytes", "write_chars"):
-        values = [getattr(used, name) for used in seen]
-        assert values == sorted(values), name
-
-
 def test_memory_is_that_of_all_processes() -> None:
     child = python("block = bytearray(b'x') * (64 << 20)\nprint(1, flush=True)\n__import__('sys').stdin.read()")
     answer(child)
@@ -175,23 +143,3 @@ def test_ranks_of_one_node_are_added_up() -> None:
     assert three.cores == alone.cores + 1, "the cores that both may use count once"
     assert three.cpu_seconds == pytest.approx(2 * alone.cpu_seconds + 1, abs=TOLERANCE)
     assert three.read_bytes == pytest.approx(2 * (alone.read_bytes or 0) + 10, abs=1 << 16)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_what_others_do_on_other_cores_is_no_neighbour() -> None:
-    """A run that may use one core, and a program that spins on another."""
-    here, there, *_ = sorted(os.sched_getaffinity(0))
-    spin = [sys.executable, "-S", "-c", f"import os; os.sched_setaffinity(0, {{{there}}})\n" + BURN, "1.0"]
-    measure = (
-        f"import os; os.sched_setaffinity(0, {{{here}}})\n"
-        "import time\nfrom dlscale.measure.processes import Meter, core_seconds\n"
-        "from dlscale.parallel.world import World\n"
-        f"meter, before = Meter(), core_seconds()\ntime.sleep(1.0)\nafter = core_seconds()\n"
-        f"found = meter.usage(World())\nprint(found.cores, found.cores_cpu_seconds - after[{here}] + before[{here}])"
-    )
-    command = [sys.executable, "-c", measure]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child, subprocess.Popen(spin) as other:
-        printed = child.communicate()[0].split()
-        other.wait()
-    assert printed[0] == "1" and float(printed[1]) < TOLERANCE

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from dlscale.config.parallel import DDP
+from dlscale.config.run import DDP
 from dlscale.parallel import selftest
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Replicated

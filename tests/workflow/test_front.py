@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import re
-import signal
 from collections.abc import Callable
 
-import pytest
-
-from tests.waiting import PATIENCE, until
-from tests.workflow.conftest import CONFIG, RESULTS, Tree
+from tests.workflow.conftest import RESULTS, Tree
 from tests.workflow.test_why import why
 
 
@@ -68,52 +62,3 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     (locked / "0.output.lock").write_text(f"{RESULTS}/data/waves/manifest.json\n")
     wrong = tree.shell(run)
     assert wrong.returncode == 1 and wrong.stderr.startswith("LockException:\n") and "--unlock" in wrong.stderr
-
-
-def test_a_failure_is_the_last_word(make_tree: Callable[..., Tree]) -> None:
-    """Each job that failed, in one line, with its log; a log of an earlier call is none of this one."""
-    config = copy.deepcopy(CONFIG)
-    files = {split: [f"raw/{split}.h5"] for split in ("train", "valid")}
-    config["datasets"]["mine"] = {"kind": "cosmo", "source": {"kind": "files", **files}}
-    tree = make_tree(config)
-    (tree.path / "raw").mkdir()
-    for split in files:
-        (tree.path / f"raw/{split}.h5").write_bytes(b"no HDF5")
-    failed = tree.snakemake("--cores", "2", "--keep-going", "--", "data_mine")
-    assert failed.status == 1
-    said = last_lines(failed.output, 2)
-    for line, split in zip(said, files, strict=True):
-        assert line.startswith("FAILED data mine (preprocess): ") and f"raw/{split}.h5" in line
-        assert line.endswith(f"; log: {RESULTS}/logs/preprocess/mine/{split}/{split}-0.log"), line
-    assert "At least one job did not complete" not in failed.output
-
-
-@pytest.mark.slow
-def test_an_interrupted_call_has_corrupted_nothing(make_tree: Callable[..., Tree]) -> None:
-    config = copy.deepcopy(CONFIG)
-    config["datasets"]["years"]["source"]["days"] = 360
-    tree = make_tree(config)
-    process = tree.start("--cores", "1", "--", "data_years")
-    until("a stage", lambda: list(tree.results.glob("logs/acquire/years/*.doing")), process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert last_lines(output) == ["Interrupted. What is done is kept: the same command goes on from there."], output
-    after = output[output.index("Terminating processes on user request") :]
-    assert "corrupted" not in after and "FAILED" not in after and "Error" not in after and len(after.splitlines()) < 6
-
-
-@pytest.mark.slow
-def test_trainings_that_say_their_threads_run_side_by_side(make_tree: Callable[..., Tree]) -> None:
-    """What is timed has the machine for itself, and so has a training that takes what there is."""
-    config = copy.deepcopy(CONFIG)
-    config["plans"]["cosmo"]["runs"]["ceiling"]["threads"] = 3
-    tree = make_tree(config)
-    words = "--configfile tiny.yaml --cores 8 -n -p --logger jobs -- plan_cosmo"
-    for here, expected in (("", {"unet": 8, "ceiling": 3}), ("CUDA_VISIBLE_DEVICES=0 ", {"unet": 8, "ceiling": 8})):
-        tree.log.unlink(missing_ok=True)
-        looked = tree.shell(f"{here}snakemake {words}")
-        assert looked.returncode == 0, looked
-        cores = {str(job): job.resources["_cores"] for job in tree.jobs()}
-        assert {run: cores[f"train cosmo {run}"] for run in expected} == expected
-        assert {cores[f"throughput cosmo {run}"] for run in expected} == {8}

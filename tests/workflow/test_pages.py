@@ -64,21 +64,9 @@ def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
             assert (done.status, shown(small, done)) == (0, pages), (targets, done.output)
         assert "Nothing to be done" in done.output
     (page,) = shown(small, small.snakemake("--cores", "2", "--force", "--", "results/plans/one/summary.csv"))
-    again = "snakemake --configfile tiny.yaml -- plan_one writes it anew"
-    assert page == f"plans/one/report.html (older than what was asked for: {again})"
+    assert page == "plans/one/report.html"
     assert shown(small, small.snakemake("--cores", "2", "--config", 'targets=["other"]')) == ["report/other.html"]
     assert (small.results / "report/index.html").read_text() == "of all plans"
-
-
-@pytest.mark.slow
-def test_data_and_tables_fill_the_page_of_all_targets(small: Tree) -> None:
-    """Where they are made for it, and for nothing that was named."""
-    forced = ["--dry-run", "--printshellcmds", "--forcerun", "preview", "collect"]
-    picture = f"{small.config['results']}/data/squares/preview.png"
-    for targets, fills in (([], True), (["plan_one"], False), ([picture], False)):
-        done = small.snakemake(*forced, "--", *targets)
-        commands = [job.command for job in done.jobs if job.rule in ("preview", "collect")]
-        assert commands and all(("--page" in command) == fills for command in commands), commands
 
 
 @pytest.mark.slow
@@ -150,18 +138,3 @@ def test_what_is_gone_is_told(small: Tree) -> None:
     )
     done = small.snakemake("--cores", "2")
     assert done.status == 0 and stats.is_dir() and (run / "tensorboard").is_dir(), done.output
-
-
-@pytest.mark.slow
-def test_raw_data_that_are_elsewhere_end_the_call(small: Tree) -> None:
-    """One message, although what was made of others is there: it would be taken for what was asked."""
-    moved = 'datasets={"squares": {"source": {"all": {"input": "absent.npz", "target": "absent.npz"}}}}'
-    for arguments in (["--cores", "2"], ["--dry-run"]):
-        done = small.snakemake("--config", moved, *arguments)
-        assert done.status == 2 and "Nothing to be done" not in done.output
-        assert [line for line in done.output.splitlines() if "absent" in line and "Command: " not in line] == [
-            "FAIL  data squares: absent.npz: no such file or folder; "
-            "put it there, or name its place in datasets.squares.source"
-        ]
-    done = small.snakemake("--config", moved, "--report", "own.html", "--", "data_squares")
-    assert done.status == 0, done.output

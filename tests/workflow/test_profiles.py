@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 
 from dlscale.config import resolve
-from dlscale.core.stages import STAGES
 from dlscale.data import parts
-from tests.conftest import ROOT
-from tests.workflow.conftest import TARGETS, Job, Outcome, Tree
+from tests.workflow.conftest import Job, Outcome, Tree
 
 PLANS = ["plan_cosmo_profile", "plan_era5_profile"]
 #: First rung and last one of each ladder, and the latter on the four GPUs of a node.
@@ -105,39 +102,6 @@ def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
         assert asked == {"nodes": 1, "constraint": "gpu", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
         # Only the first rungs' speed was published; of the others nothing is known before they are timed.
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
-
-
-@pytest.mark.slow
-def test_the_worked_example_of_the_docs(make_tree: Callable[..., Tree]) -> None:
-    """As it is written there: all stages of runs in the GPUs' partition with its memory, as `-n -p` shows, too."""
-    tree = make_tree()
-    guide = (ROOT / "docs/sites.md").read_text()
-    (copied,) = re.findall(r"^cp -r profiles/slurm .*\n.*", guide, re.MULTILINE)
-    assert tree.shell(copied).returncode == 0
-    ((path, text),) = re.findall(r"```yaml\n# (profiles/mysite/\S+)\n(.*?)```", guide, re.DOTALL)
-    (tree.path / path).write_text(text)
-    outcome = tree.snakemake("-np", "--workflow-profile", "profiles/mysite", "--", *TARGETS)
-    assert outcome.status == 1 and "checks fail" in outcome.output.splitlines()[-1], outcome.output[-3000:]
-    keys = ("slurm_partition", "gres", "mem_mb", "cpus_per_task", "qos")
-    asked = {
-        rule: [[job.resources.get(key) for key in keys] for job in outcome.jobs if job.rule == rule] for rule in STAGES
-    }
-    for stage, row in STAGES.items():
-        if row.nodes == "geometry":
-            assert asked[stage] and all(job == ["gpu", "gpu:a100:1", 62_500, 8, "normal"] for job in asked[stage])
-        elif row.nodes == "cpu":
-            assert asked[stage] and all(job == [None, None, 62_500, 16, None] for job in asked[stage])
-    devices = {job.rule for job in outcome.jobs if " --device cuda " in (job.command or "")}
-    assert devices == {stage for stage, row in STAGES.items() if row.nodes == "geometry"}
-    shown = [line for line in outcome.output.splitlines() if line.startswith("sbatch ")]
-    on_gpus = [line for line in shown if re.search(r": .*\b(train|throughput|profile|tune) ", line)]
-    words = "--partition=gpu --qos=normal --nodes=1 --cpus-per-task=8 --gres=gpu:a100:1 --mem=62500 --time="
-    assert on_gpus and all(line.startswith(f"sbatch {words}") for line in on_gpus)
-    assert sum(line.count(job) for line in on_gpus for job in ("profile cosmo.unet", "tune tuned.mine")) == 2
-    others = [line for line in shown if line not in on_gpus]
-    assert others and not any("partition" in line or "gres" in line for line in others)
-    table = outcome.output[outcome.output.index("basis  node-hours") :]
-    assert re.search(r"^cosmo\.unet +profile +1 node x 1 GPU .* gpu +normal ", table, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import functools
 import http.server
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.test_mnist import files
-from tests.workflow.conftest import Outcome, Tree
+from tests.workflow.conftest import Tree
 
 PASSWORD, TOKEN, OTHER = "pa55-of-a-user", "t0ken-of-a-user", "an0ther-value"
 LOGIN = f"Basic {base64.b64encode(f'me:{PASSWORD}'.encode()).decode()}"
@@ -133,23 +132,3 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     report = tree.snakemake("--report", "report.html", "--", "all")
     assert report.status == 0, report.output[-3000:]
     assert outside_of_the_users_own(tree) == []
-
-
-@pytest.mark.slow
-def test_a_command_line_may_have_addresses_without_a_login(make_tree: Callable[..., Tree]) -> None:
-    """Only datasets have addresses that are fetched."""
-
-    def called(query: str) -> Outcome:
-        at = {what: f"HTTPS://example.org/{what}{query}" for what in ("images", "labels")}
-        source = {"kind": "files", "all": at, "shares": {"train": 0.5, "valid": 0.5}}
-        given = [
-            f"datasets={json.dumps({'fetched': {'kind': 'mnist', 'source': source}})}",
-            f"report={json.dumps({'title': 'see https://example.org/x?y=1'})}",
-        ]
-        return tree.snakemake("-n", "--cores", "1", "--config", *given, "--", "data_fetched")
-
-    tree = make_tree()
-    taken = called("?download=1#part")
-    assert taken.status == 0, taken.output[-3000:]
-    refused = called("?token=1")
-    assert refused.status == 2 and "--config: an address with a login: everyone can read" in refused.output

@@ -63,14 +63,3 @@ def test_the_command_has_the_settings_of_the_call(make_tree: Callable[..., Tree]
     (words,) = [shlex.split(job.command) for job in jobs if job.rule == "tune"]
     call = words[words.index("--call") + 1]
     assert shlex.split(call) == ["snakemake", "--config", given, "--configfile", "tiny.yaml"]
-
-
-@pytest.mark.slow
-def test_a_raw_file_that_is_not_there_is_said_with_what_to_do(make_tree: Callable[..., Tree]) -> None:
-    done = make_tree().shell("snakemake -n plan_cosmo_tune")
-    assert done.returncode != 0
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("FAIL")]
-    assert said == [
-        "FAIL  data cosmo_published: data/downsamp_2048crop_train.h5: no such file or folder; "
-        "put it there, or name its place in datasets.cosmo_published.source"
-    ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shlex
 from collections.abc import Callable
 
 import pytest
 
-from tests.workflow.conftest import RESULTS, Tree
+from tests.workflow.conftest import Tree
 from tests.workflow.test_changes import PACKAGE, append, configure, delete
 
 
@@ -86,21 +85,6 @@ def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) ->
     mark.parent.mkdir(parents=True)
     mark.touch()
     assert "era5.vit (throughput): interrupted" in reasons(tree)
-
-
-@pytest.mark.slow
-def test_files_of_a_plan_that_is_not_in_the_configuration(make_tree: Callable[..., Tree]) -> None:
-    """As where the page's own advice is followed without the file that has the plan."""
-    tree = make_tree()
-    plan = tree.results / "plans/mine"
-    command = f"snakemake -n --configfile tiny.yaml -- {shlex.quote(f'{RESULTS}/plans/mine/a/throughput.json')}"
-    said = tree.shell(command).stderr
-    assert "no plan is called 'mine'" in said and "another configuration" not in said
-    plan.mkdir(parents=True)
-    (plan / "plan.yaml").touch()
-    said = tree.shell(command).stderr
-    assert said.rstrip().endswith("was made from another configuration: name its file with --configfile")
-    assert "Error" not in said and "Traceback" not in said
 
 
 @pytest.mark.slow

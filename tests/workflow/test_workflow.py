@@ -9,7 +9,6 @@ import html
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 from collections import Counter
@@ -115,32 +114,6 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
     assert throughput["beside"] is None, "its plan wants none"
 
 
-def test_the_first_run_is_timed_with_a_copy_of_itself(finished: tuple[Tree, Outcome]) -> None:
-    """If for ten seconds or more; the others with the first run, for any time."""
-    tree, _ = finished
-    settings = tree.config["plans"]["cosmo"]["settings"]["throughput"]
-    before = settings["beside"]
-    found = {}
-    try:
-        for seconds in (9.9, 10):
-            settings["beside"] = seconds
-            tree.write()
-            jobs = [job for job in tree.planned(targets=["plan_cosmo"]).jobs if job.rule == "throughput"]
-            found[seconds] = {str(job): " --beside " in job.command for job in jobs}
-    finally:
-        settings["beside"] = before
-        tree.write()
-    runs = "throughput cosmo unet", "throughput cosmo ceiling"
-    assert found == {9.9: dict(zip(runs, (False, True), strict=True)), 10: dict.fromkeys(runs, True)}
-
-
-def test_a_measurement_is_repeated_by_itself(finished: tuple[Tree, Outcome]) -> None:
-    """As the page of a machine that was not quiet says."""
-    tree, _ = finished
-    file = str((tree.results / "plans/era5/vit/throughput.json").relative_to(tree.path))
-    assert tree.planned("--force", targets=[file]).names == ["throughput era5 vit"]
-
-
 def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:
     """Every job is counted once; those that computed are told apart from the starts of their processes."""
     tree, outcome = finished
@@ -200,30 +173,6 @@ def by_hand(tree: Tree, outcome: Outcome, *names: str) -> None:
         assert command in outcome.output
         done = tree.shell(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-
-
-def contents(file: h5py.File) -> dict[str, Any]:
-    """Return everything in an HDF5 file, numbers as bytes."""
-    found = {f"@{key}": str(value) for key, value in file.attrs.items()}
-
-    def visit(name: str, item: Any) -> None:
-        found.update({f"{name}@{key}": str(value) for key, value in item.attrs.items()})
-        if isinstance(item, h5py.Dataset):
-            found[name] = item[()].tobytes()
-
-    file.visititems(visit)
-    return found
-
-
-@pytest.mark.slow
-def test_data_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
-    """Acquiring, preprocessing and assembling with the printed commands gives the very same file."""
-    names = ["acquire boxes box000.h5", "preprocess boxes train box000 0", "preprocess boxes train box000 1"]
-    before = contents(h5py.File(clone.results / "data/boxes/train/box000.h5"))
-    for file in ("source/box000.h5", "train/box000.h5"):
-        (clone.results / "data/boxes" / file).unlink()
-    by_hand(clone, finished[1], *names, "assemble boxes train box000")
-    assert contents(h5py.File(clone.results / "data/boxes/train/box000.h5")) == before
 
 
 @pytest.mark.slow
@@ -308,26 +257,6 @@ def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) ->
 
 
 @pytest.mark.slow
-def test_half_an_import_is_no_reference(fresh: Tree) -> None:
-    """`dlscale import` was killed, or is under way."""
-    for name in ("theirs", ".theirs.host.1.ab.part"):
-        file = fresh.results / "references" / name / "reference.json"
-        file.parent.mkdir(parents=True)
-        file.write_text("{}")
-    (page,) = [job for job in fresh.planned(targets=["all"]).jobs if job.rule == "report"]
-    shutil.rmtree(fresh.results / "references")
-    words = shlex.split(page.command)
-    assert words[words.index("--references") + 1 : words.index("--call")] == [
-        f"{fresh.config['results']}/references/theirs/reference.json"
-    ]
-
-
-@pytest.mark.slow
-def test_same_jobs_by_default(fresh: Tree) -> None:
-    assert fresh.planned(targets=[]).names == fresh.planned(targets=["all"]).names
-
-
-@pytest.mark.slow
 def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
     """Three hundred runs: as many trainings and measurements, on one dataset that is made once."""
     config = copy.deepcopy(CONFIG)
@@ -339,38 +268,6 @@ def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
     rules = Counter(job.rule for job in make_tree(config).planned(targets=["plan_many"]).jobs)
     assert rules["train"] == rules["throughput"] == 300
     assert rules["describe"] == rules["configure_plan"] == rules["collect"] == rules["report_plan"] == 1
-
-
-@pytest.mark.slow
-def test_published_plans(make_tree: Make) -> None:
-    """Their files need only be there; a plan that lacks them names them."""
-    tree = make_tree()
-    missing = tree.snakemake("-n", "--", "plan_cosmo_published")
-    assert missing.status != 0 and "data/downsamp_2048crop_train.h5" in missing.output
-    folder = tree.path / "data/era5_published"
-    files = [tree.path / "data/downsamp_2048crop_train.h5", tree.path / "data/downsamp_1024crop_valid.h5"]
-    files += [folder / "train/1990.h5", folder / "valid/2016.h5"]
-    files += [folder / f"stats/{name}.npy" for name in ("global_means", "global_stds", "time_means")]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"x")
-    names = tree.planned(targets=["plan_cosmo_published", "plan_era5_published"]).names
-    trained = of(names, "train")
-    assert len([name for name in trained if name.startswith("cosmo_published ")]) == 9
-    assert len([name for name in trained if name.startswith("era5_published ")]) == 19
-    assert not of(names, "preprocess") and len(of(names, "describe")) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("--profile", "perlmutter"), ("--profile", "profiles/perlmutter")])
-def test_perlmutter_is_taken_literally(fresh: Tree, arguments: tuple[str, ...]) -> None:
-    """Without Slurm, in a dry run; its jobs are those of any other machine."""
-    outcome = fresh.snakemake(*arguments, "-np", "--", "all")
-    assert outcome.status == 1, outcome.output
-    assert outcome.names == fresh.planned(targets=["all"]).names
-    *lines, verdict = outcome.output.splitlines()
-    failing = [line for line in lines if line.startswith(("FAIL  ", "It would not start: "))]
-    assert verdict == f"{len(failing)} checks fail: nothing would be submitted"
 
 
 @pytest.mark.slow
@@ -388,17 +285,6 @@ def test_a_dry_run_is_no_wall_of_text(make_tree: Make) -> None:
     assert re.fullmatch(r"\d+ jobs; about .* until the end", lines[-1])
 
 
-@pytest.mark.slow
-def test_mistake_in_the_configuration_is_its_message_alone(make_tree: Make) -> None:
-    config = copy.deepcopy(CONFIG)
-    config["plans"]["era5"]["settings"]["optimiser"] = {"lr": 1}
-    outcome = make_tree(config).snakemake("-n")
-    assert outcome.status == 2
-    line = next(line for line in outcome.output.splitlines() if "optimiser" in line)
-    assert line.startswith("configuration: plans.era5.settings: unknown key 'optimiser' (did you mean 'optimizer'?)")
-    assert "Traceback" not in outcome.output and "Error in" not in outcome.output
-
-
 # ---- the rules --------------------------------------------------------------------------------------
 
 RULES = {
@@ -412,10 +298,6 @@ def directive(body: str, name: str) -> str:
     """Return the text of a rule's directive, empty if it has none."""
     found = re.search(rf"^    {name}:(.*\n(?:(?: {{8}}.*)?\n)*)", body, re.MULTILINE)
     return found[1] if found else ""
-
-
-def test_all_rules_are_seen(finished: tuple[Tree, Outcome]) -> None:
-    assert set(RULES) - {"image"} == {job.rule for job in finished[1].jobs if job.command}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -463,12 +345,6 @@ def test_lint(fresh: Tree) -> None:
     assert outcome.status == 0 and "in a good condition" in outcome.output
 
 
-def test_top_level_rules_only_gather() -> None:
-    """The Snakefile has targets and nothing that computes."""
-    text = (ROOT / "Snakefile").read_text()
-    assert "shell:" not in text and "params:" not in text
-
-
 # ---- when something goes wrong ----------------------------------------------------------------------
 
 
@@ -508,32 +384,6 @@ def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
     with h5py.File(made) as one, h5py.File(before) as other:
         assert np.array_equal(one["Nbody"], other["Nbody"])
     assert not list(tree.path.rglob("pwned*"))
-
-
-@pytest.mark.slow
-def test_prepared_data_with_odd_names(clone: Tree) -> None:
-    """Both published layouts, in folders whose names hold commands and quotes."""
-    data = clone.results / "data"
-    clone.config["datasets"] |= {
-        "as_is_era5": {"kind": "era5", "source": {"kind": "prepared", "path": str(data / "years")}},
-        "as_is_cosmo": {
-            "kind": "cosmo",
-            "source": {
-                "kind": "prepared",
-                "train": [str(data / "boxes/train/box000.h5")],
-                "valid": [str(data / "boxes/valid/box001.h5")],
-            },
-        },
-    }
-    clone.write()
-    targets = [f"{RESULTS}/data/{name}/manifest.json" for name in ("as_is_era5", "as_is_cosmo")]
-    outcome = clone.snakemake("--cores", "2", "--", *targets)
-    assert outcome.status == 0, outcome.output
-    assert outcome.names == ["describe as_is_cosmo", "describe as_is_era5"]
-    for target in targets:
-        manifest = json.loads((clone.path / target).read_text())
-        assert all((clone.path / file["path"]).exists() for files in manifest["splits"].values() for file in files)
-    assert not list(clone.path.rglob("pwned*"))
 
 
 @pytest.mark.slow
@@ -599,46 +449,6 @@ def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
         assert second.status == 2 and message in second.output and "Traceback" not in second.output, second.output
         assert dry.status == 0 and "in use by" not in dry.output, dry.output
         assert list(tree.results.rglob("*")) == before
-
-
-@pytest.mark.slow
-def test_two_checkouts_with_one_folder_of_results(clone: Tree, make_tree: Callable[..., Tree]) -> None:
-    """The second is refused while the first works, which goes on as if nothing had been; a dry run may look."""
-    clone.config["plans"]["era5"]["settings"]["training"] = {"epochs": 40}
-    clone.write()
-    other = make_tree(clone.config | {"results": str(clone.results)}, like=clone)
-    call = ["--cores", "2", "--", "plan_era5"]
-    log = clone.results / "logs/train/era5/vit.log"
-    before = log.read_text()
-    process = clone.start(*call)
-    until("the training's log", lambda: log.exists() and log.read_text() not in ("", before), process)
-    written = log.read_text()
-    second = other.snakemake(*call)
-    message = f"results: {clone.results}: in use by process {process.pid} on "
-    assert second.status == 2 and message in second.output and "Traceback" not in second.output, second.output
-
-    def looked() -> bool:
-        """Snakemake itself gives up where a job of the first begins, and removes its outputs, while it looks."""
-        dry = other.snakemake("--dry-run", *call)
-        assert "in use by process" not in dry.output, dry.output
-        return dry.status == 0
-
-    until("a dry run", looked)
-    assert log.read_text().startswith(written)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, output
-    after = other.snakemake(*call)
-    assert after.status == 0, after.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("results", ["/dev/null", "tiny.yaml"])
-def test_results_that_can_be_no_folder(clone: Tree, results: str) -> None:
-    clone.config["results"] = results
-    clone.write()
-    done = clone.snakemake("--cores", "2", "--", "data_boxes")
-    assert done.status == 2 and "a file stands where a folder is needed" in done.output, done.output
-    assert "Traceback" not in done.output
 
 
 @pytest.mark.slow

@@ -8,24 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlscale.config.dataset import DatasetSettings as DatasetSettings
-    from dlscale.core.errors import Refused as Refused
-    from dlscale.core.errors import UserError as UserError
-    from dlscale.core.metrics import LossInfo as LossInfo
-    from dlscale.core.metrics import Metric as Metric
-    from dlscale.core.schema import Strict as Strict
-    from dlscale.data.kind import DatasetKind as DatasetKind
-    from dlscale.data.kind import Outline as Outline
-    from dlscale.data.kind import Part as Part
-    from dlscale.data.kind import RawFile as RawFile
-    from dlscale.data.kind import RowSamples as RowSamples
-    from dlscale.data.manifest import Manifest as Manifest
-    from dlscale.data.source import ArraySource as ArraySource
-    from dlscale.parallel.sharding import Sharding as Sharding
-    from dlscale.studies.base import Metrics as Metrics
-    from dlscale.studies.base import PublishedLog as PublishedLog
-    from dlscale.studies.base import SampleLoss as SampleLoss
-    from dlscale.studies.base import Study as Study
+    from dlscale.config.dataset import DatasetSettings
+    from dlscale.core.errors import Refused, UserError
+    from dlscale.core.metrics import LossInfo, Metric
+    from dlscale.core.schema import Strict
+    from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, RowSamples
+    from dlscale.data.manifest import Manifest
+    from dlscale.data.source import ArraySource
+    from dlscale.parallel.sharding import Sharding
+    from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
+
+__all__ = [
+    "ArraySource",
+    "DatasetKind",
+    "DatasetSettings",
+    "LossInfo",
+    "Manifest",
+    "Metric",
+    "Metrics",
+    "Outline",
+    "Part",
+    "PublishedLog",
+    "RawFile",
+    "Refused",
+    "RowSamples",
+    "SampleLoss",
+    "Sharding",
+    "Strict",
+    "Study",
+    "UserError",
+]
 
 
 def __getattr__(name: str) -> Any:

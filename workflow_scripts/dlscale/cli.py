@@ -1,8 +1,4 @@
-"""The command line: one thin subcommand a stage.
-
-A stage reads files and writes files. Its module is imported only when it runs, so that `--help`
-answers at once.
-"""
+"""The command line: a thin subcommand for each stage and query, whose module is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import functools
 import gc
 import importlib
 import io
-import json
 import logging
 import os
 import shutil
@@ -27,15 +22,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from dlscale.core import process, progress, registry, times
 from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.process import Ranks, ranks
-from dlscale.core.settings import read_settings, typed, validate
-from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, option, path
+from dlscale.core.settings import read_settings, typed, validate, write_yaml
+from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
 from dlscale.core.telemetry import node_file
 from dlscale.core.text import coloured
 from dlscale.launch import telemetry
@@ -50,39 +45,27 @@ UNREAD = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked by a user and by no rule: `main(args, configuration)` prints, and returns the exit status."""
+class Query:
+    """A command of users that no rule calls: `main(args, configuration)` prints, and returns the exit status."""
 
     module: str
     text: str
-    about: tuple[str, dict[str, Any]]  #: The positional argument, and the keywords of `argparse`.
     options: tuple[Option, ...] = ()
+    configured: bool = True  #: Whether it reads the configuration, and so takes its files.
 
 
-_PLANS = ("plans", {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets if absent"})
-_RUNS = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder"})
+_PLANS: Option = ("plans", {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets if absent"})
+_RUNS: Option = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder"})
 
-QUESTIONS = {
-    "doctor": Question(
-        "dlscale.preflight.doctor",
-        "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
-        _PLANS,
-    ),
-    "cost": Question(
-        "dlscale.preflight.cost",
-        "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
-        _PLANS,
-    ),
-    "why": Question(
-        "dlscale.preflight.why",
-        "Say why the workflow would run what it would: settings, sources, image or files that changed.",
-        ("targets", {"nargs": "*", "metavar": "TARGET", "help": "as for snakemake: plan_NAME, data_NAME, a file"}),
-    ),
-    "status": Question(
+RUN = "Run plans, or make data or files, with settings that are typed: dlscale run PLAN seed=2"
+
+#: In the order of `--help`.
+QUERIES = {
+    "status": Query(
         "dlscale.preflight.status",
         "Show how far runs are: done, running (progress, time left, loss, rate), failed and why, or waiting.",
-        _PLANS,
         (
+            _PLANS,
             option(
                 "--watch",
                 "look again every five seconds, until all is done, or nothing follows a failure",
@@ -91,11 +74,41 @@ QUESTIONS = {
             ),
         ),
     ),
-    "predict": Question(
+    "why": Query(
+        "dlscale.preflight.why",
+        "Say why the workflow would run what it would: settings, sources, image or files that changed.",
+        (("targets", {"nargs": "*", "metavar": "TARGET", "help": "as for snakemake: plan_NAME, data_NAME, a file"}),),
+    ),
+    "explain": Query(
+        "dlscale.report.verdict",
+        "Say what holds runs back, how far they are from their device's limit, and what to try next.",
+        (_RUNS,),
+    ),
+    "compare": Query(
+        "dlscale.report.compare",
+        "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings. "
+        "Or of two profiles.",
+        (
+            ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before and after: folders or plans, or runs"}),
+            option("--profiles", "compare the profiles of two runs", False, action="store_true"),
+            option("--gate", "return 1 if a run became slower beyond noise", False, action="store_true"),
+        ),
+    ),
+    "doctor": Query(
+        "dlscale.preflight.doctor",
+        "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
+        (_PLANS,),
+    ),
+    "cost": Query(
+        "dlscale.preflight.cost",
+        "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
+        (_PLANS,),
+    ),
+    "predict": Query(
         "dlscale.preflight.predict",
         "Predict what measured runs do on other devices (speed, memory, time, cost), and recommend some.",
-        ("runs", {"nargs": "*", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder, that were measured"}),
         (
+            ("runs", {"nargs": "*", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder, that were measured"}),
             option("--devices", "how many", False, type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N"),
             option(
                 "--tp", "devices that share a model's weights", False, type=int, nargs="+", default=[1], metavar="N"
@@ -114,16 +127,11 @@ QUESTIONS = {
             option("--validate", "show how well published figures are predicted", False, action="store_true"),
         ),
     ),
-    "explain": Question(
-        "dlscale.report.verdict",
-        "Say what holds runs back, how far they are from their device's limit, and what to try next.",
-        _RUNS,
-    ),
-    "evaluate": Question(
+    "evaluate": Query(
         "dlscale.measure.evaluate",
         "Score the weights of trained runs on their validation or test data; nothing trains.",
-        _RUNS,
         (
+            _RUNS,
             option("--weights", "last, best, or a file of weights", False, default="last", metavar="WHICH"),
             option("--split", "of the run's dataset", False, default="valid", choices=("valid", "test")),
             option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
@@ -132,11 +140,11 @@ QUESTIONS = {
             path("--out", "JSON file to write", required=False),
         ),
     ),
-    "import": Question(
+    "import": Query(
         "dlscale.report.imports",
         "Bring in another program's TensorBoard log, which the page draws beside our runs.",
-        ("events", {"metavar": "EVENTS", "help": "event file, or a folder with some"}),
         (
+            ("events", {"metavar": "EVENTS", "help": "event file, or a folder with some"}),
             option("--as", "name of the reference", metavar="NAME", dest="name"),
             option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
             option("--plans", "plans that show it; all of the study if absent", False, nargs="+", default=[]),
@@ -159,40 +167,56 @@ QUESTIONS = {
             ),
         ),
     ),
-    "compare": Question(
-        "dlscale.report.compare",
-        "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings. "
-        "Or of two profiles.",
-        ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before and after: folders or plans, or runs"}),
+    "new-study": Query(
+        "dlscale.studies.new_study",
+        "Write a study of your own, with tests and a configuration to run; yours go into it.",
         (
-            option("--profiles", "compare the profiles of two runs", False, action="store_true"),
-            option("--gate", "return 1 if a run became slower beyond noise", False, action="store_true"),
+            ("name", {"metavar": "NAME", "help": "of the study, and of its Python module"}),
+            option("--at", "folder to write to; absent: one called NAME", False, metavar="FOLDER"),
+            option("--inside", "write it into this repository, as a study that is shipped", False, action="store_true"),
         ),
+        configured=False,
+    ),
+    "schema": Query(
+        "dlscale.config.reference",
+        "Print the JSON schema of config.yaml, for editors.",
+        (option("--markdown", "print the reference of all keys instead", False, action="store_true"),),
+        configured=False,
     ),
 }
 
+#: Options of each query that reads the configuration.
+_CONFIGURED = (
+    option("--profile", "the site: profiles/NAME/site.yaml, or its path", False, metavar="NAME"),
+    option("--configfile", "YAML files, over config.yaml", False, nargs="+", default=[], metavar="FILE"),
+    option("--config", "settings (YAML), over the files", False, nargs="+", default=[], metavar="KEY=VALUE"),
+    option("--json", "print JSON", False, action="store_true"),
+)
 
-#: What `--help` lists first.
+
+#: Commands that `--help` lists first.
 EVERYDAY = ("run", "status", "why", "explain", "compare", "doctor", "new-study")
 
 
 def _overview(texts: Mapping[str, str]) -> str:
-    """Return all commands with what they do, those of every day first."""
-    rest = [name for name in texts if name not in (*EVERYDAY, *STAGES)]
-    groups = {"every day": EVERYDAY, "more": rest, "stages, which the workflow calls; each also runs by hand": STAGES}
-    lines, width = [], min(shutil.get_terminal_size().columns, 120)
-    for title, names in groups.items():
-        lines.append(f"\n{coloured(f'{title}:', 'bold', sys.stdout)}")
+    """Return all commands with their texts, those of every day first, and the names of stages."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = list[str]()
+    for title, names in {"every day": EVERYDAY, "more": [name for name in texts if name not in EVERYDAY]}.items():
+        lines.append(coloured(f"{title}:", "bold", sys.stdout))
         for name in names:
-            lines += textwrap.wrap(texts[name], width, initial_indent=f"  {name:<17} ", subsequent_indent=" " * 20)
-    return "\n".join(lines).lstrip("\n")
+            lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
+        lines.append("")
+    stages = f"Stages, which the workflow calls and which run by hand, too: {', '.join(STAGES)}."
+    return "\n".join([*lines, textwrap.fill(stages, width)])
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands: the table of stages, and the questions."""
+    """Return the parser of all commands: `run`, the queries, and the stages, which `--help` names in its last line."""
     top = argparse.ArgumentParser(
         prog="dlscale",
         description="Measured, reproducible scaling studies of PyTorch models.",
+        epilog=_overview({"run": RUN, **{name: row.text for name, row in QUERIES.items()}}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
@@ -200,41 +224,18 @@ def parser() -> argparse.ArgumentParser:
         "--study", action="append", default=[], metavar="NAME=PATH", help="a study from outside of dlscale: its file"
     )
     commands = top.add_subparsers(dest="stage", metavar="COMMAND", help="one of these; its options: COMMAND --help")
-    texts = {"run": "Run plans, or make data or files, with settings that are typed: dlscale run PLAN seed=2"}
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        texts[name] = text
-        added = commands.add_parser(name, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
-        return added
-
-    for name, stage in STAGES.items():
-        added = command(name, stage.text)
-        for flag, keywords in [*(RUN_OPTIONS if stage.scope == "run" else ()), *stage.options]:
-            added.add_argument(flag, **keywords)
     # No word is an option of this parser: which are `run`'s own, and which Snakemake's, it says itself.
     run = commands.add_parser("run", prefix_chars="\0", add_help=False)
     run.add_argument("words", nargs=argparse.REMAINDER)
     run.set_defaults(log=None)
-    of_keys = command("schema", "Print the JSON schema of config.yaml, for editors.")
-    of_keys.add_argument("--markdown", action="store_true", help="print the reference of all keys instead")
-    new = command("new-study", "Write a study of your own, with tests and a configuration to run; yours go into it.")
-    new.add_argument("name", metavar="NAME", help="of the study, and of its Python module")
-    place = new.add_mutually_exclusive_group()
-    place.add_argument("--at", metavar="FOLDER", help="folder to write to; absent: one called NAME")
-    place.add_argument(
-        "--inside", action="store_true", help="write it into this repository, as a study that is shipped"
-    )
-    for name, question in QUESTIONS.items():
-        asked, several = command(name, question.text), dict[str, Any](nargs="+", default=[])
-        asked.add_argument(question.about[0], **question.about[1])
-        for flag, keywords in question.options:
-            asked.add_argument(flag, **keywords)
-        asked.add_argument("--profile", metavar="NAME", help="the site: profiles/NAME/site.yaml, or its path")
-        asked.add_argument("--configfile", **several, metavar="FILE", help="YAML files, over config.yaml")
-        asked.add_argument("--config", **several, metavar="KEY=VALUE", help="settings (YAML), over the files")
-        asked.add_argument("--json", action="store_true", help="print JSON")
-    top.epilog = _overview(texts)
+    rows: dict[str, Query | Stage] = {**QUERIES, **STAGES}
+    for name, row in rows.items():
+        added = commands.add_parser(name, description=row.text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
+        of_runs = isinstance(row, Stage) and row.scope == "run"
+        configured = isinstance(row, Query) and row.configured
+        for flag, keywords in (*RUN_OPTIONS * of_runs, *row.options, *_CONFIGURED * configured):
+            added.add_argument(flag, **keywords)
     return top
 
 
@@ -254,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stage is None:
         parser().print_help()
         return USER_ERROR
-    terminal = sys.stderr
+    terminal, name = sys.stderr, f"dlscale {args.stage}"
     logging.raiseExceptions = False  # a line that the log's disk has no room for is no reason for a traceback
     let_threads_wait()
     # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
@@ -265,70 +266,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.log:
             terminal = process.redirect(_own_log(Path(args.log)))
-        process.say = functools.partial(_say, terminal, args.stage)
+        process.say = functools.partial(_fail, terminal, name, 0)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             hold_on()
         # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
         faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        for text in args.study:
-            name, equals, path = text.partition("=")
-            if not (name and equals and path):
-                raise UserError(f"--study: {text}: expected NAME=PATH")
-            registry.add(name, path)
-        if args.stage == "schema":
-            from dlscale.config.reference import reference
-            from dlscale.config.resolve import schema
-
-            print(reference(schema()) if args.markdown else json.dumps(schema(), indent=2), flush=True)
-        elif args.stage == "run":
-            from dlscale.preflight import run
-
-            return run.main(args.words)
-        elif args.stage == "new-study":
-            from dlscale.studies import new_study
-
-            new_study.main(args)
-        elif args.stage in QUESTIONS:
-            if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="replace")  # of a locale that has no dash
-            status = int(importlib.import_module(QUESTIONS[args.stage].module).main(args, _configuration(args)))
-            sys.stdout.flush()
-            return status
-        else:
-            with progress.told(args.log if not ranks().rank else None), _watched(args), _near(args):
-                stage = _imported(STAGES[args.stage].module)
-                logging.info(times.STARTED, times.age())
-                if getattr(args, "record", None) and not ranks().rank:
-                    from dlscale.config.configure import keep
-
-                    keep(read_settings(args.config)[0], args.record)
-                stage.main(args)
-                if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
-                    registry.load("dlscale.report.report").fill(args.page)
-            if getattr(args, "telemetry", None) and ranks().rank == 0:
-                telemetry.show(Path(args.telemetry))
-    except Stopped as stopped:
+        return _run(args)
+    except (Stopped, PeerLost) as ended:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
-        return _fail(terminal, f"dlscale {args.stage}: {stopped}", STOPPED)
-    except PeerLost as lost:
-        return _fail(terminal, f"dlscale {args.stage}: {lost}", process.LOST)
+        return _fail(terminal, name, STOPPED if isinstance(ended, Stopped) else process.LOST, ended)
     except KeyboardInterrupt:
-        return _fail(terminal, f"dlscale {args.stage}: interrupted", INTERRUPTED)
+        return _fail(terminal, name, INTERRUPTED, "interrupted")
     except Exception as error:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # as of `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
             return UNREAD
         expected = explained(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
-            return _fail(terminal, f"dlscale {args.stage}: {str(expected).removeprefix(': ')}", USER_ERROR)
+            return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
         traceback.print_exc(file=sys.stderr)
         if place := registry.mistake(error):
-            return _fail(terminal, f"dlscale {args.stage}: {place}", USER_ERROR)
+            return _fail(terminal, name, USER_ERROR, place)
         outside = "".join(f"{study.file} or of " for study in registry.added().values())
-        defect = f"a defect of {outside}dlscale: {type(error).__name__}: {error}"
         place = f"; the log {args.log} has the traceback" if args.log else ""
-        return _fail(terminal, f"dlscale {args.stage}: {defect}{place}", DEFECT)
+        defect = f"a defect of {outside}dlscale: {type(error).__name__}: {error}{place}"
+        return _fail(terminal, name, DEFECT, defect)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a command, and return its exit status."""
+    for text in args.study:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise UserError(f"--study: {text}: expected NAME=PATH")
+        registry.add(name, path)
+    if args.stage == "run":
+        from dlscale.preflight import run
+
+        return run.main(args.words)
+    if query := QUERIES.get(args.stage):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # of a locale that has no dash
+        configuration = _configuration(args) if query.configured else None
+        status = int(importlib.import_module(query.module).main(args, configuration))
+        sys.stdout.flush()
+        return status
+    first = not ranks().rank
+    with progress.told(args.log if first else None), _watched(args), _near(args):
+        stage = _imported(STAGES[args.stage].module)
+        logging.info(times.STARTED, times.age())
+        if first and getattr(args, "record", None):
+            write_yaml(args.record, read_settings(args.config)[0])
+        stage.main(args)
+        if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
+            registry.load("dlscale.report.report").fill(args.page)
+    if first and getattr(args, "telemetry", None):
+        telemetry.show(Path(args.telemetry))
     return 0
 
 
@@ -384,14 +378,10 @@ def _own_log(path: Path) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
-def _say(terminal: TextIO, stage: str, message: str) -> None:
-    _fail(terminal, f"dlscale {stage}: {message}", 0)
-
-
-def _fail(terminal: TextIO, message: str, status: int) -> int:
+def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:
     for stream in dict.fromkeys((terminal, sys.stderr)):
         try:
-            print(message, file=stream, flush=True)
+            print(f"{name}: {message}", file=stream, flush=True)
         except OSError:  # whoever read it ended first, or its disk is full: Python would fail at the rest as it ends
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,8 +1,7 @@
-"""Which settings of a run decide how long a step takes: two runs that share them do the same work.
+"""Settings of a run that decide how long a step takes: two runs that share them do the same work.
 
-A rate in samples/s may stand for another run, and two measurements may be pooled, where these settings are equal; and
-a run is measured again only where they change. What a step learns (learning rate, seed, the names of things) is not
-among them.
+A rate may stand for another run, measurements are pooled, and none is repeated, where these are equal. What a step
+learns (learning rate, seed, names) is not among them.
 """
 
 from __future__ import annotations
@@ -32,13 +31,7 @@ WHETHER = {"optimizer": ("weight_decay", "momentum", "clip_norm")}
 
 
 def compute_settings(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run that decide how long a step takes.
-
-    Parameters
-    ----------
-    run
-        A whole run, as its `config.yaml` holds it, or `Run.model_dump(mode="json")`.
-    """
+    """Return the settings of a run (as its `config.yaml` holds them) that decide how long a step takes."""
     settings = {}
     for key in KEYS:
         value = run.get(key)
@@ -50,10 +43,7 @@ def compute_settings(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what of the settings that a stage sees of a run (`Run.slice`) makes it run again where it changes.
-
-    How fast a run is does not change with what it learns: all of it counts only where the stage sees how it trains.
-    """
+    """Return the settings that make a stage run again; what is learnt counts where the stage sees training alone."""
     if "training" in STAGES[stage].settings:
         return run
     whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried
@@ -61,6 +51,6 @@ def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def compute_digest(run: Mapping[str, Any]) -> str:
-    """Return a short name of `compute_settings`: equal for runs that do the same work, and for these alone."""
+    """Return a short name of `compute_settings`."""
     words = json.dumps(compute_settings(run), sort_keys=True)
     return hashlib.sha256(words.encode()).hexdigest()[:16]

@@ -71,7 +71,7 @@ class DatasetSettings(Strict):
 
 
 def check_digests(sha256: dict[str, str], origins: list[str]) -> None:
-    """Refuse a digest of no file, or of one that is read where it lies: nothing would check it."""
+    """Refuse a digest of a file that is not fetched."""
     fetched = {urlsplit(origin).path.rsplit("/", 1)[-1] for origin in origins if origin.startswith(("http:", "https:"))}
     for name in sha256:
         if name not in fetched:
@@ -90,7 +90,7 @@ def refuse_shared(*splits: list[str]) -> None:
 
 
 def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
-    """Refuse keys that decide how files are prepared, of a dataset whose files are prepared already."""
+    """Refuse keys that decide how files are prepared, of prepared ones."""
     for key in keys:
         if getattr(dataset, key) != type(dataset).model_fields[key].default:
             raise ValueError(f"{key}: prepared files are used as they are; leave it out")

@@ -1,7 +1,6 @@
 """Settings that do not go together: tables of rows, each with the message that refuses it.
 
-A message begins with the keys at fault, by which the place is found where they were written; `{its}` in it are the
-settings. The first row that holds is told.
+A message begins with the keys at fault, by which their place is found; `{its}` in it are the settings.
 """
 
 from __future__ import annotations
@@ -185,10 +184,5 @@ OF_RUNS: tuple[Law, ...] = (
         lambda run: _is(run, "ddp") and run.parallel.sync_batchnorm and run.accumulation_steps > 1,
         "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers of "
         "parts, and would wait for statistics that do not come; leave one out",
-    ),
-    (
-        lambda run: _is(run, "ddp") and run.parallel.static_graph and run.accumulation_steps > 1,
-        "parallel.static_graph and accumulation_steps: PyTorch learns the graph in the first backward pass, which must "
-        "average; leave static_graph out",
     ),
 )

@@ -1,8 +1,7 @@
-"""Where results are: the folder of a run that a user names."""
+"""Places of results: the folders of plans and runs that a user names."""
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,21 +28,20 @@ def check_plans(names: Sequence[str], configuration: Configuration | None) -> li
     return list(names) or configuration.workflow.targets
 
 
-def folder(name: str, configuration: Configuration | None) -> Path:
+def run_folder(name: str, configuration: Configuration | None) -> Path:
     """Return the folder of a run that is named PLAN.RUN, or by its folder."""
-    results, plans = results_of(configuration), configuration.plans if configuration else {}
-    plan, dot, run = name.partition(".")
-    named = bool(dot) and "/" not in name
-    known_run = plans.get(plan, {}).get(run)
-    owner = (known_run.plan, known_run.name) if known_run else (plan, run)  # another plan may have its results
-    path = results.joinpath("plans", *owner) if named else Path(name)
+    results = results_of(configuration)
+    plan, _, run = name.partition(".")
+    known = configuration.plans.get(plan, {}) if configuration else {}
+    owner = (known[run].plan, known[run].name) if run in known else (plan, run)  # another plan may have its results
+    path = Path(name) if "/" in name or not run else results.joinpath("plans", *owner)
     if (path / "config.yaml").is_file():
         return path
-    if named and known_run:
+    if run in known:
         raise UserError(f"{name} has no results yet: snakemake plan_{owner[0]}")
-    made = [each.parent.name for each in results.glob(f"plans/{glob.escape(name)}/*/config.yaml")]
-    if "/" not in name and (runs := list(plans.get(name, {})) or sorted(made)):
-        raise UserError(f"{name}: a plan; name one of its runs: {cut(', '.join(f'{name}.{run}' for run in runs), 500)}")
-    known = sorted(f"{each.parent.parent.name}.{each.parent.name}" for each in results.glob("plans/*/*/config.yaml"))
-    there = f"; there are: {', '.join(known)}" if known else f"; {results} holds no run yet: snakemake makes them"
-    raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder{there}")
+    if known and not run:
+        runs = ", ".join(f"{name}.{each}" for each in known)
+        raise UserError(f"{name}: a plan; name one of its runs: {cut(runs, 500)}")
+    made = sorted(".".join(each.parts[-3:-1]) for each in results.glob("plans/*/*/config.yaml"))
+    there = f"there are: {', '.join(made)}" if made else f"{results} holds no run yet: snakemake makes them"
+    raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder; {there}")

@@ -1,4 +1,4 @@
-"""Records of plans and sweeps, and the published figures that they are held against."""
+"""Records of plans and sweeps, and the published figures beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlscale.core.text import NONE
 
 
 class Published(Record):
-    """A published figure of a study, as its YAML file has it: a throughput, or the value of something else."""
+    """A published figure of a study: a throughput, or the value of something else."""
 
     label: str = NONE
     hardware: str = NONE
@@ -59,7 +59,7 @@ class Published(Record):
 
 
 class Series(Record):
-    """Published figures of one program on one machine, on few devices and on many, which hold the model of scaling."""
+    """Published figures of one program on one machine: they hold the model of scaling."""
 
     title: str
     machine: Name  #: As in `measure/scaling/machines.yaml`.
@@ -114,7 +114,7 @@ class SweepRecord(Record):
 
 
 class Rung(Record):
-    """`rungN.json`: which trials of successive halving come to rung N, from 1 on, and what they were chosen by."""
+    """`rungN.json`: the trials of successive halving that come to rung N, from 1 on."""
 
     metric: str
     scores: dict[Name, Number]  #: Of the trials of the rung before, the best first.
@@ -122,7 +122,7 @@ class Rung(Record):
 
 
 class PlanRecord(Record):
-    """`plan.yaml`: which runs a plan consists of, and what the report needs to know of its study."""
+    """`plan.yaml`: the runs of a plan, and the words of its study that the report needs."""
 
     plan: Name
     title: str | None = None

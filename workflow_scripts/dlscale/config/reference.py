@@ -1,11 +1,16 @@
-"""The reference of `config.yaml` in Markdown, made from its JSON schema: each key, what it may be, its default."""
+"""The JSON schema of `config.yaml`, and its reference in Markdown: each key, its values, its default."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
+
+from dlscale.config.workflow import workflow_class
 from dlscale.core.schema import NAME_IN_WORDS
 
 Node = dict[str, Any]
@@ -23,26 +28,45 @@ Of a `--configfile` that is no YAML (a tab, an open bracket, an anchor in itself
 since it reads it before anything of dlscale; `dlscale why --configfile FILE` names both."""
 
 
-def reference(schema: Node) -> str:
-    """Return the reference; `schema` is that of `dlscale.config.resolve.schema`."""
-    models: Node = schema["$defs"]
-    lines, done = [HEAD, "", "## The file", "", *_table(schema, models)], list[str]()
-    waiting = list(_held(schema))
-    while waiting:
-        name = waiting.pop(0)
-        if name not in done:
-            done.append(name)
-            own = [each for each in _held(models[name]) if each not in done]
-            waiting = [*own, *waiting]
-            lines += ["", f"## {_title(name)}", ""]
-            if said := " ".join(models[name].get("description", "").split()):
-                lines += [said, ""]
-            lines += _table(models[name], models)
+class _Overrides(GenerateJsonSchema):
+    """Requires no key, not even the `kind` by which one of several is chosen: a file may change a part of another."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return False
+
+    def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> Node:
+        return self.union_schema(core_schema.union_schema([*schema["choices"].values()]))
+
+    def dict_schema(self, schema: core_schema.DictSchema) -> Node:
+        made = super().dict_schema(schema)
+        return {**made, "additionalProperties": False} if "patternProperties" in made else made
+
+
+def schema() -> Node:
+    """Return the JSON schema of `config.yaml`, for editors."""
+    of_workflow = workflow_class().model_json_schema(schema_generator=_Overrides)
+    models = of_workflow["$defs"]
+    for model in [of_workflow, *models.values()]:
+        for node in model.get("properties", {}).values():
+            said = [models[name].get("description", "").split("\n\n")[0] for name in _held(node)]
+            if "description" not in node and any(said):  # a key that holds others is described as they are
+                node["description"] = " Or: ".join(" ".join(text.split()) for text in dict.fromkeys(said) if text)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
+
+
+def reference() -> str:
+    """Return the reference: the keys of the file, then those of each section by name."""
+    found = schema()
+    lines = [HEAD, "", "## The file", "", *_table(found)]
+    for name, model in found["$defs"].items():
+        said = " ".join(model.get("description", "").split())
+        lines += ["", f"## {_title(name)}", "", *([said, ""] if said else []), *_table(model)]
     return "\n".join(lines) + "\n"
 
 
-def _table(model: Node, models: Node) -> list[str]:
-    rows = ["| key | may be | default | what it is |", "|---|---|---|---|"]
+def _table(model: Node) -> Iterator[str]:
+    yield "| key | may be | default | what it is |"
+    yield "|---|---|---|---|"
     for key, node in model.get("properties", {}).items():
         default = node.get("default", node.get("const"))
         told = "" if default is None or isinstance(default, dict) else json.dumps(default)
@@ -50,17 +74,16 @@ def _table(model: Node, models: Node) -> list[str]:
         said, _, usual = node.get("description", "").partition("Default: ")
         told = told or usual.removesuffix(".")
         cells = [f"`{key}`", _may_be(node), f"`{told}`" if told else "", said.strip().replace("|", "\\|")]
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows
+        yield "| " + " | ".join(cells) + " |"
 
 
 def _may_be(node: Node) -> str:
     """Return in words what a key may have."""
-    options = node.get("anyOf") or node.get("allOf")
-    if options:
-        return " or ".join(dict.fromkeys(text for each in options if (text := _may_be(each)) not in ("", "null")))
+    if "anyOf" in node:
+        return " or ".join(dict.fromkeys(text for each in node["anyOf"] if (text := _may_be(each)) not in ("", "null")))
     if "$ref" in node:
-        return _link(node["$ref"].rpartition("/")[2])
+        name = _title(node["$ref"].rpartition("/")[2])
+        return f"[{name}](#{name.lower()})"
     if "enum" in node or "const" in node:
         return ", ".join(f"`{json.dumps(value)}`".replace('"', "") for value in node.get("enum", [node.get("const")]))
     kind = node.get("type", "")
@@ -70,33 +93,28 @@ def _may_be(node: Node) -> str:
     if kind == "object":
         held = node.get("additionalProperties") or next(iter(node.get("patternProperties", {}).values()), None)
         return f"names, each with {_may_be(held) or 'settings'}" if isinstance(held, dict) else "keys and values"
-    if kind in ("integer", "number"):
-        return " ".join([{"integer": "whole number", "number": "number"}[kind], *_bounds(node)])
-    return {"string": "text", "boolean": "true, false"}.get(kind, str(kind))
+    words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
+    return " ".join([words.get(kind, str(kind)), *_bounds(node)])
 
 
 def _bounds(node: Node) -> Iterator[str]:
     for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")):
-        if key in node and abs(node[key]) < 2**31:  # what is beyond is told where it is met
+        tighter = key == "exclusiveMinimum" and "minimum" in node
+        if key in node and not tighter and abs(node[key]) < 2**31:  # beyond, the number alone says nothing
             yield f"{sign} {node[key]:,}"
 
 
-def _held(node: Any) -> Iterator[str]:
-    """Yield the models that a node refers to, in order."""
-    if isinstance(node, list):
-        for each in node:
-            yield from _held(each)
-    elif isinstance(node, dict):
-        if "$ref" in node:
-            yield node["$ref"].rpartition("/")[2]
-        for key, each in node.items():
-            if key != "$defs":
-                yield from _held(each)
+def _held(node: Node) -> list[str]:
+    """Return the names of the models that a key may hold."""
+    held = [name for each in node.get("anyOf", ()) for name in _held(each)]
+    return [*held, *([node["$ref"].rpartition("/")[2]] if "$ref" in node else [])]
 
 
 def _title(name: str) -> str:
     return name.removesuffix("Settings")
 
 
-def _link(name: str) -> str:
-    return f"[{_title(name)}](#{_title(name).lower()})"
+def main(args: argparse.Namespace, configuration: None) -> int:
+    """Print the schema, or the reference."""
+    print(reference() if args.markdown else json.dumps(schema(), indent=2))
+    return 0

@@ -1,8 +1,7 @@
 """From the user's configuration to validated datasets and fully resolved runs.
 
-What the studies ship (the YAML file beside each) comes first and the user's configuration is merged
-over it, so any shipped dataset or plan can be changed by name. A run's settings are layered in turn:
-the study's, those of the plan's `from`, the plan's, in a ladder those of the rungs before, its own.
+The user's configuration is merged over the studies' YAML files, so any shipped dataset or plan changes by name. A
+run's settings are layered: the study's, those of the plan's `from`, the plan's, of a ladder the rungs' before, its own.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.plan import BLOCKS, Plan
 from dlscale.config.records import Published, Series
 from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
-from dlscale.config.workflow import Workflow, workflow_class
+from dlscale.config.workflow import BLOCKS, Plan, Workflow, workflow_class
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
@@ -27,18 +25,20 @@ from dlscale.core.schema import MOST_SEED, Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 from dlscale.core.urls import hide
 
-#: Runs that stand on one another by `use`, `from` and the rungs of ladders, at most: each is a call within a call.
-MOST_STEPS = 200
-#: What a dataset or plan has at least that no study ships: else a shipped one was meant, and its name is misspelt.
+#: Keys that a new dataset or plan needs: without them a shipped one was meant, and its name is misspelt.
 NEW = {"datasets": "kind", "plans": "study"}
 #: Keys of which one gives a plan its runs.
 MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
-#: Settings and where they were written.
+#: Mutually exclusive settings.
+EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
+#: Settings, and the place where they were written.
 Layer = tuple[str, Raw]
+#: A plan's name and a run's.
+Place = tuple[str, str]
 
 
 class StudyFile(Strict):
-    """A study's YAML file; its settings, datasets and plans are validated once the user's are merged over them."""
+    """A study's YAML file; its settings are validated once the user's are merged over them."""
 
     title: str | None = None
     settings: dict[str, Any]
@@ -50,32 +50,31 @@ class StudyFile(Strict):
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """One run of a plan: its full settings, and the plan and name under which its results are (see `use`)."""
+    """A run of a plan: its settings, and the plan and name under which its results are (see `use`)."""
 
     plan: str
     name: str
     run: Run
-    trial: str | None = None  #: Of successive halving: the trial that it trains, from where the rung before ended.
+    trial: str | None = None  #: Trial of successive halving that it trains on, from the end of the rung before.
     rung: int = 0
-    rung_size: int = 0  #: How many trials come to its rung; which ones shows when the rung before is done.
-    repeats: str | None = None  #: The run of the plan that it trains once more, with another seed.
+    rung_size: int = 0  #: Number of trials of its rung; which ones shows when the rung before is done.
+    repeats: str | None = None  #: Run of the plan that it trains once more, with another seed.
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything that the workflow needs to know, validated."""
+    """The validated configuration."""
 
     workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
     plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
-    left_out: dict[str, dict[str, str]]  #: By plan and run name: what this machine lacks of what the run needs.
+    left_out: dict[str, dict[str, str]]  #: By plan and run name: needs of the run that this machine lacks.
     secrets: dict[str, str] = field(default_factory=dict, repr=False)  #: Whole addresses of datasets by hidden ones.
 
     def stages(self, plan: str, run: str) -> list[str]:
-        """Return the stages that a run goes through: one that repeats another trains, and no more."""
         return ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
 
     def label(self, plan: str, run: str) -> str:
-        """Return what tables and figures of a plan call a run: one of another plan by its name here, and its origin."""
+        """Return the name of a run in tables and figures of a plan."""
         resolved = self.plans[plan][run]
         if "use" in (self.workflow.plans[plan].runs.get(run) or {}):
             return f"{run} ({resolved.plan}.{resolved.name})"
@@ -83,12 +82,13 @@ class Configuration:
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
-    """Validate the user's configuration as Snakemake merged it (strings where `--config` gave them); resolve all runs.
+    """Validate the user's configuration as Snakemake merged it, and resolve all runs.
 
     A `UserError` has the key's path, what was expected and the nearest valid name.
     """
     user, secrets = _plain(raw), dict[str, str]()
-    user |= {"datasets": hide(user["datasets"], "configuration: datasets", secrets)} if "datasets" in user else {}
+    if "datasets" in user:
+        user["datasets"] = hide(user["datasets"], "configuration: datasets", secrets)
     add_studies(user)
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
@@ -118,7 +118,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
 
 def _check_names(user: Raw, shipped: Raw) -> None:
-    """Refuse a dataset or plan that lacks what a new one needs: then a shipped one was meant, and is misspelt."""
+    """Refuse a misspelt name of a shipped dataset or plan: it lacks a key that a new one needs."""
     for section in ("datasets", "plans", "studies"):
         if not isinstance(user.get(section, {}), dict):
             raise UserError(f"configuration: {section}: expected names and their settings")
@@ -126,33 +126,28 @@ def _check_names(user: Raw, shipped: Raw) -> None:
         known = shipped[section].keys() | user.get(section, {}).keys()
         for name, settings in user.get(section, {}).items():
             new = name not in shipped[section] and isinstance(settings, dict)
-            if new and not nearest(key, settings):  # of a misspelt key it is told as one
+            if new and not nearest(key, settings):  # a misspelt key has a message of its own
                 needed = key + " and runs" * (section == "plans" and not settings.keys() & MAKING)
                 what = f"a new {section[:-1]} needs {needed}{nearest(name, known - {name})}"
                 raise UserError(f"configuration: {section}.{name}: {what}")
 
 
 def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> None:
-    """Refuse studies and targets that are not there, and paths that Snakemake would not take as they are."""
     for name in registry.added():  # nothing else looks at one that has no plan yet
         registry.kind(registry.study(name).dataset)
-    for name in workflow.studies:
-        if name not in files:
-            raise UserError(f"configuration: studies: {unknown('study', name, files)}; or give the path of its file")
-    for name in workflow.targets:
-        if name not in workflow.plans:
-            raise UserError(f"configuration: targets: {unknown('plan', name, workflow.plans)}")
+    if wrong := [name for name in workflow.studies if name not in files]:
+        raise UserError(f"configuration: studies: {unknown('study', wrong[0], files)}; or give the path of its file")
+    if wrong := [name for name in workflow.targets if name not in workflow.plans]:
+        raise UserError(f"configuration: targets: {unknown('plan', wrong[0], workflow.plans)}")
     for name, dataset in workflow.datasets.items():
         for origin in registry.kind(dataset.kind).origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
-                raise UserError(
-                    f"configuration: datasets.{name}.source: {origin!r}: braces are wildcards to Snakemake, and a path "
-                    "is one line; rename it"
-                )
+                what = f"{origin!r}: braces are wildcards to Snakemake, and a path is one line; rename it"
+                raise UserError(f"configuration: datasets.{name}.source: {what}")
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan: of successive halving one for each trial in each rung, as far as any may come."""
+    """Return a plan's runs: of successive halving one for each trial in each rung."""
     if not (plan.sweep and plan.halves):
         return trials
     lengths = {each.run.training.epochs for each in trials.values()}
@@ -173,7 +168,7 @@ def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[s
 
 
 def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan, each followed by those that train it once more: with the next seeds."""
+    """Return a plan's runs, each followed by those with the next seeds."""
     found = {}
     for name, resolved in runs.items():
         found[name] = resolved
@@ -192,17 +187,18 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 
 
 def add_studies(raw: Raw) -> None:
-    """Register the studies from outside that a configuration names by path, and leave only settings under `studies`."""
+    """Register the studies that a configuration names by path, and leave only settings under `studies`."""
     studies = raw.get("studies")
-    if isinstance(studies, dict):
-        for name, path in studies.items():
-            if isinstance(path, str):
-                registry.add(name, path)
-                studies[name] = {}
+    if not isinstance(studies, dict):
+        return
+    for name, path in studies.items():
+        if isinstance(path, str):
+            registry.add(name, path)
+            studies[name] = {}
 
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
-    """Merge YAML files over a site (`site_settings`), later over earlier ones, and `over` last; validate it all."""
+    """Load YAML files over a site (`site_settings`), later over earlier ones, and `over` last."""
     raw = site_settings(site)
     for settings in [*map(read_yaml, paths), *over]:
         merge(raw, settings)
@@ -210,26 +206,26 @@ def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterabl
 
 
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
-    """Return what a profile says of its site, as configuration to merge the user's over.
+    """Return a profile's site as configuration, to merge the user's over it.
 
-    `site` is the name of a folder in `profiles` with a `site.yaml`, or path of a folder or file (with a slash).
+    `site` names a folder in `profiles` with a `site.yaml`, or is a path (with a slash).
     """
     if not site:
         return {}
     path = Path(site) if "/" in str(site) else Path(profiles) / str(site)
     path = path / "site.yaml" if path.suffix != ".yaml" else path
-    if not path.is_file():
-        if path.with_name("profile.yaml").is_file():  # Snakemake's settings alone: of this machine
-            return {}
-        known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
-        raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
-    raw = read_yaml(path)
-    validate(Site, raw, where=str(path))
-    return {"site": raw}
+    if path.is_file():
+        raw = read_yaml(path)
+        validate(Site, raw, where=str(path))
+        return {"site": raw}
+    if path.with_name("profile.yaml").is_file():  # Snakemake's settings alone: of this machine
+        return {}
+    known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
+    raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
 
 
 def study_files() -> dict[str, StudyFile]:
-    """Return what the YAML file of each registered study says."""
+    """Return the YAML file of each registered study."""
     return {name: _study_file(study.yaml) for name, study in registry.studies().items()}
 
 
@@ -238,16 +234,10 @@ def _study_file(path: Path) -> StudyFile:
     return validate(StudyFile, read_yaml(path), where=str(path))
 
 
-#: Settings of which one stands for the other.
-EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
-
-
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
-    """Merge `over` into `base` in place and return it.
+    """Merge `over` into `base` in place, key by key, and return it.
 
-    Mappings merge key by key; anything else replaces. A section of another `kind` replaces as a
-    whole (a plan does not: its kind only says how its runs are layered), and of two settings that
-    exclude each other (`EXCLUSIVE`) the one that is set stays.
+    A section of another `kind` replaces as a whole, but for plans; of two `EXCLUSIVE` settings the later one stays.
     """
     for key, value in over.items():
         old = base.get(key)
@@ -265,10 +255,9 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 
 
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
-    """Return the page of the targets, inside the folder of results; `layers` of settings, later ones over earlier.
+    """Return the page of the targets, inside the folder of results; later `layers` over earlier ones.
 
-    `report/index.html` is the page of the targets that are named with the folder: those of config.yaml, or of a file
-    that names another folder. A call for other targets has a page that is called by them, and leaves that one alone.
+    `report/index.html` is that of the targets beside which the folder of results is named.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -286,13 +275,11 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Copy nested mappings to dicts; `--config` passes strings only, so its 'null' means nothing."""
+    """Copy nested mappings to dicts; `--config` passes strings, and its null is one."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    if isinstance(value, int) and value.bit_length() > 10_000:  # of 4,300 digits and more Python writes none
-        raise UserError(f"configuration: a whole number of {value.bit_length():,} bits; expected one of a few digits")
     return None if value == "null" else value
 
 
@@ -301,103 +288,81 @@ class _Resolver:
 
     def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
         self.workflow, self.files = workflow, files
-        self._layers: dict[tuple[str, str], tuple[tuple[str, str], list[Layer]]] = {}
-        self._runs: dict[tuple[str, str], Run] = {}
-        self._open: list[tuple[str, str]] = []
+        self._layers: dict[Place, tuple[Place, list[Layer]]] = {}
+        self._runs: dict[Place, Run] = {}
+        self._open: list[Place] = []
         self._left_out: dict[str, dict[str, str]] = {}
         site = workflow.site
         self._provided = site.provides if site.engine != "none" else None
+        #: GPUs of this machine, where runs start on it.
+        self._here = 0 if site.scheduler or site.start else gpus()
 
     def run(self, plan: str, name: str) -> ResolvedRun:
         owner, layers = self.layers(plan, name)
         if owner not in self._runs:
-            plan_ = self.workflow.plans[owner[0]]
-            merged: Raw = {"study": plan_.study}
-            for _, layer in layers:
-                merge(merged, layer)
-            run = validate(run_class(plan_.study), merged, layers=layers)
-            self._check(run, f"plans.{owner[0]}.runs.{owner[1]}", layers)
+            study = self.workflow.plans[owner[0]].study
+            merged = functools.reduce(merge, (layer for _, layer in layers), {"study": study})
+            run = validate(run_class(study), merged, layers=layers)
+            self._check_dataset(run, f"plans.{owner[0]}.runs.{owner[1]}", layers)
             self._runs[owner] = run
         return ResolvedRun(*owner, self._runs[owner])
 
     def left_out(self, plan: str) -> dict[str, str]:
-        """Return the runs that need what this machine lacks, and what that is; those that name one of them, too."""
+        """Return the runs that need what this machine lacks, and what that is."""
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
             for name, settings in self.workflow.plans[plan].runs.items():
-                lacking = missing(self._needs(f"plans.{plan}.runs.{name}", settings), self._provided)
-                named = settings.get("use", "") if isinstance(settings, dict) else ""
-                other, _, run = str(named).partition(".")
+                written = settings if isinstance(settings, dict) else {}
+                needs = written.get("needs", [])
+                if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
+                    what = f"expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"
+                    raise UserError(f"configuration: plans.{plan}.runs.{name}.needs: {what}")
+                lacking = missing(needs, self._provided)
+                other, _, run = str(written.get("use", "")).partition(".")
                 if other in self.workflow.plans and run in (there := self.left_out(other)):
                     lacking.append(there[run])
-                lacking = lacking or self._gpus(plan, name)
-                if lacking:
+                if lacking := lacking or self._gpus(plan, name):
                     self._left_out[plan][name] = " and ".join(lacking)
         return self._left_out[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return what GPUs a run asks for if runs start on this machine, and it has some but fewer."""
-        site = self.workflow.site
-        if site.scheduler or site.start or not self._here:
+        """Return the GPUs that a run asks for, if this machine has fewer."""
+        if not self._here:
             return []
-        geometry: Raw = {}
-        for _, layer in self.layers(plan, name)[1]:
-            merge(geometry, own if isinstance(own := layer.get("geometry"), dict) else {})
+        sections = [layer["geometry"] for _, layer in self.layers(plan, name)[1] if "geometry" in layer]
+        geometry = functools.reduce(merge, filter(lambda section: isinstance(section, dict), sections), Raw())
         asked = geometry.get("gpus_per_node", 1)
         return [f"{asked} GPUs (it has {self._here})"] if isinstance(asked, int) and asked > self._here else []
 
-    @functools.cached_property
-    def _here(self) -> int:
-        return gpus()
-
-    @staticmethod
-    def _needs(where: str, settings: Any) -> list[str]:
-        needs = settings.get("needs", []) if isinstance(settings, dict) else []
-        if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
-            raise UserError(
-                f"configuration: {where}.needs: expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"
-            )
-        return needs
-
-    def layers(self, plan: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
-        """Return the run that really holds the results, and the settings it is merged from."""
+    def layers(self, plan: str, name: str) -> tuple[Place, list[Layer]]:
+        """Return the run that holds the results, and the settings it is merged from."""
         key = (plan, name)
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
             raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
-        if len(self._open) == MOST_STEPS:
-            raise UserError(
-                f"configuration: plans.{plan}: it stands on others by more than {MOST_STEPS} steps of use, from and "
-                "rungs of ladders; let it start from its study (no from)"
-            )
         if key not in self._layers:
             self._open.append(key)
             self._layers[key] = self._collect(plan, name)
             self._open.pop()
         return self._layers[key]
 
-    def _collect(self, plan_name: str, name: str) -> tuple[tuple[str, str], list[Layer]]:
-        plan = self.workflow.plans[plan_name]
-        here = f"plans.{plan_name}"
+    def _collect(self, plan_name: str, name: str) -> tuple[Place, list[Layer]]:
+        plan, here = self.workflow.plans[plan_name], f"plans.{plan_name}"
         if plan.study not in self.files:
             raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
-        parts = []
-        for key, settings in plan.parts(name):
-            where = f"{here}.{key}"
-            own = {key: value for key, value in self._settings(where, settings).items() if key != "needs"}
-            parts.append((where, own))
-        if "use" in own:
-            if len(own) > 1:
+        written = [(f"{here}.{key}", self._settings(f"{here}.{key}", settings)) for key, settings in plan.parts(name)]
+        own = [(where, {key: value for key, value in part.items() if key != "needs"}) for where, part in written]
+        where, last = own[-1]
+        if "use" in last:
+            if len(last) > 1:
                 raise UserError(f"configuration: {where}: 'use' stands alone, with no other key")
-            return self.layers(*self._reference(f"{where}.use", own["use"], plan))
+            return self.layers(*self._reference(f"{where}.use", last["use"], plan))
         left_out = self.left_out(plan_name)  # a rung that is not there changes nothing for those after it
-        names = [run for run in plan.runs if run == name or run not in left_out]
-        if plan.kind == "ladder" and names.index(name) > 0:
-            layers = self.layers(plan_name, names[names.index(name) - 1])[1]
-        else:
-            layers = self._base(plan_name, plan)
+        before = [run for run in plan.runs if run == name or run not in left_out]
+        before = before[: before.index(name)] if plan.kind == "ladder" else []
+        layers = self.layers(plan_name, before[-1])[1] if before else self._base(plan_name, plan)
         inherited = [(path, {key: value for key, value in layer.items() if key != "label"}) for path, layer in layers]
-        return (plan_name, name), [*inherited, *parts]
+        return (plan_name, name), [*inherited, *own]
 
     def _base(self, plan_name: str, plan: Plan) -> list[Layer]:
         here = f"plans.{plan_name}"
@@ -411,7 +376,7 @@ class _Resolver:
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
     def check_settings(self, name: str, plan: Plan, resolved: Mapping[str, ResolvedRun]) -> None:
-        """Refuse a training without averaged gradients, and settings of a plan that reach none of its runs."""
+        """Refuse a training without averaged gradients, and settings that reach no run."""
         for run, found in resolved.items():
             if "train" in plan.stages(run) and not found.run.averages:
                 raise UserError(
@@ -427,92 +392,42 @@ class _Resolver:
                 f"change plans.{used.partition('.')[0]}, or write plans.{name}.from: {used} and a run of another name"
             )
 
-    def _reference(self, where: str, text: Any, plan: Plan) -> tuple[str, str]:
+    def _reference(self, where: str, text: Any, plan: Plan) -> Place:
         target, _, run = str(text).partition(".")
-        if target not in self.workflow.plans:
-            message = unknown("plan", target, self.workflow.plans)
-            raise UserError(f"configuration: {where}: {message}; write it plan.run")
-        other = self.workflow.plans[target]
-        if run not in other.runs:
-            raise UserError(f"configuration: {where}: {unknown(f'run of plan {target}', run, other.runs)}")
-        if other.halves and where.endswith(".use"):
-            raise UserError(f"configuration: {where}: {text} is a trial of successive halving, in parts; write from")
-        if other.study != plan.study:
-            raise UserError(f"configuration: {where}: {text} is of study {other.study}, this plan of {plan.study}")
+        other, what = self.workflow.plans.get(target), ""
+        if other is None:
+            what = f"{unknown('plan', target, self.workflow.plans)}; write it plan.run"
+        elif run not in other.runs:
+            what = unknown(f"run of plan {target}", run, other.runs)
+        elif other.halves and where.endswith(".use"):
+            what = f"{text} is a trial of successive halving, in parts; write from"
+        elif other.study != plan.study:
+            what = f"{text} is of study {other.study}, this plan of {plan.study}"
+        if what:
+            raise UserError(f"configuration: {where}: {what}")
         return target, run
 
     @staticmethod
     def _settings(where: str, value: Any) -> Raw:
-        if value is None:
-            return {}
+        value = {} if value is None else value
         if not isinstance(value, dict):
             raise UserError(f"configuration: {where}: expected settings (keys and values), got {cut(repr(value))}")
         if "study" in value:
             raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
         return value
 
-    def _check(self, run: Run, where: str, layers: list[Layer]) -> None:
-        """Check what needs more than the run itself: its dataset."""
-
-        def fail(key: str, message: str) -> None:
-            keys = tuple(key.split("."))
-            prefix = next((path for path, layer in reversed(layers) if holds(layer, keys)), where)
-            raise UserError(f"configuration: {prefix}.{key}: {message}")
-
-        if run.dataset not in self.workflow.datasets:
-            fail("dataset", unknown("dataset", run.dataset, self.workflow.datasets))
-        dataset, study = self.workflow.datasets[run.dataset], registry.study(run.study)
-        if dataset.kind != study.dataset:
-            fail("dataset", f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {study.dataset}")
-        kind = registry.kind(dataset.kind)
-        grid = kind.grid(dataset)
-        try:
-            if grid is not None:
+    def _check_dataset(self, run: Run, where: str, layers: list[Layer]) -> None:
+        """Refuse a run that does not fit its dataset, at the place where the key at fault was written."""
+        dataset, study, key, what = self.workflow.datasets.get(run.dataset), registry.study(run.study), "dataset", ""
+        if dataset is None:
+            what = unknown("dataset", run.dataset, self.workflow.datasets)
+        elif dataset.kind != study.dataset:
+            what = f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {study.dataset}"
+        elif grid := registry.kind(dataset.kind).grid(dataset):
+            try:
                 study.check_grid(run, grid)
-        except Refused as error:
-            key, _, message = str(error).partition(" ")
-            fail(key, message)
-
-
-def schema() -> Raw:
-    """Return the JSON schema of `config.yaml`, for editors.
-
-    No key has to be there: a file may change a part of what the studies ship, or of another file.
-    """
-    of_workflow: Raw = _optional(workflow_class().model_json_schema())
-    _describe(of_workflow["$defs"])
-    _describe({"": of_workflow}, of_workflow["$defs"])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
-
-
-def _describe(models: Raw, known: Raw | None = None) -> None:
-    """Give keys that hold other keys the description of what they hold, if they have none of their own."""
-    known = models if known is None else known
-    for model in models.values():
-        for key in model.get("properties", {}).values():
-            options = [key, *key.get("anyOf", []), *key.get("allOf", [])]
-            options += [each for option in options for each in option.get("anyOf", ()) if option is not key]
-            held = [known[each["$ref"].rpartition("/")[2]].get("description", "") for each in options if "$ref" in each]
-            said = [" ".join(text.split("\n\n")[0].split()) for text in held if text]
-            if said and "description" not in key:
-                key["description"] = " Or: ".join(dict.fromkeys(said))
-
-
-def _optional(node: Any) -> Any:
-    """Return a JSON schema in which nothing is required, not even the `kind` by which one of several is chosen.
-
-    A number has one least and one greatest value.
-    """
-    if isinstance(node, list):
-        return [_optional(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    kept = {key: _optional(value) for key, value in node.items() if key not in ("required", "discriminator")}
-    if "oneOf" in kept:
-        kept["anyOf"] = kept.pop("oneOf")
-    for bound, beyond, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
-        if bound in kept and beyond in kept:  # one is the type's, one the field's own: the tighter says all
-            del kept[beyond if sign * kept[bound] > sign * kept[beyond] else bound]
-    if "patternProperties" in kept:
-        kept["additionalProperties"] = False  # names that do not match the pattern
-    return kept
+            except Refused as error:
+                key, _, what = str(error).partition(" ")
+        if what:
+            prefix = next((path for path, layer in reversed(layers) if holds(layer, tuple(key.split(".")))), where)
+            raise UserError(f"configuration: {prefix}.{key}: {what}")

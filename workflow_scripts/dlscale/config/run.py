@@ -1,15 +1,13 @@
-"""One fully resolved configuration of one study at one scale.
+"""A fully resolved run of one study.
 
-A run's class depends on its study, which brings the settings of its model, loss and samples: `run_class`. A stage sees
-the common keys (`RunCore`) and those that its row in the table of stages names: `stage_class`. What a stage cannot see
-cannot make it run again.
+Its class depends on the study, which brings the settings of its model, loss and samples. A stage sees the common keys
+(`RunCore`) and those of its row in the table of stages, and runs again where one of these changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union
 
@@ -26,7 +24,6 @@ from pydantic import (
 
 from dlscale.config import laws
 from dlscale.config.laws import Law, Lawful
-from dlscale.config.parallel import DDP, DP, Parallel
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS
@@ -138,7 +135,7 @@ class Schedule(Lawful):
 
 
 class Target(Strict):
-    """What a training is to reach."""
+    """Aim of a training."""
 
     metric: str = Field(VALID_LOSS.name, description="valid_loss, or the name of a metric of the study.")
     value: Number = Field(description="Reached when the metric is this good after an epoch, or better.")
@@ -146,12 +143,10 @@ class Target(Strict):
 
 
 class Training(Lawful):
-    """How long to train, from what, and what to keep."""
+    """Length of a training, its start, and its results."""
 
     epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
-    checkpoint_epochs: PositiveInt = Field(1, description="Save a checkpoint every so many epochs, and at the end.")
-    keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept on disk, the newest.")
     stop_after: PositiveInt | None = Field(
         None,
         description="End after so many epochs: a part of a training whose schedule and checkpoints are those of all of "
@@ -177,20 +172,85 @@ class Training(Lawful):
         description="Experiment trackers to log to beside TensorBoard. wandb: Weights & Biases, into the run's folder, "
         "offline unless WANDB_MODE says otherwise; needs dlscale[trackers].",
     )
-    initial_validation: bool = Field(
-        True, description="Validate before the first step, too; of a run that has begun it changes nothing."
-    )
-
-    @field_validator("weights")
-    @classmethod
-    def _a_path(cls, weights: str | None) -> str | None:
-        if weights and "://" in weights:
-            raise ValueError("an address; fetch the file, and give its path")
-        return weights
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
+        (lambda its: "://" in (its.weights or ""), "weights: an address; fetch the file, and give its path"),
     )
+
+
+class _Several(Strict):
+    kind: str
+    selftest: bool = Field(
+        True,
+        description="Before anything else, test what the processes exchange: values, and latency and bandwidth of the "
+        "links between them. A process or node that sends wrong values ends the run, and a slow one is told.",
+    )
+
+
+class DDP(_Several):
+    """DistributedDataParallel: a process a device; gradients are averaged in buckets."""
+
+    kind: Literal["ddp"] = "ddp"
+    bucket_mb: PositiveFloat | None = Field(
+        None, description="MiB of gradients that are averaged by one call; PyTorch's 25 if absent."
+    )
+    first_bucket_mb: PositiveFloat | None = Field(
+        None,
+        description="Of the first bucket: a small one lets the averaging begin early. Absent: PyTorch's 1 where "
+        "bucket_mb is absent, too, else bucket_mb.",
+    )
+    broadcast_buffers: bool = Field(
+        True, description="Before each step all processes take over the first one's buffers, such as running means."
+    )
+    bucket_view: bool = Field(True, description="Gradients lie in the buckets; else they are copied there and back.")
+    sync_batchnorm: bool = Field(
+        False, description="Batch normalisation over the samples of all processes, instead of each one's own."
+    )
+    compression: Literal["none", "bf16", "fp16"] = Field(
+        "none", description="Number format in which gradients are averaged; none: their own."
+    )
+    sync: bool = Field(
+        True,
+        description="false: gradients are not averaged, which shows what the averaging costs. Such a run can be "
+        "measured and profiled; it is no training.",
+    )
+
+
+class FSDP(_Several):
+    """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277): devices share weights."""
+
+    kind: Literal["fsdp"]
+    shard: PositiveInt | None = Field(
+        None,
+        description="Devices that share one copy of the weights: neighbours; such groups average their gradients "
+        "(hybrid sharding). All of them if absent.",
+    )
+    reshard: bool = Field(
+        True,
+        description="Free a layer's weights after its forward pass, and gather them again for the backward pass; "
+        "false: keep them until then, which needs more memory and sends less.",
+    )
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Format in which weights are gathered and computed with; updates are made in float32."
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Format in which gradients are averaged.")
+    cpu_offload: bool = Field(
+        False, description="Weights, gradients and optimiser live in the host's memory, where the update is made."
+    )
+
+
+class DP(Strict):
+    """DataParallel, for comparison: one process copies the model to all GPUs of a node at every step."""
+
+    kind: Literal["dp"]
+
+
+def _ddp_by_default(value: Any) -> Any:
+    return {"kind": "ddp", **value} if isinstance(value, dict) else value
+
+
+Parallel = Annotated[DDP | FSDP | DP, Field(discriminator="kind"), BeforeValidator(_ddp_by_default)]
 
 
 class Compile(Strict):
@@ -208,10 +268,7 @@ Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-
 
 
 class Geometry(Lawful):
-    """Nodes and devices, and how many of them share a model. One process drives one device, unless `parallel` differs.
-
-    Devices that share a model (tp x cp of them) see the same samples; the others, as data-parallel ones, see others.
-    """
+    """Nodes and devices, and those that share a model (tp x cp) and see the same samples."""
 
     nodes: Devices = Field(1, description="Nodes of the run.")
     gpus_per_node: Devices = Field(1, description="Devices of a node that are used (a CPU counts as one).")
@@ -227,12 +284,10 @@ class Geometry(Lawful):
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
         return self.nodes * self.gpus_per_node
 
     @property
     def model_size(self) -> int:
-        """Devices that share one copy of the model and see the same samples."""
         return self.tp * self.cp
 
     @property
@@ -276,8 +331,8 @@ class Throughput(Strict):
     )
 
 
-class Profile(Strict):
-    """What the profile stage looks at, and with what; each profiler has steps of its own."""
+class Profile(Lawful):
+    """Steps of the profile stage, and its tools."""
 
     tools: list[Literal["torch", "nsys", "lines"]] = Field(
         ["torch"],
@@ -295,20 +350,14 @@ class Profile(Strict):
         "model and loss, its samples and the loader are looked at in any case.",
     )
 
-    @field_validator("tools", "ranks")
-    @classmethod
-    def _once(cls, values: list[Any]) -> list[Any]:
-        for value, times in Counter(values).items():
-            if times > 1:
-                raise ValueError(f"{value} stands twice: each is profiled once")
-        return values
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda its: len({*its.tools}) < len(its.tools), "tools {its.tools}: one stands twice: each is used once"),
+        (lambda its: len({*its.ranks}) < len(its.ranks), "ranks {its.ranks}: one stands twice: each is profiled once"),
+    )
 
 
 class Tune(Strict):
-    """What the tune stage tries: all combinations of these. A run's own setting is always among them.
-
-    An empty list stands for the stage's own choice.
-    """
+    """Settings that the tune stage tries, in all combinations; empty: its own choice."""
 
     workers: list[Workers] = Field([], description="Of the loader; else 0, 1, 2, 4, … up to a process's cores.")
     prefetch: list[Few] = Field([2, 4], description="Of the loader.")
@@ -319,9 +368,10 @@ class Tune(Strict):
     batch_size: list[BatchSize] = Field(
         [], description="Global batch sizes; else the run's own. Another one changes what is learnt."
     )
-    seconds: Seconds = Field(
+    seconds: float = Field(
         120.0,
         gt=0,
+        le=604_800,
         description="Time that is measured, half of it in the duel; start and warm-up come on top.",
     )
     keep: float = Field(0.5, gt=0, lt=1, description="Share of the settings that goes on from each rung to the next.")
@@ -331,17 +381,14 @@ class Tune(Strict):
     @field_validator("loaders")
     @classmethod
     def _known(cls, kinds: list[str]) -> list[str]:
-        known = loader_classes()
-        for kind in kinds:
-            if kind not in known:
-                raise ValueError(unknown("loader", kind, known))
-            if kind == "synthetic":
-                raise ValueError("synthetic delivers no data, and so would win; leave it out")
+        known = set(loader_classes()) - {"synthetic"}  # which delivers no data, and so would win
+        if wrong := [kind for kind in kinds if kind not in known]:
+            raise ValueError(unknown("loader with data", wrong[0], known))
         return kinds
 
 
 def loader_classes() -> dict[str, type[Component]]:
-    """Return the settings of all loaders, by kind."""
+    """Return the settings of all loaders by kind."""
     classes = registry.load("dlscale.data.loaders").LOADERS
     return {each.model_fields["kind"].annotation.__args__[0]: each for each in classes}
 
@@ -356,10 +403,7 @@ LOCAL_BATCH_SIZE = (
 
 
 class RunCore(Lawful):
-    """What training and measuring share.
-
-    `local_batch_size` may stand for `batch_size`; what reads a run sees the global one.
-    """
+    """Settings that training and measuring share; readers of a run see the global batch size."""
 
     LAWS: ClassVar[tuple[Law, ...]] = laws.OF_RUNS
 
@@ -437,32 +481,29 @@ class RunCore(Lawful):
 
     @property
     def processes(self) -> Geometry:
-        """Nodes and processes of each: one for each device, or one for all."""
         return Geometry() if isinstance(self.parallel, DP) else self.geometry
 
     @property
     def selftest(self) -> bool:
-        """Whether the processes test what they exchange before they begin."""
         return not isinstance(self.parallel, DP) and self.parallel.selftest
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged: all devices then train one model."""
+        """Whether gradients are averaged."""
         return not isinstance(self.parallel, DDP) or self.parallel.sync
 
     @property
     def can_step_alone(self) -> bool:
-        """Whether a process can leave out what it waits for in a step: nothing in a model, or recorded, waits."""
+        """Whether a process can leave out the exchange of a step."""
         parallel = self.parallel
         return isinstance(parallel, DDP) and parallel.sync and not parallel.sync_batchnorm and not self.cuda_graph
 
     @property
     def local_batch_size(self) -> int:
-        """Samples a step on one device, or on those that share a model."""
+        """Samples of a step on one device, or on those that share a model."""
         return self.batch_size // self.geometry.dp
 
     def loaders(self, stage: str) -> list[str]:
-        """Return the kinds of loaders that a stage may use: the run's own, and those that the stage tries."""
         tried = [getattr(self, key) for key in STAGES[stage].settings]
         kinds = [kind for settings in tried if isinstance(settings, Tune) for kind in settings.loaders]
         return list(dict.fromkeys([self.loader.kind, *kinds]))
@@ -479,12 +520,11 @@ class Run(RunCore):
     label: str | None = Field(None, description="What tables and figures call the run; its name if absent.")
 
     def slice(self, stage: str) -> dict[str, Any]:
-        """Return the part of this run that a stage sees, as plain values for JSON."""
         return self.model_dump(mode="json", include={*RunCore.model_fields, *STAGES[stage].settings})
 
 
 def components(study: str) -> dict[str, Any]:
-    """Return the fields of a run whose types the study, its kind of dataset and the loaders bring."""
+    """Return the fields of a run whose types depend on its study."""
     brought = registry.study(study)
     loaders = tuple(loader_classes().values())
     loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
@@ -498,13 +538,13 @@ def components(study: str) -> dict[str, Any]:
 
 @functools.cache
 def run_class(study: str) -> type[Run]:
-    """Return the class of the runs of a study."""
+    """Return the class of a study's runs."""
     return create_model("Run", __base__=Run, __doc__=Run.__doc__, **components(study))
 
 
 @functools.cache
 def stage_class(study: str, stage: str) -> type[RunCore]:
-    """Return what a stage sees of the runs of a study."""
+    """Return the class of a stage's view of a study's runs."""
     own: dict[str, Any] = {
         name: (Run.model_fields[name].annotation, Run.model_fields[name]) for name in STAGES[stage].settings
     }
@@ -512,7 +552,7 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them; a mistake there is a `UserError`."""
+    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them."""
     raw, where = read_settings(config)
     study = raw.get("study")
     if study not in registry.studies():

@@ -1,41 +1,28 @@
-"""What plans of kind `weak_scaling`, `strong_scaling` and `convergence` run: numbers of devices, batch sizes, seeds."""
+"""Blocks of plans that make their runs: numbers of devices, batch sizes, seeds."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
+from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import cut
-from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Seed, Strict
+from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Seed
 from dlscale.core.settings import holds
 from dlscale.core.text import many
-
-#: Letters of a variant's name: with a batch size and devices it becomes a run's.
-LONGEST = 32
 
 #: The computation with and without averaged gradients: what lies between is communication.
 TWINS: dict[str, Any] = {"ddp": {}, "no_sync": {"parallel": {"sync": False}}}
 
 
-@dataclass(frozen=True)
-class Made:
-    """A run that a block of a plan makes: what it changes, by the key of the block where that is written."""
-
-    parts: dict[str, dict[str, Any]]
-
-    @property
-    def needs(self) -> dict[str, Any]:
-        """What it needs of the machine, as `needs`, if anything."""
-        return {key: value for part in self.parts.values() for key, value in part.items() if key == "needs"}
+#: Changes of a run that a block makes, by the key of the block where they are written.
+Parts = dict[str, dict[str, Any]]
 
 
-class Scaling(Strict):
+class Scaling(Lawful):
     """Runs of one computation on more and more devices."""
 
     devices: list[Devices] = Field(min_length=1, description="Numbers of devices, each a run.")
@@ -63,32 +50,24 @@ class Scaling(Strict):
     @classmethod
     def _named(cls, variants: dict[str, Any]) -> dict[str, Any]:
         for name, settings in variants.items():
-            if len(name) > LONGEST:
-                raise ValueError(f"{name}: its name has {len(name)} letters; use at most {LONGEST}")
             _leave(settings, name, "use", "batch_size", "local_batch_size", "geometry.nodes", "geometry.gpus_per_node")
-        if all(_apart(settings) for settings in variants.values()):
-            raise ValueError("none averages gradients; add one, for example ddp: {}")
         return variants
 
-    @model_validator(mode="after")
-    def _countable(self) -> Scaling:
-        _few(devices=self.devices, batch_sizes=self.batch_sizes, variants=self.variants)
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda its: all(map(_apart, its.variants.values())), "variants: none averages gradients; add one: ddp: {{}}"),
+        (
+            lambda its: len(its.devices) * len(its.batch_sizes) * len(its.variants) > MOST_RUNS,
+            f"devices x batch_sizes x variants: expected at most {MOST_RUNS} runs; give fewer",
+        ),
+        (
+            lambda its: any(count > its.per_node and count % its.per_node for count in its.devices),
+            "devices {its.devices}: each number must fill its nodes of per_node {its.per_node}",
+        ),
+    )
 
-    @model_validator(mode="after")
-    def _on_nodes(self) -> Scaling:
-        for count in self.devices:
-            if count > self.per_node and count % self.per_node:
-                less = count - count % self.per_node
-                raise ValueError(
-                    f"devices: {count} do not fill nodes of per_node {self.per_node}; use {less} or "
-                    f"{less + self.per_node}, or another per_node"
-                )
-        return self
-
-    def runs(self, weak: bool) -> dict[str, Made]:
+    def runs(self, kind: str) -> dict[str, Parts]:
         """Return the runs by name, those of a variant and batch size together, from few devices to many."""
-        made = {}
+        made, weak = {}, kind == "weak_scaling"
         for batch, (variant, settings), count in itertools.product(
             self.batch_sizes, self.variants.items(), self.devices
         ):
@@ -102,7 +81,7 @@ class Scaling(Strict):
                 "local_batch_size" if weak else "batch_size": batch,
                 "label": ", ".join(words),
             }
-            made[f"b{batch}_{variant}_{count}"] = Made({f"variants.{variant}": settings or {}, "devices": own})
+            made[f"b{batch}_{variant}_{count}"] = {f"variants.{variant}": settings or {}, "devices": own}
         return made
 
 
@@ -110,13 +89,13 @@ class Scaling(Strict):
 BatchSizes = Annotated[
     dict[BatchSize, Any],
     BeforeValidator(
-        lambda value: dict.fromkeys(_different(value)) if isinstance(value, list) and _plain(value) else value,
+        lambda value: dict.fromkeys(map(str, _different(value))) if isinstance(value, list) else value,
         json_schema_input_type=list[BatchSize] | dict[BatchSize, Any],
     ),
 ]
 
 
-class Convergence(Strict):
+class Convergence(Lawful):
     """Trainings with larger and larger batches, each several times."""
 
     batch_sizes: BatchSizes = Field(
@@ -144,12 +123,14 @@ class Convergence(Strict):
             _leave(settings, str(size), "use", "batch_size", "local_batch_size", "seed", "schedule.scaling")
         return dict(sorted(sizes.items()))
 
-    @model_validator(mode="after")
-    def _countable(self) -> Convergence:
-        _few(batch_sizes=self.batch_sizes, scaling=self.scaling, seeds=self.seeds)
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: len(its.batch_sizes) * len(its.scaling) * len(its.seeds) > MOST_RUNS,
+            f"batch_sizes x scaling x seeds: expected at most {MOST_RUNS} runs; give fewer",
+        ),
+    )
 
-    def runs(self) -> dict[str, Made]:
+    def runs(self, kind: str) -> dict[str, Parts]:
         """Return the runs by name. With the base batch size all rules are one, and it trains once."""
         base, made = self.base_batch_size or min(self.batch_sizes), {}
         for (size, settings), rule, seed in itertools.product(self.batch_sizes.items(), self.scaling, self.seeds):
@@ -164,35 +145,18 @@ class Convergence(Strict):
                 "schedule": {"scaling": rule, "base_batch_size": base},
                 "label": ", ".join(words),
             }
-            parts = {f"batch_sizes.{size}": settings or {}, "batch_sizes": own}
-            made[f"b{size}_{rule}_seed{seed}"] = Made(parts)
+            made[f"b{size}_{rule}_seed{seed}"] = {f"batch_sizes.{size}": settings or {}, "batch_sizes": own}
         return made
 
 
-def _plain(values: list[Any]) -> bool:
-    """Whether values are numbers and words, as keys are; what else they may be is refused with its type."""
-    return all(isinstance(value, int | float | str) for value in values)
-
-
-def _different(values: Sequence[Any]) -> list[Any]:
-    for value, times in Counter(values).items():
-        if times > 1:
-            raise ValueError(f"{value} stands twice")
-    return list(values)
-
-
-def _few(**lists: Collection[Any]) -> None:
-    """Refuse more combinations than a plan may have runs."""
-    if (count := math.prod(map(len, lists.values()))) > MOST_RUNS:
-        sizes = " x ".join(f"{len(values)} {key}" for key, values in lists.items())
-        raise ValueError(
-            f"{sizes} = {count} runs; expected at most {MOST_RUNS}, for each has a folder and jobs of its own; give "
-            "fewer"
-        )
+def _different(values: list[Any]) -> list[Any]:
+    if twice := [value for value, times in Counter(map(str, values)).items() if times > 1]:
+        raise ValueError(f"{twice[0]} stands twice")
+    return values
 
 
 def _apart(settings: Any) -> bool:
-    """Whether the devices of a variant do not average their gradients."""
+    """Whether the devices of a variant keep their gradients to themselves."""
     return holds(settings, ("parallel", "sync")) and settings["parallel"]["sync"] is False
 
 

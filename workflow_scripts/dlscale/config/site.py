@@ -1,7 +1,4 @@
-"""Where and how the workflow's commands run: container engine, process starter, nodes, queues.
-
-A profile's folder holds these settings in `site.yaml`; science is not in there, and the site is in no run.
-"""
+"""Where and how commands run (a profile's `site.yaml`): engine, starter, nodes, queues."""
 
 from __future__ import annotations
 
@@ -34,14 +31,13 @@ Value = Annotated[str, StringConstraints(pattern=r"^[^\n\r]+$")]  # Shifter take
 
 
 def _target(path: str) -> str:
-    """Refuse what Shifter refuses; no other engine misses it."""
     if re.match(r"^/(etc|var)(/|$)", path) or path.rstrip("/") in ("", "/opt"):
         raise ValueError(f"{path}: nothing may be mounted at /, /opt, /etc or /var of a container")
     return path
 
 
 class Limits(Strict):
-    """When the watchdog ends a run of several processes, one of which is gone or hangs. No result depends on it."""
+    """When the watchdog ends a run of several processes, one of which is gone or hangs."""
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
@@ -57,12 +53,11 @@ class Limits(Strict):
     )
 
     def __str__(self) -> str:
-        """Return them as the value of `DLSCALE_WATCHDOG`, which no engine's options and no shell cut."""
         return ":".join(f"{name}={value:g}" for name, value in self)
 
     @classmethod
     def told(cls) -> Limits | None:
-        """Return what the environment says, `off` or some of them; None: the watchdog is off."""
+        """Return the limits of the environment; None: the watchdog is off."""
         text = os.environ.get(WATCHDOG, "")
         if text == "off":
             return None
@@ -103,7 +98,7 @@ class Nodes(Strict):
 
     @property
     def gpu_name(self) -> str:
-        """Part of the GPUs' name, as the driver has it; nothing where the site does not say, or has none."""
+        """Part of the GPUs' name, as the driver has it; empty where the site does not say."""
         if not self.gpus:
             return ""
         known = re.search(r"[a-z]+\d+", self.gres.partition(":")[2].lower())
@@ -132,7 +127,7 @@ class Scheduler(Strict):
     )
 
     def limit(self, job: Job) -> int:
-        """Return the time limit of a job of which nothing else is known, in minutes."""
+        """Return the default time limit of a job, in minutes."""
         return self.minutes.get(job) or (STAGES[job].minutes if job in STAGES else 60)
 
 
@@ -211,6 +206,11 @@ class Site(Lawful):
     scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
     scheduler: Scheduler | None = None
 
+    @property
+    def ordered(self) -> int:
+        order = self.gpu_order or []
+        return self.scheduler.gpu_nodes.gpus if self.scheduler and order else len(order)
+
     @model_validator(mode="after")
     def _keeps_secrets(self) -> Site:
         for name, value in self.environment.items():
@@ -242,22 +242,12 @@ class Site(Lawful):
             lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),
             "local_disk: {its.local_disk}: a container of {its.engine} has none of the job's variables",
         ),
+        (
+            lambda its: {*re.findall(r"\{\w+\}", " ".join(its.start))} - {"{ranks}", "{ranks_per_node}", "{nodes}"},
+            "start: {its.start}: in braces expected {{ranks}}, {{ranks_per_node}} or {{nodes}}",
+        ),
+        (
+            lambda its: sorted(its.gpu_order or []) != [*range(its.ordered)],
+            "gpu_order: {its.gpu_order}: expected each of a node's {its.ordered} GPUs once, from 0",
+        ),
     )
-
-    @model_validator(mode="after")
-    def _fills_in_what_there_is(self) -> Site:
-        for word in self.start:
-            for name in re.findall(r"\{\w+\}", word):
-                if name not in ("{ranks}", "{ranks_per_node}", "{nodes}"):
-                    raise ValueError(f"start: {name}: expected {{ranks}}, {{ranks_per_node}} or {{nodes}}")
-        return self
-
-    @model_validator(mode="after")
-    def _order_is_of_all_gpus(self) -> Site:
-        order = self.gpu_order or []
-        gpus = self.scheduler.gpu_nodes.gpus if self.scheduler and order else len(order)
-        if sorted(order) != list(range(gpus)):
-            raise ValueError(
-                f"gpu_order: expected each of a node's GPUs once, a permutation of {list(range(gpus))}; got {order}"
-            )
-        return self

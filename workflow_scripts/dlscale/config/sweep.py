@@ -1,4 +1,4 @@
-"""What a plan of kind `sweep` tries: which values of which settings, under which names."""
+"""Trials of a plan of kind `sweep`: values of settings, and names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
+from dlscale.config.laws import Law, Lawful
 from dlscale.core.noise import halved
-from dlscale.core.schema import MOST_RUNS, Few, Number, PositiveFloat, PositiveInt, Seed, Strict, Whole
+from dlscale.core.schema import MOST_RUNS, Number, PositiveFloat, PositiveInt, Seed, Whole
 
 #: Values of a trial by dotted key, as `optimizer.lr`.
 Values = dict[str, Any]
@@ -25,38 +26,43 @@ LONGEST = 52
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
-class Range(Strict):
-    """Values between two ends, of which trials draw; real numbers have three significant digits."""
+class Range(Lawful):
+    """Values between two ends; real numbers have three significant digits."""
 
     uniform: tuple[Number, Number] | None = Field(None, description="Each number is as likely.")
     log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="Each order of magnitude is.")
     integers: tuple[Whole, Whole] | None = Field(None, description="Whole numbers, each as likely, the ends included.")
 
-    @model_validator(mode="after")
-    def _one(self) -> Range:
-        given = [ends for ends in (self.uniform, self.log_uniform, self.integers) if ends is not None]
-        if len(given) != 1:
-            raise ValueError("give one of uniform, log_uniform, integers")
-        if given[0][0] >= given[0][1]:
-            raise ValueError(f"{list(given[0])}: the first end must be less than the second")
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: sum(ends is not None for _, ends in its) != 1,
+            "give one of uniform, log_uniform, integers",
+        ),
+        (
+            lambda its: its.ends[0] >= its.ends[1],
+            "[{its.ends[0]}, {its.ends[1]}]: the first end must be less than the second",
+        ),
+    )
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return next(ends for _, ends in self if ends is not None)
+
+    @property
+    def count(self) -> float:
+        """Number of values; of real numbers there is no end."""
+        return self.integers[1] - self.integers[0] + 1 if self.integers else math.inf
 
     def at(self, share: float) -> float:
         """Return the value that a `share` (0 ≤ share < 1) of the draws is below."""
+        first, last = self.ends
         if self.integers is not None:
-            low, high = self.integers
-            return low + int(share * (high - low + 1))
-        if self.log_uniform is not None:
-            first, last = self.log_uniform
-            value = first * (last / first) ** share
-        else:
-            assert self.uniform is not None
-            first, last = self.uniform
-            value = first + share * (last - first)
+            return first + int(share * self.count)
+        value = first * (last / first) ** share if self.log_uniform else first + share * (last - first)
         return min(max(float(f"{value:.3g}"), first), last)
 
 
-class Sweep(Strict):
+class Sweep(Lawful):
     """Trials: runs of a plan that differ in some settings."""
 
     method: Literal["grid", "random", "halving"] = Field(
@@ -80,10 +86,9 @@ class Sweep(Strict):
         description="What the best trial is best in: valid_loss, a validation metric of the study, or "
         "samples_per_second.",
     )
-    reduction_factor: Few = Field(
-        3, ge=2, description="Of halving: one of so many trials trains on, so many times as long."
+    reduction_factor: int = Field(
+        3, ge=2, le=1_000, description="Of halving: one of so many trials trains on, so many times as long."
     )
-    min_epochs: PositiveInt = Field(1, description="Of halving: epochs of the first rung, at least.")
 
     @field_validator("over")
     @classmethod
@@ -100,90 +105,91 @@ class Sweep(Strict):
             key: [_number(v) for v in values] if isinstance(values, list) else values for key, values in over.items()
         }
 
-    @model_validator(mode="after")
-    def _countable(self) -> Sweep:
-        ranges = [key for key, values in self.over.items() if isinstance(values, Range)]
-        if self.method == "grid" and self.trials is not None:
-            raise ValueError("trials: a grid tries all combinations; leave it out, or use method random")
-        if ranges and self.trials is None:
-            todo = "use method random, or give a list" if self.method == "grid" else "give trials"
-            raise ValueError(f"over.{ranges[0]}: of a range there are no combinations; {todo}")
-        if self.method == "random" and self.trials is None:
-            raise ValueError("trials: how many to draw is missing; or use method grid")
-        most = math.prod(map(_number_of, self.over.values()))
-        if self.trials is not None and self.trials > most:
-            todo = f"use at most {most}" + ("" if ranges else ", or method grid")
-            raise ValueError(f"trials: {self.trials} of {most} combinations; {todo}")
-        if (count := self.trials or most) > MOST_RUNS:
-            raise ValueError(
-                f"{'trials' if self.trials else 'over'}: {count} trials; expected at most {MOST_RUNS}, for each is a "
-                "run with a folder and jobs of its own; draw fewer: method random or halving, with trials"
-            )
-        for key, values in self._lists.items():  # trials that differ in a value differ in that part of their names
-            names = Counter(_name({key: value}, self._words) for value in values)
-            if twice := next((name for name, number in names.items() if number > 1), None):
-                raise ValueError(f"over: {twice} stands twice")
-        if ranges and len(self.runs) < (self.trials or 0):
-            raise ValueError(
-                f"trials: {self.trials}, but over has no more than {len(self.runs)} different ones; use these"
-            )
-        return self
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: its.method == "grid" and its.trials is not None,
+            "trials: a grid tries all combinations; leave it out, or use method random",
+        ),
+        (
+            lambda its: its.trials is None and any(isinstance(values, Range) for values in its.over.values()),
+            "over: of a range there are no combinations; give trials, with method random or halving, or a list",
+        ),
+        (
+            lambda its: its.method == "random" and its.trials is None,
+            "trials: how many to draw is missing; or use method grid",
+        ),
+        (
+            lambda its: its.trials is not None and its.trials > its.count,
+            "trials: {its.trials} of {its.count} combinations; use at most {its.count}",
+        ),
+        (
+            lambda its: its.number > MOST_RUNS,
+            f"over, trials: {{its.number}} trials; expected at most {MOST_RUNS}, for each is a run with a folder and "
+            "jobs of its own; draw fewer: method random or halving, with trials",
+        ),
+        (lambda its: its.twice, "over: {its.twice} stands twice"),
+        (
+            lambda its: its.trials is not None and its.different < its.trials,
+            "trials: {its.trials}; over has no more than {its.different} different ones",
+        ),
+    )
+
+    @property
+    def count(self) -> float:
+        """Number of combinations."""
+        return math.prod(values.count if isinstance(values, Range) else len(values) for values in self.over.values())
+
+    @property
+    def number(self) -> float:
+        return self.trials or self.count
+
+    @property
+    def different(self) -> int:
+        return len(self.runs)
+
+    @property
+    def twice(self) -> str | None:
+        """Name of a value that stands in its list twice."""
+        lists = {key: values for key, values in self.over.items() if isinstance(values, list)}
+        names = Counter(_name({key: value}, self._words) for key, values in lists.items() for value in values)
+        return next((name for name, number in names.items() if number > 1), None)
 
     @property
     def runs(self) -> dict[str, Values]:
-        """What each trial changes, by name. A name says its values: a trial that stays keeps its results."""
-        return {
-            _name(values, self._words): values for values in (self._all() if self.trials is None else self._drawn())
-        }
-
-    @property
-    def _lists(self) -> dict[str, list[Any]]:
-        return {key: values for key, values in self.over.items() if isinstance(values, list)}
-
-    def _all(self) -> Iterator[Values]:
-        lists = self._lists
-        return (dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values()))
-
-    def _drawn(self) -> list[Values]:
-        """Return distinct trials. Each setting has its own random numbers: the first ones stay if there are more."""
+        """Changes of each trial by its name, which says their values."""
+        if self.trials is None:
+            combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
+            return {_name(values, self._words): values for values in combinations}
         found: dict[str, Values] = {}
+        # Each setting has random numbers of its own: the first trials stay where more are drawn.
         shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
-        for number, drawn in enumerate(shares):
+        for drawn in itertools.islice(shares, 20 * self.trials):  # a narrow range has few values
             draw = {key: _at(each, share) for (key, each), share in zip(self.over.items(), drawn, strict=True)}
             found.setdefault(_name(draw, self._words), draw)
-            if len(found) == self.trials or number > 20 * (self.trials or 1):  # a narrow range has few values
+            if len(found) == self.trials:
                 break
-        return list(found.values())
+        return found
 
     @property
     def _words(self) -> dict[str, str]:
-        """What names call the settings: the last word of each key, or all of a key whose last word another has."""
         last = Counter(key.rpartition(".")[2] for key in self.over)
         return {key: word if last[word := key.rpartition(".")[2]] == 1 else key.replace(".", "-") for key in self.over}
 
     def rungs(self, trials: int, epochs: int) -> list[tuple[int, int]]:
-        """Return epochs and number of trials of each rung: the last one trains all `epochs`.
-
-        Each has a `reduction_factor`-th of the trials of the one before, and at least one; the first one trains
-        `min_epochs` or more.
-        """
+        """Return epochs and number of trials of each rung; the last one trains all `epochs`."""
         factor, sizes = self.reduction_factor, halved(trials, self.reduction_factor)
-        least = [0, *(self.min_epochs * factor**rung for rung in range(len(sizes) - 1))]
-        longer = [factor**rung for rung, few in enumerate(least) if epochs > few]
-        until = [min(epochs, max(self.min_epochs, -(-epochs // times))) for times in reversed(longer)]
+        longer = [factor**rung for rung in range(len(sizes)) if rung == 0 or epochs > factor ** (rung - 1)]
+        until = [-(-epochs // times) for times in reversed(longer)]
         return list(zip(until, sizes, strict=False))
 
 
 def label(values: Values) -> str:
-    """Return what tables call a trial."""
+    """Return a trial's name in tables."""
     return ", ".join(f"{key.rpartition('.')[2]} {_shown(value)}" for key, value in values.items())
 
 
 def _spread(seed: str) -> Iterator[float]:
-    """Yield random shares (0 ≤ share < 1) that spread: of the first 2, 4, 8, … each half, quarter, eighth has one.
-
-    So a few trials cover a range, and those that are there stay when more are drawn; of a Latin hypercube all change.
-    """
+    """Yield random shares (0 ≤ share < 1): of the first 2, 4, 8, … each half, quarter, eighth has one."""
     numbers, shares = random.Random(seed), list[float]()  # by the text's SHA-512: the same everywhere
     for strata in (2**power for power in itertools.count()):
         free = sorted(set(range(strata)) - {int(share * strata) for share in shares})
@@ -191,13 +197,6 @@ def _spread(seed: str) -> Iterator[float]:
         for stratum in free:
             shares.append((stratum + numbers.random()) / strata)
             yield shares[-1]
-
-
-def _number_of(values: list[Any] | Range) -> float:
-    """Return how many values there are; of real numbers, no matter how many."""
-    if isinstance(values, list):
-        return len(values)
-    return values.integers[1] - values.integers[0] + 1 if values.integers else math.inf
 
 
 def _at(values: list[Any] | Range, share: float) -> Any:
@@ -209,7 +208,7 @@ def _number(value: Any) -> Any:
 
 
 def _name(values: Values, words: dict[str, str]) -> str:
-    """Return a trial's name, which is a folder's: letters, digits, `-`, `_`; of 0.003 it has 0p003."""
+    """Return a trial's name, which is a folder's: of 0.003 it has 0p003."""
     name = "_".join(f"{words[key]}-{_legal(_shown(value))}" for key, value in values.items())
     if len(name) <= LONGEST:
         return name

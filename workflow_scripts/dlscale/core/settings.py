@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, brief, cut, nearest
-from dlscale.core.files import no_pipe
+from dlscale.core.files import no_pipe, write_text
 from dlscale.core.schema import BOUNDS, NAME, NAME_IN_WORDS, key_paths
 from dlscale.core.text import many
 
@@ -22,14 +22,22 @@ Raw = dict[str, Any]
 Kind = TypeVar("Kind")
 
 
-def read_settings(config: str | Path) -> tuple[Raw, str]:
-    """Return the settings in a YAML file, or in JSON (an object), and their name in messages."""
+def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, str]:
+    """Return the settings in a YAML file, or in the JSON object of an option, and the name of their place."""
     if not str(config).startswith("{"):
         return read_yaml(config), str(config)
     try:
-        return json.loads(str(config)), "--config"
+        return json.loads(str(config)), option
     except json.JSONDecodeError as error:
-        raise UserError(f"--config: not valid JSON ({error}); pass what the workflow prints, or a file") from None
+        raise UserError(f"{option}: not valid JSON ({error}); pass what the workflow prints, or a file") from None
+
+
+def write_yaml(path: str | Path, settings: Raw) -> None:
+    """Write settings for whoever reads the results."""
+    import yaml
+
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    write_text(path, f"# Written by the workflow: the resolved settings. Change config.yaml instead.\n{text}")
 
 
 class Loader(yaml.CSafeLoader):

@@ -45,7 +45,7 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
         samples = epochs * train
     else:
         epochs, samples = -(-run.training.steps // -(-train // run.batch_size)), run.training.steps * run.batch_size
-    return float(samples + VALIDATION * (epochs + run.training.initial_validation) * valid)
+    return float(samples + VALIDATION * (epochs + 1) * valid)
 
 
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.config.places import folder
+from dlscale.config.places import run_folder
 from dlscale.config.run import Compile, Geometry, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
@@ -43,7 +43,7 @@ class Evaluation(Record):
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the scores of the runs `args.runs` (PLAN.RUN, or their folders); write them to `args.out`, if given."""
     found = [
-        evaluate(folder(name, configuration), args.weights, args.split, args.device, args.threads, args.manifest)
+        evaluate(run_folder(name, configuration), args.weights, args.split, args.device, args.threads, args.manifest)
         for name in args.runs
     ]
     text = "[" + ",\n".join(each.text() for each in found) + "]\n"

@@ -69,7 +69,13 @@ def main(args: argparse.Namespace) -> None:
         if world.main:
             file = Path(args.out) / "tuned.yaml"
             if found.changes:
-                command = f"{args.call} {shlex.join([str(file), '--', f'plan_{found.plan}'])}"
+                files = [
+                    *([] if "--configfile" in args.call else ["--configfile"]),
+                    str(file),
+                    "--",
+                    f"plan_{found.plan}",
+                ]
+                command = f"{args.call} {shlex.join(files)}"
                 found = found.model_copy(update={"command": command})
             found.write(Path(args.out) / "tune.json")
             write_text(file, tuned(found, run.study))

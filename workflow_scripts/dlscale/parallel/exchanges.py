@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlscale.config.parallel import DDP, FSDP
-from dlscale.config.run import RunCore
+from dlscale.config.run import DDP, FSDP, RunCore
 from dlscale.parallel.model import named
 from dlscale.parallel.sharding import Sharding
 

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dlscale.config.parallel import DDP, DP, FSDP
-from dlscale.config.run import RunCore
+from dlscale.config.run import DDP, DP, FSDP, RunCore
 from dlscale.core.errors import UserError
 from dlscale.parallel.model import ModelParallel, named, tied
 from dlscale.parallel.sharding import Sharding
@@ -88,7 +87,6 @@ class Replicated(Strategy):
             "bucket_cap_mb": settings.bucket_mb,
             BUFFERS: settings.broadcast_buffers,
             "gradient_as_bucket_view": settings.bucket_view,
-            "static_graph": settings.static_graph,
         }
         if settings.first_bucket_mb is not None:  # the last of these holds for all that follow
             options["bucket_cap_mb_list"] = [settings.first_bucket_mb, settings.bucket_mb or BUCKET_MB]

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlscale.config.compute import compute_digest, compute_settings
-from dlscale.config.parallel import DDP, DP, FSDP
-from dlscale.config.places import folder
+from dlscale.config.places import run_folder
 from dlscale.config.resolve import study_files
-from dlscale.config.run import load_run
+from dlscale.config.run import DDP, DP, FSDP, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
@@ -254,7 +253,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             if value is not None and not 0 < value <= MOST:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
-    study = read([folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
+    study = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(study, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlscale.config.places import folder, results_of
+from dlscale.config.places import results_of, run_folder
 from dlscale.core import text
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
@@ -147,8 +147,8 @@ class Summary:
 
 
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the changes from the profile of the first run to that of the second."""
-    named = [name if Path(name).exists() else folder(name, configuration) for name in args.results]
+    """Print what changed from the profile of the first run to that of the second."""
+    named = [name if Path(name).exists() else run_folder(name, configuration) for name in args.results]
     before, after = map(read, named)
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dlscale.config.places import folder
+from dlscale.config.places import run_folder
 from dlscale.core.errors import UserError
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Summary, summary
@@ -567,7 +567,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the verdicts on the runs `args.runs` (PLAN.RUN, or their folders); return the exit status."""
     found = dict[str, Verdict]()
     for name in args.runs:
-        run = read_run(folder(name, configuration))
+        run = read_run(run_folder(name, configuration))
         if not (run.throughput or run.profile):
             raise UserError(
                 f"{run.folder}: neither throughput nor a profile was measured yet; run its plan, which needs "

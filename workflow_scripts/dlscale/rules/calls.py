@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shlex
 import sys
 from collections import Counter
@@ -30,7 +30,7 @@ RESULTS_SHOWN = 8
 
 
 def say(*lines: str) -> None:
-    """Print lines for the user: what a call makes goes elsewhere."""
+    """Print lines for the user; what a call makes goes elsewhere."""
     if lines:
         print(*lines, sep="\n", file=sys.stderr)
 
@@ -51,7 +51,7 @@ class Call:
     # ---- what would run ------------------------------------------------------------------------------
 
     def works(self, waiting: Iterable[Any]) -> list[Work]:
-        """Return Snakemake's jobs that would run, as the estimate of their cost knows them: data counted by dataset."""
+        """Return Snakemake's jobs as the estimate of their cost knows them: data counted by dataset."""
         plans = self.configuration.plans
         runs, data, halving = list[Work](), Counter[str](), list[str]()
         for job in waiting:
@@ -73,13 +73,12 @@ class Call:
 
     def seconds_of(self, job: Any) -> float:
         """Return how long a job takes on this machine, as far as is known."""
-        stage, known, work = why.stage_of(job.rule.name), job.wildcards, None
-        if stage in RUN_STAGES:
-            work = cost.run_work(self.configuration, known.plan, known.run, stage)
+        stage, known = why.stage_of(job.rule.name), job.wildcards
+        work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
     def to_tell(self, waiting: Sequence[Any]) -> list[live.Job]:
-        """Return the jobs for the process that shows how far the call is; a site has nodes for all."""
+        """Return the jobs for the process that shows how far the call is."""
         return [
             live.Job(
                 "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
@@ -93,22 +92,19 @@ class Call:
         ]
 
     def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> float:
-        """Return how long jobs take here together, and what of the same works is no job yet: a later rung's."""
+        """Return how long jobs take here together, those of later rungs included."""
         cores = self.cores or 1
-        there = {
-            (job.rule.name, job.wildcards.plan, job.wildcards.run) for job in waiting if job.rule.name in RUN_STAGES
-        }
-        later = [work for work in works if work.run and (work.stage, work.plan, work.run_name) not in there]
-        taken = [(self.seconds_of(job), cost.share(job.threads, cores)) for job in waiting]
-        for work in later:
-            threads = work.run.threads if work.run else None
-            taken.append((cost.seconds_here(work.stage, work, self.results), cost.share(threads, cores)))
-        return cost.in_all(taken)
+        jobs = [job for job in waiting if job.rule.name in RUN_STAGES]
+        there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
+        later = [work for work in works if (work.stage, work.plan, work.run_name) not in there]
+        taken = [(self.seconds_of(job), job.threads) for job in waiting]
+        taken += [(cost.seconds_here(each.stage, each, self.results), each.run.threads) for each in later if each.run]
+        return cost.in_all([(seconds, cost.share(threads, cores)) for seconds, threads in taken])
 
     # ---- whether it would start ----------------------------------------------------------------------
 
     def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
-        """Refuse jobs that cannot be started here as they would have to be; `files` of settings have to be carried."""
+        """Refuse jobs that cannot be started here; `files` of settings have to be carried."""
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
         for work in works:
             if work.run:
@@ -116,12 +112,12 @@ class Call:
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:
         """Return what is found of the site, or of this machine where it runs the jobs, before the first of them."""
-        runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
         if not works:
             return []
         if self.site.scheduler or self.site.engine != "none":
             plans = {work.plan for work in works if work.run}
             return doctor.check(self.configuration, {work.stage for work in works}, plans)
+        runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
         found = [*environment.probe_here(runs, gpus()), probe_space(self.results)]
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
 
@@ -138,15 +134,13 @@ class Call:
         problems += doctor.lines(finding for finding in findings if finding.status == "FAIL")
         problems += filter(None, [cost.over(table, self.configuration.workflow.budget)])
         warnings = [] if scheduler else doctor.lines(finding for finding in findings if finding.status == "warn")
-        lines = ["", *cost.lines(table)] if scheduler and works else []
-        lines += ["", "It would start, but:", *warnings] if warnings and not problems else ["", *warnings, *problems]
+        say(*(["", *cost.lines(table)] if scheduler and works else []))
+        say("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
         if problems:
             fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
-            fail += f": nothing would {'be submitted' if scheduler else 'start'}"
-            lines += ["", coloured(fail, "red", sys.stderr)]
+            say("", coloured(f"{fail}: nothing would {'be submitted' if scheduler else 'start'}", "red", sys.stderr))
         else:
-            lines += [cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works))]
-        say(*lines)
+            say(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
@@ -165,7 +159,7 @@ class Call:
     # ---- what it came to -----------------------------------------------------------------------------
 
     def lost(self, making: Collection[str] = ()) -> list[str]:
-        """Return lines of what is gone of the runs and datasets that were asked for, though nothing would make it."""
+        """Return lines of results that are gone, though nothing would make them."""
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
         datasets = dict.fromkeys([*self.jobs.plan_datasets(self.plans), *self.datasets])
@@ -175,34 +169,27 @@ class Call:
         """Print where the pages of the files that were asked for are; of a part of a plan its page."""
         files = list(files)
         pages = [file for file in files if file == Path(self.jobs.page) or file.name == "report.html"]
-        if not pages:
-            parts = [file.relative_to(self.results).parts for file in files if file.is_relative_to(self.results)]
-            plans = dict.fromkeys(part[1] for part in parts if part[0] == "plans")
-            pages = [page for plan in plans if (page := self.results / "plans" / plan / "report.html").exists()]
-        for page in pages:
-            old = page not in files and any(
-                page.stat().st_mtime < file.stat().st_mtime for file in files if file.exists()
-            )
-            again = shlex.join(["snakemake", *self.jobs.own_settings, "--", f"plan_{page.parent.name}"])
-            say(f"Report: {page.resolve()}{f' (older than what was asked for: {again} writes it anew)' if old else ''}")
-        for picture in [] if pages else [file for file in files if file.name == "preview.png"]:
-            say(f"Preview: {picture.resolve()}")
+        plans = {
+            self.results / "plans" / file.relative_to(self.results).parts[1]: file
+            for file in files
+            if file.is_relative_to(self.results / "plans")
+        }
+        pages = pages or [folder / "report.html" for folder in plans if (folder / "report.html").exists()]
+        previews = [] if pages else [file for file in files if file.name == "preview.png"]
+        say(*(f"Report: {page.resolve()}" for page in pages), *(f"Preview: {file.resolve()}" for file in previews))
 
     def show_results(self) -> None:
         """Print what each plan that was asked for came to, and what to ask next."""
         plans = []
         for name in self.plans:
-            try:
+            with contextlib.suppress(UserError):  # only a part of it was asked for
                 plans.append(read_plan(self.results / "plans" / name / "plan.yaml"))
-            except UserError:  # only a part of it was asked for
-                continue
-        for plan in plans[:RESULTS_SHOWN]:
-            say(sections.line(plan))
+        say(*map(sections.line, plans[:RESULTS_SHOWN]))
         if len(plans) > RESULTS_SHOWN:
             say(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page")
         best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
-        for plan, run in [(plan, run) for plan, run in best_first if run.throughput or run.profile][:1]:
-            call = shlex.join(["dlscale", "explain", f"{plan.name}.{run.name}", *self.jobs.own_settings])
+        if seen := [f"{plan.name}.{run.name}" for plan, run in best_first if run.throughput or run.profile]:
+            call = shlex.join(["dlscale", "explain", seen[0], *self.jobs.own_settings])
             say(f"Next: {call}  # what holds it back, what to try")
 
 
@@ -214,9 +201,3 @@ def show_requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> None:
         told.setdefault(slurm.words(resources), set()).add(f"{rule} {name}")
     if told:
         say("", *(f"sbatch {words}: {', '.join(sorted(told[words]))}" for words in sorted(told)))
-
-
-def busy_seconds() -> float:
-    """Return the processor's seconds of this process and its children."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system

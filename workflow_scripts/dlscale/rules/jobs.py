@@ -1,14 +1,15 @@
 """From a rule's wildcards to the files, parameters, command words and resources of its job.
 
-Every job's parameters are one dict, `stage`: the SHA-256 of the sources that the stage reaches, and the settings that
-it depends on. Snakemake compares parameters as a set of values, so one dict is compared as a whole; imported modules
-and configuration read inside a stage it would not see at all. A function that takes `input`, too, is not compared.
+A job's parameters are one dict, `stage`: the SHA-256 of the sources that the stage reaches, and its settings.
+Snakemake compares parameters as a set of values, so one dict is compared as a whole. A function that takes `input`,
+too, is not compared.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class Jobs:
     say: Callable[[Finding], None]  #: Prints what was found, and ends the call if nothing can be made of it.
     refuse: Callable[[object], NoReturn]
     rung_file: Callable[[str, int], str]  #: The file that says which trials come to a rung, once it is there.
-    _looked: set[tuple[str, ...]] = field(default_factory=set)
+    _looked: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         workflow = self.configuration.workflow
@@ -87,28 +88,21 @@ class Jobs:
         """Return the parameters of a stage that is the same for all studies and kinds of data."""
         return self.params([STAGES[stage].module], settings, files)
 
-    def call_with_files(self, wildcards: Wildcards, input: Any) -> str:
-        """Return words for a shell: a call with this one's settings, up to further files of settings."""
-        return shlex.join([*self.call, *([] if "--configfile" in self.own_settings else ["--configfile"])])
-
     def call_again(self, wildcards: Wildcards, input: Any) -> str:
-        """Return the same without further files."""
         return shlex.join(self.call)
 
     # ---- data ----------------------------------------------------------------------------------------
 
     def raw_path(self, name: str, raw: Any) -> str:
-        """Return where a raw file lies: in the dataset's source folder if it is acquired."""
         acquired = parts.acquired(self.datasets[name], raw)
         return f"{self.results}/data/{name}/source/{raw.name}" if acquired else str(raw.origin)
 
     def look_for_raw_files(self, name: str) -> None:
         """Say once what to do about raw files that are not there: Snakemake takes what was made of others for done."""
-        if (name,) not in self._looked:
-            self._looked.add((name,))
-            asked = name, self.datasets[name], Path(self.results)
-            if found := probe_raw(*asked):
-                self.say(found)
+        asked = name, self.datasets[name], Path(self.results)
+        if name not in self._looked and (found := probe_raw(*asked)):
+            self.say(found)
+        self._looked.add(name)
 
     def part(self, wildcards: Wildcards) -> Any:
         return parts.part(self.dataset(wildcards), f"{wildcards.split}/{wildcards.part}")
@@ -125,26 +119,21 @@ class Jobs:
         """Return all files that hold a dataset's samples."""
         dataset = self.datasets[name]
         kind = parts.kind_of(dataset)
-        if kind.prepared(dataset):
-            self.look_for_raw_files(name)
-            raws = parts.raws(dataset).values()
-            return [self.raw_path(name, raw) for raw in raws] or kind.prepared_files(dataset)
-        return [f"{self.results}/data/{name}/{part.label}.h5" for part in parts.parts(dataset)]
+        if not kind.prepared(dataset):
+            return [f"{self.results}/data/{name}/{part.label}.h5" for part in parts.parts(dataset)]
+        self.look_for_raw_files(name)
+        raws = parts.raws(dataset).values()
+        return [self.raw_path(name, raw) for raw in raws] or kind.prepared_files(dataset)
 
     def dataset_files(self, wildcards: Wildcards) -> list[str]:
         return self.data_files(wildcards.dataset)
 
     def prepared_sources(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return arguments that name a prepared dataset's files."""
         dataset = self.dataset(wildcards)
         return ["--source", *input.files] if parts.kind_of(dataset).prepared(dataset) else []
 
     def dataset_settings(self, wildcards: Wildcards, input: Any) -> str:
         return self.dataset(wildcards).model_dump_json()
-
-    def dataset_record(self, wildcards: Wildcards, input: Any) -> str:
-        """Return the file beside a dataset that keeps its settings."""
-        return f"{self.results}/data/{wildcards.dataset}/config.yaml"
 
     def acquire_params(self, wildcards: Wildcards) -> Params:
         dataset = self.dataset(wildcards)
@@ -181,10 +170,12 @@ class Jobs:
 
     # ---- runs ----------------------------------------------------------------------------------------
 
-    def run_data(self, wildcards: Wildcards) -> list[str]:
+    def _samples(self, dataset: str) -> list[str]:
         """Return a dataset's files, and its statistics, by which loaders normalise."""
-        dataset = self.run(wildcards).dataset
         return [*self.data_files(dataset), f"{self.results}/data/{dataset}/stats"]
+
+    def run_data(self, wildcards: Wildcards) -> list[str]:
+        return self._samples(self.run(wildcards).dataset)
 
     def run_manifest(self, wildcards: Wildcards) -> str:
         return f"{self.results}/data/{self.run(wildcards).dataset}/manifest.json"
@@ -192,37 +183,29 @@ class Jobs:
     def run_weights(self, wildcards: Wildcards) -> list[str]:
         """Return the file of weights that a run starts from; that of another run is made first."""
         weights: str | None = self.run(wildcards).training.weights
+        run = f"{wildcards.plan}.{wildcards.run}"
         if weights and Path(weights).is_relative_to(f"{self.results}/plans"):
             # Those of the best epoch are no declared output, as not every run keeps them.
-            weights = weights.removesuffix("model_best.pt") + "model.pt" * weights.endswith("model_best.pt")
-        elif weights and (weights, wildcards.plan, wildcards.run) not in self._looked:
-            self._looked.add((weights, wildcards.plan, wildcards.run))
-            if not Path(weights).exists():
-                remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
-                what = f"run {wildcards.plan}.{wildcards.run}"
-                self.say(Finding(what, "FAIL", f"{weights}: no such file or folder", remedy))
+            weights = re.sub(r"model_best\.pt$", "model.pt", weights)
+        elif weights and run not in self._looked and not Path(weights).exists():
+            remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
+            self.say(Finding(f"run {run}", "FAIL", f"{weights}: no such file or folder", remedy))
+        self._looked.add(run)
         return [weights] if weights else []
 
     def run_params(self, stage: str) -> Callable[[Wildcards], Params]:
         """Return a function from wildcards to the params of one of a run's stages."""
+        return lambda wildcards: self._run_params(stage, self.run(wildcards), ())
 
-        def params(wildcards: Wildcards) -> Params:
-            run = self.run(wildcards)
-            modules = run_modules(stage, run.study, *run.loaders(stage))
-            return self.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
-
-        return params
+    def _run_params(self, stage: str, run: Run, loaders: Iterable[str]) -> Params:
+        modules = run_modules(stage, run.study, *run.loaders(stage), *loaders)
+        return self.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
 
     def run_settings(self, wildcards: Wildcards, input: Any) -> str:
-        """Return all settings of a run: a stage picks those that it sees, and keeps them all beside its results."""
         return self.run(wildcards).model_dump_json()
 
-    def run_record(self, wildcards: Wildcards, input: Any) -> str:
-        """Return the file beside a run's results that keeps its settings."""
-        return f"{self.results}/plans/{wildcards.plan}/{wildcards.run}/config.yaml"
-
     def beside(self, wildcards: Wildcards) -> Run | None:
-        """Return the run that a run is timed in turn with, if it is: the plan's first, if one process runs it."""
+        """Return the run that a run is timed in turn with: the plan's first, if one process runs it."""
         plan, runs = wildcards.plan, self.plans[wildcards.plan]
         first = next((runs[name].run for name in runs if "throughput" in self.configuration.stages(plan, name)), None)
         run = self.run(wildcards)
@@ -232,24 +215,19 @@ class Jobs:
         return first if enough and alone else None
 
     def throughput_params(self, wildcards: Wildcards) -> Params:
-        run, first = self.run(wildcards), self.beside(wildcards)
-        loaders = [loader for each in (run, first) if each for loader in each.loaders("throughput")]
-        modules = run_modules("throughput", run.study, *loaders)
-        params = self.params(modules, json.dumps(decisive_settings("throughput", run.slice("throughput"))))
+        first = self.beside(wildcards)
+        params = self._run_params("throughput", self.run(wildcards), first.loaders("throughput") if first else ())
         # Of the first run only what its steps do: another learning rate of it is no reason to time all of a plan again.
-        work = {"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {}
-        return params | work
+        return params | ({"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {})
 
     def first_data(self, wildcards: Wildcards) -> list[str]:
-        """Return manifest and data of the run that a run is timed in turn with, where they are not its own."""
+        """Return manifest and data of the run that a run is timed with, where they are not its own."""
         first = self.beside(wildcards)
         if not first or first.dataset == self.run(wildcards).dataset:
             return []
-        folder = f"{self.results}/data/{first.dataset}"
-        return [f"{folder}/manifest.json", *self.data_files(first.dataset), f"{folder}/stats"]
+        return [f"{self.results}/data/{first.dataset}/manifest.json", *self._samples(first.dataset)]
 
     def throughput_beside(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return arguments that name the run to be timed in turn with."""
         first = self.beside(wildcards)
         if not first:
             return []
@@ -263,7 +241,6 @@ class Jobs:
         return run.threads * run.processes.gpus_per_node if here and run.threads else ALL_CORES
 
     def checkpoint_sources(self, wildcards: Wildcards, input: Any) -> str:
-        """Return the sources that decide what a checkpoint means: all but the loader's, which changes no sample."""
         return fingerprint(run_modules("train", self.run(wildcards).study))
 
     def checkpoint_folder(self, wildcards: Wildcards) -> str:
@@ -274,7 +251,6 @@ class Jobs:
     # ---- plans and pages -----------------------------------------------------------------------------
 
     def plan_settings(self, name: str) -> Params:
-        """Return a plan as its tables and pages need it: `dlscale.config.records.PlanRecord`."""
         plan = self.configuration.workflow.plans[name]
         study = resolve.study_files()[plan.study]
         runs = [
@@ -303,19 +279,19 @@ class Jobs:
         }
 
     def sweep_settings(self, name: str) -> Params:
-        """Return a sweep as its tables and pages need it: `dlscale.config.records.SweepRecord`."""
         sweep: Any = self.configuration.workflow.plans[name].sweep
-        trials = [each for each in self.plans[name].values() if each.trial]
-        sizes = {each.rung: [each.run.training.stop_after, each.rung_size] for each in trials}
-        rungs = list(sizes.values())
-        return {"method": sweep.method, "metric": sweep.metric, "trials": sweep.runs, "rungs": rungs}
+        rungs = {each.rung: [each.run.training.stop_after, each.rung_size] for each in self.plans[name].values()}
+        return {
+            "method": sweep.method,
+            "metric": sweep.metric,
+            "trials": sweep.runs,
+            "rungs": [*rungs.values()] if sweep.method == "halving" else [],
+        }
 
     def promoted(self, name: str, rung: int) -> list[str]:
-        """Return the trials that come to a rung of successive halving: known once the rung before is done."""
         return Rung.read(self.rung_file(name, rung)).trials
 
     def chosen_runs(self, name: str) -> dict[str, ResolvedRun]:
-        """Return a plan's runs; of successive halving those that come to their rung."""
         return {
             run: resolved
             for run, resolved in self.plans[name].items()
@@ -323,7 +299,6 @@ class Jobs:
         }
 
     def promote_inputs(self, wildcards: Wildcards) -> list[str]:
-        """Return what the runs of the rung before leave."""
         name, before = wildcards.plan, int(wildcards.rung) - 1
         trials = self.promoted(name, before) if before else self.configuration.workflow.plans[name].runs
         folders = [f"{self.results}/plans/{name}/{trial}-rung{before}" for trial in trials]
@@ -342,11 +317,10 @@ class Jobs:
         ]
 
     def _known(self, name: str) -> list[str]:
-        """Return the same as far as it is known: of successive halving runs show on the way, asked for by the table."""
+        """Return the same; of successive halving none, for the table asks for its runs."""
         return [] if self.configuration.workflow.plans[name].halves else self.measured(name)
 
     def plan_files(self, name: str) -> list[str]:
-        """Return everything that a plan produces."""
         return [*self._known(name), f"{self.results}/plans/{name}/summary.csv"]
 
     def shown_files(self, name: str, page: bool) -> list[str]:
@@ -356,7 +330,6 @@ class Jobs:
         return [*pictures, f"{folder}/summary.csv", *([f"{folder}/report.html"] if page else [])]
 
     def plan_datasets(self, names: Iterable[str]) -> list[str]:
-        """Return names of the datasets that plans use, each once, in order."""
         return list(dict.fromkeys(resolved.run.dataset for name in names for resolved in self.plans[name].values()))
 
     def configure_params(self, wildcards: Wildcards) -> Params:
@@ -369,13 +342,10 @@ class Jobs:
         return self.own_params("collect", self.plan_settings(wildcards.plan))
 
     def sooner(self, wildcards: Wildcards) -> float:
-        """Return a job's priority: plans of few runs come first, so that a part of the page is soon whole."""
+        """Return a job's priority: plans of few runs come first."""
         return 1 / len(self.plans[wildcards.plan])
 
     def page_to_fill(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return arguments that name the page of all targets, where that is made."""
-        if not self.filled:
-            return []
         workflow = self.configuration.workflow
         files = self.report_files(workflow.targets)
         page = {
@@ -386,10 +356,9 @@ class Jobs:
             "call": self.call_again(wildcards, input),
             "out": self.page,
         }
-        return ["--page", json.dumps(page)]
+        return ["--page", json.dumps(page)] if self.filled else []
 
     def report_files(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Return the files that the page of some plans is made of."""
         datasets = self.plan_datasets(names)
         # Hidden ones are half of an import that is under way, or was killed.
         references = Path(self.results).glob("references/[!.]*/reference.json")
@@ -405,11 +374,9 @@ class Jobs:
         return self.report_files([wildcards.plan])
 
     def report_runs(self, wildcards: Wildcards) -> list[str]:
-        """Return what the runs of the targets leave; a function, for some are chosen on the way."""
         return list(dict.fromkeys(file for name in self.configuration.workflow.targets for file in self.measured(name)))
 
     def report_folders(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return the datasets' folders."""
         return [str(Path(manifest).parent) for manifest in input.manifests]
 
     def report_params(self, title: str, names: Iterable[str]) -> Params:
@@ -443,11 +410,10 @@ class Jobs:
         return self.launch(input)
 
     def run_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return the words that start one of a run's stages, on the devices of its geometry."""
         return self.launch(input, self.run(wildcards).processes)
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return the words that start a stage that reads what is no file of the workflow, such as a local store."""
+        """Return the words that start a stage that reads a local store."""
         dataset = self.dataset(wildcards)
         raw = parts.raws(dataset).get(wildcards.file)
         there = [raw.origin] if raw and Path(raw.origin).exists() else []

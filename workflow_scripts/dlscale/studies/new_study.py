@@ -33,7 +33,7 @@ YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 File = tuple[Path, Path, str]
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace, configuration: object = None) -> int:
     """Write the study `args.name`, and say what to do next."""
     name = args.name
     check_name(name)
@@ -50,6 +50,7 @@ def main(args: argparse.Namespace) -> None:
     print(*(f"  {call}" for call in calls), sep="\n")
     print("pytest comes with `make install-dev`; the rest works without.")
     print(f"The last one makes data, trains, measures, profiles, and writes {page}; docs/from_notebook.md leads on.")
+    return 0
 
 
 def check_name(name: str) -> None:

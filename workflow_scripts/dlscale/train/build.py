@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlscale.config.parallel import DDP
-from dlscale.config.run import RunCore
+from dlscale.config.run import DDP, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
 from dlscale.data.loaders.base import Loader, Share, open_loader

@@ -92,14 +92,18 @@ class CheckpointRecord(Record):
         return 0.0 if rank else sum(self.loss_sums)
 
 
+#: Checkpoints kept of a run, the newest.
+KEPT = 2
+
+
 class Checkpoints:
     """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` with `checkpoint.json` and safetensors files.
 
     All ranks call its methods together, but `tidy` and `clear`, which are the first one's.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
-        self.folder, self.keep, self._world = folder, keep, world or World()
+    def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
+        self.folder, self.keep, self._world = folder, keep or KEPT, world or World()
         # A group of its own: these exchanges must not get between those of the training.
         group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
         self._beside = replace(self._world, control=group)

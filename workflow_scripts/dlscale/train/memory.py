@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlscale.config.parallel import DDP, FSDP
-from dlscale.config.run import RunCore
+from dlscale.config.run import DDP, FSDP, RunCore
 from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import Marker, mark, marking

@@ -47,11 +47,11 @@ from dlscale.train.weights import weights_digest
 #: Greatest number of epochs with pictures in TensorBoard.
 PICTURES = 50
 
-#: Settings that change no weight after a step; of given weights the content counts.
+#: Settings that change no weight after a step: when to stop, who is told, on what a run computes, who loads its
+#: samples. Of given weights the content counts.
 NOT_FINGERPRINTED: Any = {
     "training": {
-        *("checkpoint_epochs", "keep_checkpoints", "initial_validation", "target", "stop_after", "on_divergence"),
-        *("trackers", "weights"),
+        *("target", "stop_after", "on_divergence", "trackers", "weights"),
     },
     "geometry": True,
     "parallel": True,  # but for what is in LEARNT
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
         folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
         if world.main:
             stack.enter_context(only_writer(folder.parent))
-        checkpoints = Checkpoints(folder, run.training.keep_checkpoints, world)
+        checkpoints = Checkpoints(folder, world=world)
         if world.main:
             checkpoints.tidy()
         world.barrier()

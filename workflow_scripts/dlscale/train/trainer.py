@@ -140,8 +140,7 @@ class Trainer:
                     if self._improves(record):
                         pieces = self.step.weights.pieces()
                         self.best_weights = {name: piece.copy("cpu") for name, piece in pieces.items()}
-                    if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
-                        self._save(record.step)
+                    self._save(record.step)
         except Exception as error:
             if isinstance(error, UserError) or self.world.size == 1:  # else the others may be gone
                 self.checkpoints.wait()  # what was good until here shall not be lost
@@ -163,7 +162,7 @@ class Trainer:
 
     def _begin(self) -> None:
         """Validate before the first step, unless an earlier try did; no epoch's time counts it."""
-        if self._untrained or self._resumed.step or not self.run.training.initial_validation:
+        if self._untrained or self._resumed.step:
             return
         start = time.perf_counter()
         valid_loss, metrics = self.validate()
