@@ -147,9 +147,9 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     dims = [axis.dims[0] for axis in axes.values()]
     needed = {"time", "latitude", "longitude"} <= axes.keys()
     if not needed or sorted(map(str, dims)) != sorted(map(str, array.dims)) or not array.size:
-        there = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
+        sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
         raise UserError(
-            f"{origin}: '{name}' has the dimensions {there}; expected one each of {', '.join(AXES['time'])}, of "
+            f"{origin}: '{name}' has the dimensions {sizes}; expected one each of {', '.join(AXES['time'])}, of "
             f"{', '.join(AXES['latitude'])}, of {', '.join(AXES['longitude'])}, perhaps of pressure levels, and no "
             "other: interpolate other grids, e.g. with `cdo remapbil`; choose one of several members or forecasts, "
             "e.g. with xarray's `isel`, and write a file of it"

@@ -128,7 +128,7 @@ class Imagenet(DatasetKind):
     def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
         """Return the settings that decide the content of a pack; the other split does not."""
         split = raw.name.partition("-")[0]
-        source = dataset.source.model_dump(mode="json", exclude={*PACKED})
+        source = dataset.source.model_dump(mode="json", exclude=set[str](PACKED))
         images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
         return {**source, "form": dataset.form, "name": raw.name, "images": images, "shards": shards}
 
