@@ -103,8 +103,7 @@ def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
             if panel.values.ndim == 2:
                 figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
         bottom = figure.add_subplot(grid[2 * band + 1, column])
-        bins: Any = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
-        bottom.hist(panel.values.ravel(), bins=bins)
+        bottom.hist(panel.values.ravel(), bins=60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5)
         title = panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})"
         bottom.set(xlabel=title, ylabel="points" if pictured else "rows")
     figure.suptitle(f"{name}: first training file", fontsize=10)

@@ -1,4 +1,4 @@
-"""Boxes for DALI: processes read them with h5py, as a published program does, and turn them; operators decode them.
+"""Boxes for DALI: processes read them with h5py, as a published program does, and operators decode them.
 
 The processes import this module and what samples need, not torch: they are to start quickly.
 """
@@ -25,6 +25,8 @@ class NativeField:
 
     Attributes
     ----------
+    axes
+        Ways to transpose boxes, three axes each; empty if they never are.
     parts
         Which of shift (0), factor (1), offset (2) matter for any sample.
     inputs
@@ -34,29 +36,56 @@ class NativeField:
     def __init__(self, field: BoxField) -> None:
         self._field, turns = field, field.symmetries
         numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
+        self.axes: list[list[int]] = [] if turns is None else np.unique(turns.axes, axis=0).tolist()
         if turns is not None and (turns.sign != 1).any():
             numbers[:, 1] = np.nan  # there is a factor for some
         self.parts = [part for part, neutral in enumerate((0, 1, 0)) if (numbers[:, part] != neutral).any()]
-        self.inputs = 1 + len(self.parts)
+        self.inputs = 1 + 3 * bool(self.axes) + len(self.parts)
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
-        """Return one box at `start` [3], turned: stored values [C, ...], and the numbers of `parts`, [C, 1, 1, 1]."""
-        values, numbers = self._field.stored(file, start), self._field.decoding(file)
+        """Return the inputs of one box at `start` [3].
+
+        These are its values [C, a, b, c]; if boxes are turned, the number in `axes`, flips int32 [3], source channels
+        int32 [C]; the numbers of `parts`, float32 [C, 1, 1, 1].
+        """
+        inputs = [np.ascontiguousarray(self._field.stored(file, start), self._field.dtype)]
+        numbers = self._field.decoding(file)
         if (turns := self._field.symmetries) is not None:
-            source, sign, steps = turns.source[symmetry], turns.sign[symmetry], 1 - 2 * turns.flips[symmetry]
-            turned = values.transpose(0, *(1 + turns.axes[symmetry]))
-            values = turned[(slice(None), *(slice(None, None, step) for step in steps.tolist()))][source]
+            source, sign = turns.source[symmetry], turns.sign[symmetry]
+            turn = self.axes.index(turns.axes[symmetry].tolist())
+            inputs += [np.array(turn, np.int32), turns.flips[symmetry].astype(np.int32), source.astype(np.int32)]
             numbers = numbers[:, source] * np.stack([np.ones_like(sign), sign, sign])
-        stored = np.ascontiguousarray(values, self._field.dtype)
-        return [stored, *(numbers[part].reshape(-1, 1, 1, 1) for part in self.parts)]
+        return inputs + [numbers[part].reshape(-1, 1, 1, 1) for part in self.parts]
 
     def decoded(self, fn: Any, types: Any, given: list[Any], gpu: bool) -> Any:
         """Return the graph that makes the model's values of what `read` returns, an operator a pass."""
-        x, *numbers = [each.gpu() if gpu else each for each in given]
+        x, *rest = given
+        x = x.gpu() if gpu else x
+        if self.axes:
+            number, flips, source, *rest = rest
+            x = turned(fn, x, number, list(enumerate(self.axes)))
         x = fn.cast(x, dtype=types.FLOAT) if self._field.dtype == np.float16 else x
-        for part, number in zip(self.parts, numbers, strict=True):
-            x = (operator.sub, operator.mul, operator.add)[part](x, number)
+        if self.axes:
+            x = fn.flip(x, depthwise=flips[0], vertical=flips[1], horizontal=flips[2])
+            x = fn.sequence_rearrange(fn.reinterpret(x, layout="FDHW"), new_order=source)
+            x = fn.reinterpret(x, layout="")
+        for part in self.parts:
+            numbers, *rest = rest
+            x = (operator.sub, operator.mul, operator.add)[part](x, numbers.gpu() if gpu else numbers)
         return x
+
+
+def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -> Any:
+    """Return each box transposed as its number says; DALI's transpose has one permutation for a whole batch."""
+    (first, axes), others = choices[0], choices[1:]
+    perm = [0, *(1 + axis for axis in axes)]
+    if not others:
+        return fn.transpose(x, perm=perm, output_layout="CDHW")
+    if number == first:  # noqa: SIM108 - DALI's conditionals are statements
+        result = fn.transpose(x, perm=perm, output_layout="CDHW")
+    else:
+        result = turned(fn, x, number, others)
+    return result
 
 
 def _end_with_training() -> None:
@@ -79,7 +108,7 @@ class Boxes:
         self._fields = [NativeField(field) for field in (samples.input, samples.target)]
         self._memory = SharedMemory(create=True, size=16)
         #: Options of the pipeline. Forked processes do not go together with CUDA.
-        self.options = {"py_num_workers": settings.workers, "py_start_method": "spawn"}
+        self.options = {"enable_conditionals": True, "py_num_workers": settings.workers, "py_start_method": "spawn"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in a process of DALI's, which has no other hook for what is to be done there first."""

@@ -13,7 +13,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -250,17 +249,22 @@ class DirectLoader(Loader):
 
     def _choose(self, samples: Samples, settings: Settings) -> Written | ResidentTable | Streamed | Resident:
         device, slots, batch = self._device, self._slots, len(self._share.indices(0, samples.size))
-        if isinstance(samples, TableSamples):
-            if becomes_resident(settings.resident, samples.bytes, device):
-                return _fitting(ResidentTable, samples, device)
-            return Written(samples, batch, slots, device)
-        if isinstance(samples, WritingSamples):
+        table = isinstance(samples, TableSamples)
+        if isinstance(samples, WritingSamples) and not table:
             if settings.resident == "always":
                 raise UserError("loader.resident: these samples are made on the host; use auto or never")
             return Written(samples, batch, slots, device)
-        grids = on_grids(samples, settings.kind)
-        if becomes_resident(settings.resident, sum(field.bytes for field in {grids.input, grids.target}), device):
-            return _fitting(Resident, grids, device)
+        grids = None if table else on_grids(samples, settings.kind)
+        needed = samples.bytes if grids is None else sum(field.bytes for field in {grids.input, grids.target})
+        if becomes_resident(settings.resident, needed, device):
+            try:
+                return ResidentTable(samples, device) if grids is None else Resident(grids, device)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise UserError(
+                    f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use never"
+                ) from None
+        if grids is None:
+            return Written(samples, batch, slots, device)
         if device.type != "cpu":
             return Streamed(grids, batch, slots, device)
         from dlscale.data.loaders.direct_host import HostBoxes  # compiled, which a GPU has no use for
@@ -315,13 +319,6 @@ class DirectLoader(Loader):
         super().close()
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
-
-
-def _fitting(kind: Callable[[Any, torch.device], Any], samples: Samples, device: torch.device) -> Any:
-    try:
-        return kind(samples, device)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise UserError("loader.resident: the data do not fit on the device; use never") from None
 
 
 def _do(tasks: list[Callable[[], None]]) -> None:
