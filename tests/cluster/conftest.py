@@ -23,9 +23,13 @@ def cluster() -> Iterator[slurm.Cluster]:
     if slurm.missing() and os.environ.get("DLSCALE_CLUSTER_TESTS") != "1":
         pytest.skip(f"not installed: {', '.join(slurm.missing())} (DLSCALE_CLUSTER_TESTS=1 installs them)")
     slurm.RECORDS.mkdir(exist_ok=True)
-    with (slurm.RECORDS / "tests.lock").open("w") as lock:
+    # Each process of a test session has a cluster of its own; number 0 is for people.
+    number = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    with (slurm.RECORDS / f"tests{number}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of other sessions on this machine
-        slurm.install()
-        slurm.Cluster(1).stop()  # that of a session that was killed; number 0 is for people
-        with slurm.Cluster(1) as running:
+        with (slurm.RECORDS / "install.lock").open("w") as installing:
+            fcntl.flock(installing, fcntl.LOCK_EX)
+            slurm.install()
+        slurm.Cluster(number).stop()  # that of a session that was killed
+        with slurm.Cluster(number) as running:
             yield running

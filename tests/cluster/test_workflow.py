@@ -7,21 +7,24 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlscale.report.results import read_plan
+from dlscale.report.speedup import series
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import CONFIG, Flow, repository
 from tests.conftest import records
 from tests.waiting import PATIENCE
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # of each process of a test session, which shares the tests as they come
 def prepared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Flow:
     """A folder in which the data are there already, made on this machine."""
     flow = Flow(repository(tmp_path_factory.mktemp("flow") / "w"), cluster, copy.deepcopy(CONFIG))
@@ -98,7 +101,7 @@ def test_shapes(make: Callable[..., Flow]) -> None:
     ("change", "message"),
     [
         ({"site__scheduler": {"whole_qos": "nosuch"}}, "FAIL  account: m0000_g may not use QOS nosuch"),
-        ({"site__scheduler": {"gpu_nodes": {"constraint": "gpux"}}}, "FAIL  constraint: "),
+        ({"site__scheduler": {"gpu_nodes": {"constraint": "gpux"}}}, "FAIL  GPU nodes: "),
     ],
     ids=["QOS", "constraint"],
 )
@@ -190,6 +193,28 @@ def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared:
     assert flow.provenance("long/run")["resumed_from_step"] is None
 
 
+@pytest.mark.slow
+def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
+    """Even from another node: the lock says who holds it, and dies with its owner."""
+    flow = make(targets=["long"], plans__long__settings=long(25, prepared))
+    with flow.running("--retries=0") as process:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
+        second = flow.path / "second"
+        command = next(
+            line.partition("Shell command: ")[2]
+            for line in flow.output.splitlines()
+            if "dlscale train" in line and "Shell command" in line
+        ).replace("results/logs/train/long/run.log", str(second))
+        script = f"export PYTHONPATH={flow.path}/workflow_scripts PATH={Path(sys.executable).parent}:$PATH\n"
+        job = cluster.submit(
+            script + command, "--constraint=gpu&hbm80g", "--account=m0000_g", "--time=2", cwd=flow.path
+        )
+        cluster.wait(job, "FAILED")
+        assert "in use by process" in second.read_text() and "Slurm job" in second.read_text()
+        assert process.wait(PATIENCE) == 0, flow.output[-8000:]
+    assert flow.provenance("long/run")["resumed_from_step"] is None
+
+
 # ---- many small jobs -------------------------------------------------------------------------------
 
 
@@ -233,3 +258,34 @@ def test_a_sweep_submits_what_was_chosen(make: Callable[..., Flow]) -> None:
     assert trained == ["lr-0p001-rung0", "lr-0p001-rung1", "lr-1e30-rung0"]
     assert flow.provenance("swept/lr-0p001-rung1")["resumed_from_step"] > 0
     assert flow.run() == 0 and "Nothing to be done" in flow.output
+
+
+@pytest.mark.slow
+def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
+    """Each run on as many nodes as it fills, its twin without averaged gradients on as many; and what the page says."""
+    flow = make(targets=["weak"])
+    flow.config["plans"]["weak"] = {
+        "study": "era5_vit",
+        "kind": "weak_scaling",
+        "from": "shapes.one",
+        "settings": {"threads": 1},
+        "scaling": {"devices": [1, 2, 4], "per_node": 2, "batch_sizes": [2]},
+    }
+    assert flow.run() == 0, flow.output[-8000:]
+    asked = {row[0].partition("weak_")[2]: tuple(row[1:3]) for row in flow.jobs("comment:100", "numnodes", "state")}
+    nodes = {"b2_ddp_1": "1", "b2_ddp_2": "1", "b2_ddp_4": "2", "b2_no_sync_2": "1", "b2_no_sync_4": "2"}
+    assert asked == {run: (count, "COMPLETED") for run, count in nodes.items()}
+    (found,) = series(read_plan(flow.path / "results/plans/weak/plan.yaml"))
+    assert (found.batch, [point.devices for point in found.points]) == (2, [1, 2, 4])
+    assert [point.twin is not None for point in found.points] == [False, True, True]
+    assert [point.run.throughput and point.run.throughput.batch_size for point in found.points] == [2, 4, 8]
+    assert "of the ideal on 4 devices" in (flow.path / "results/report/weak.html").read_text()
+    assert flow.run() == 0 and "Nothing to be done" in flow.output
+
+
+def test_a_path_that_would_run_in_a_shell_is_refused(make: Callable[..., Flow]) -> None:
+    """The executor puts a job's command between double quotes."""
+    flow = make(results="my $(touch pwned)")
+    assert flow.run() != 0
+    assert "Slurm jobs cannot be submitted from a path with '$'" in flow.output and "Traceback" not in flow.output
+    assert not flow.jobs("jobid") and not list(flow.path.rglob("pwned"))
