@@ -1,4 +1,4 @@
-"""What is trained has learnt something: more than yesterday's weather knows."""
+"""What is trained has learnt something: more than a constant, a line, or yesterday's weather knows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -13,10 +14,107 @@ import xarray
 
 from dlscale.config import resolve as config
 from dlscale.data.manifest import Manifest
+from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.era5_vit.study import STUDY
-from tests.conftest import make_dataset, records, stage, train
+from tests.conftest import make_dataset, make_run, records, stage, train
 
 pytestmark = pytest.mark.slow
+
+
+def volumes(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """All cells of a split's boxes: inputs [4, V, N, N, N] and targets [5, V, N, N, N], float64, model units."""
+    boxes = []
+    manifest = Manifest.read(folder / "manifest.json")
+    for part in manifest.files(split):
+        with h5py.File(manifest.path(part)) as file:
+            boxes.append((file["Nbody"][:].astype(np.float64), file["Hydro"][:].astype(np.float64)))
+    x, y = (np.stack(arrays, axis=1) for arrays in zip(*boxes, strict=True))
+    return x, y
+
+
+def with_one(x: np.ndarray) -> np.ndarray:
+    """The regressors of a per-voxel linear fit, [cells, 4 inputs and a constant]."""
+    flat = x.reshape(len(x), -1)
+    return np.vstack([flat, np.ones(flat.shape[1])]).T
+
+
+def test_a_unet_learns_the_gas_from_its_surroundings(tmp_path: Path) -> None:
+    data: dict[str, Any] = {
+        "kind": "cosmo",
+        "source": {"kind": "simulated", "grid": 64, "box_mpc_h": 32.0, "boxes": {"train": 2, "valid": 1}, "seed": 1},
+    }
+    settings = {
+        "batch_size": 4,
+        "model": {"widths": [16, 32]},
+        "samples": {"crop": 16, "train": 256, "valid": 64},  # 64 disjoint crops: all of the validation box
+        "loader": {"workers": 0},
+        "optimizer": {"lr": 3e-3},
+        "training": {"epochs": 6},
+        "precision": "fp32",
+    }
+    make_dataset(tmp_path / "data", data)
+    make_run(tmp_path, "cosmo_unet", settings, data)
+    assert train(tmp_path, tmp_path / "data" / "manifest.json") == 0
+
+    x, y = volumes(tmp_path / "data", "train")
+    x_, y_ = volumes(tmp_path / "data", "valid")
+    median = np.median(y.reshape(5, -1), axis=1)  # of all constants the one with the least absolute error
+    fit = np.linalg.lstsq(with_one(x), y.reshape(5, -1).T, rcond=None)[0]
+    truth = y_.reshape(5, -1)
+    constant = np.abs(truth - median[:, None]).mean(axis=1)
+    linear = np.abs(truth - (with_one(x_) @ fit).T).mean(axis=1)
+
+    def error(model: torch.nn.Module) -> np.ndarray:
+        """Mean absolute error by channel over the validation box, crop by crop."""
+        crops = [slice(start, start + 16) for start in range(0, 64, 16)]
+        total = np.zeros(5)
+        for z, row, column in np.ndindex(4, 4, 4):
+            box = (slice(None), 0, crops[z], crops[row], crops[column])
+            with torch.no_grad():
+                prediction = model(torch.from_numpy(x_[box]).float()[None])[0].numpy()
+            total += np.abs(prediction - y_[box]).mean(axis=(1, 2, 3)) / 64
+        return total
+
+    torch.manual_seed(0)
+    model = UNet3D(4, 5, widths=(16, 32))
+    assert error(model).mean() > constant.mean(), "what is not trained knows less than a constant"
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert records(tmp_path)[-1]["valid_loss"] == pytest.approx(error(model).mean(), rel=1e-4)
+    assert (error(model) < 0.7 * linear).all(), (error(model), linear)
+    assert error(model).mean() < 0.5 * linear.mean() < 0.5 * constant.mean()
+
+
+def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
+    data: dict[str, Any] = {
+        "kind": "era5",
+        "source": {"kind": "simulated", "latitudes": 16, "longitudes": 32, "days": 50, "seed": 1},
+    }
+    data["source"] |= {"train": [2001, 2002], "valid": [2003]}
+    settings = {
+        "batch_size": 16,
+        "model": {"patch": 2, "embed_dim": 64, "depth": 2, "heads": 4, "residual": True},
+        "loader": {"workers": 0},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"warmup_steps": 20},
+        "training": {"epochs": 6},
+        "precision": "fp32",
+    }
+    make_dataset(tmp_path / "data", data)
+    make_run(tmp_path, "era5_vit", settings, data)
+    assert train(tmp_path, tmp_path / "data" / "manifest.json") == 0
+    final = records(tmp_path)[-1]["metrics"]
+    manifest = Manifest.read(tmp_path / "data" / "manifest.json")
+    weights = np.cos(np.radians(manifest.extra["latitude"]))
+    with h5py.File(tmp_path / "data" / "valid" / "2003.h5") as file:
+        states = file["fields"][:].astype(np.float64)
+    for channel, name in enumerate(manifest.fields["fields"].channels):
+        square = np.square(states[1:, channel] - states[:-1, channel]).mean(axis=(0, 2))
+        persistence = np.sqrt((square * weights).sum() / weights.sum())
+        assert final[f"persistence_rmse/{name}"] == pytest.approx(persistence, rel=1e-4)
+        assert final[f"rmse/{name}"] < 0.98 * persistence, name
+    # The regression sees yesterday, and this model one state.
+    rivals = [name for name in final if name.endswith("_rmse/u10") and not name.startswith(("naive", "regression"))]
+    assert len(rivals) == 5 and final["rmse/u10"] < 0.9 * min(final[name] for name in rivals)
 
 
 def test_the_shipped_plan_beats_all_naive_answers_on_a_real_month(

@@ -329,7 +329,7 @@ STEPS, BETWEEN, OPENING, REHEARSAL = ranges.STEPS, ranges.BETWEEN, ranges.OPENIN
 def judge(*signs: dict[str, Any], silent: dict[int, float] | None = None, rank: int = 0) -> Watchdog:
     """Return the watchdog of a rank that has seen such signs; some others have been silent for so many seconds."""
     found = object.__new__(Watchdog)
-    found.rank, found.size, found.limits, found._awaited = rank, len(signs), Limits(), []
+    found.rank, found.size, found.limits, found._named = rank, len(signs), Limits(), []
     found._seen = [watchdog.Sign(host=f"nid{each}", **sign) for each, sign in enumerate(signs)]
     found._quiet = [(silent or {}).get(each, 0.0) for each in range(len(signs))]
     return found
@@ -360,6 +360,18 @@ def test_the_verdict() -> None:
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in verdict(tests, further, after)
     assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "it opens connections"
+
+
+def test_who_is_awaited_is_told_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """Where more is allowed than that: once, and again where it is another one."""
+    found = judge(at(120, "step", STEPS, 70), at(110, "writing", BETWEEN, 61))
+    assert not found._verdict() and not found._verdict()
+    told = "all have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    found._seen[0] = found._seen[0]._replace(entered=100, kind=BETWEEN)
+    assert not found._verdict()
+    assert "process 0 on nid0" in caplog.records[-1].getMessage() and len(caplog.records) == 2
+    assert not verdict(*2 * [at(100, "", OPENING, 100)]) and len(caplog.records) == 2, "nobody is behind"
 
 
 def test_the_verdict_between_epochs() -> None:

@@ -36,6 +36,7 @@ GRACE = 1800.0  #: Seconds without progress while opening, or where nobody is be
 REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Seconds until the store accepts a connection; thousands of processes ask at once.
 ANSWER = 25.0  #: Seconds until the store answers.
+NAMED = 60.0  #: Seconds of waiting after which the log names who is awaited, where more are allowed.
 
 #: Texts by which libraries say that another rank has gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
@@ -114,6 +115,7 @@ class Watchdog:
         self._seen, self._quiet = [Sign()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since
         self._sign = Sign(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds
+        self._named: list[int] = []  #: ranks that the log has named
         self._closed = threading.Event()
         self._show()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._await_answer)]
@@ -226,9 +228,12 @@ class Watchdog:
         if len(behind) == self.size:  # all compute, or wait for their network or file system
             limit = max(limit, GRACE)
             said = f"no process has got any further for {limit:.0f} s, and none is behind the others"
-        else:
-            said = f"all have waited for {limit:.0f} s for {', '.join(map(self._place, behind[:8]))}"
-        return said if waited > limit else ""
+            return said if waited > limit else ""
+        names = ", ".join(map(self._place, behind[:8]))
+        if NAMED < waited <= limit and behind != self._named:
+            self._named = behind
+            logging.warning("all have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit)
+        return f"all have waited for {limit:.0f} s for {names}" if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
         """Return the seconds that all of these ranks may spend in their current ranges."""
