@@ -20,11 +20,10 @@ import numpy as np
 import pytest
 
 from dlscale import cli
-from dlscale.core import files, telemetry
-from dlscale.core.board import events
+from dlscale.core import files
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json, sha256
-from dlscale.core.metrics import read_epochs
+from dlscale.core.files import read_json
+from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
@@ -153,10 +152,7 @@ def test_an_overdensity_is_no_density(tmp_path: Path, refused: Check) -> None:
         assert "expected values of at least 0, in mean density; to an overdensity (x / mean - 1) add 1" in text
 
 
-@pytest.mark.parametrize(
-    "reader",
-    [sha256, read_json, read_epochs, Manifest.read, read_weights, telemetry.read, read_rows, lambda p: [*events(p)]],
-)
+@pytest.mark.parametrize("reader", [read_weights, read_rows, read_yaml])
 def test_nothing_waits_for_a_pipe(tmp_path: Path, reader: Callable[[Path], object]) -> None:
     os.mkfifo(pipe := tmp_path / "events.out.tfevents.1")
     with pytest.raises(UserError, match="a pipe or a device; expected"):
