@@ -454,22 +454,11 @@ def test_odd_names_of_files_work(tmp_path: Path, name: str, monkeypatch: pytest.
 # ---- what is the file's fault, and what is not ----------------------------------------------------------------
 
 
-def test_too_little_memory_is_no_damage(tmp_path: Path) -> None:
-    """But where NumPy is asked for more than a file of this size can hold, that comes of what the file says."""
-    small, large = tmp_path / "small", tmp_path / "large"
-    for path, size in ((small, 1000), (large, 2**40)):
-        path.touch()
-        os.truncate(path, size)
-    with (
-        pytest.raises(UserError, match=r"small: cannot be read .*Unable to allocate.* the file may be torn"),
-        files.reading(small),
-    ):
+def test_too_little_memory_is_named_beside_damage(tmp_path: Path) -> None:
+    (path := tmp_path / "large").touch()
+    words = r"large: cannot be read .*Unable to allocate.* too little memory for it, or the file may be torn"
+    with pytest.raises(UserError, match=words), files.reading(path):
         np.empty(2**44)
-    for path in (large, tmp_path / "an address"):
-        with pytest.raises(MemoryError), files.reading(path):
-            np.empty(2**44)
-    with pytest.raises(MemoryError), files.reading(small):  # who asks, and for how much, is not known
-        raise MemoryError
 
 
 def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:

@@ -20,23 +20,19 @@ from bench import gpu_checks, gpu_whole, training
 from bench.cases import Case, sizes
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.gpu_kernels import (
-    BEST,
     Launch,
     busy,
     convolution,
     convolutions,
     kind_of,
     outermost,
-    profile,
     shares,
     table_of_convolutions,
 )
-from bench.gpu_timings import Data, Ladder, sized
 from bench.measure import Row, in_turns, table
 from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
-from dlscale.config.run import Throughput
 from dlscale.parallel.world import World
-from dlscale.train.step import Network, Step
+from dlscale.train.step import Step
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE
 
@@ -360,25 +356,3 @@ def test_ratio_is_that_of_neighbours() -> None:
     heading, line = table([row]).splitlines()
     assert line.startswith("name  10 MB/s") and heading.index("ratio") == line.index("0.500")
     assert row.verdict == "" and row.reached
-
-
-def test_synthetic_batches_are_as_a_loader_delivers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the step's layout and number format: it arranges nothing anew."""
-    bench, case, over = Bench(torch.device("cpu"), True, tmp_path), sizes(True)[0], BEST["cosmo_unet"]
-    arranged, seen = Network._arranged, list[bool]()
-
-    def noted(self: Network, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        seen.append((result := arranged(self, values, dtype)) is values)
-        return result
-
-    monkeypatch.setattr(Network, "_arranged", noted)
-    few = Throughput(warmup=1, trials=1, batches=1, seconds=0)
-    for row in (
-        lambda: Ladder(bench, case, Data(bench, case, 24, 4), ("streamed",), few).rung(over, False, ""),
-        lambda: sized(bench, case, over, 2, few),
-        lambda: profile(bench, case, {}),
-        lambda: gpu_whole.exchanging(bench, case, over),
-    ):
-        row()
-        assert seen and all(seen)
-        seen.clear()

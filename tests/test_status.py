@@ -249,7 +249,7 @@ def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
 def test_data_that_are_made(results: Path) -> None:
     file = results / f"logs/preprocess/d/train/train-0.log{SUFFIX}"
     file.parent.mkdir(parents=True)
-    Doing(what="preprocessing train/train", done=1, total=4, unit="rows", time=time.time()).write(file)
+    Doing(what="preprocessing train/train", done=1, total=4, unit="rows", place="another machine").write(file)
     row = rows(results)["data d"]
     assert row.state == "running" and row.stage == "preprocessing train/train"
     (results / "data/d").mkdir(parents=True)

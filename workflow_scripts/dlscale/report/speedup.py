@@ -184,12 +184,12 @@ class SpeedUps:
         straight = [(own, None)] if own and own.compute == other.compute else []
         back = [(None, its)] if its and its.compute == run.compute else []
         third = [(own, its)] if own and its and own.compute == its.compute else []
-        pairs: list[tuple[Beside | None, Beside | None]] = [*third, *straight, *back]
+        found: list[tuple[Beside | None, Beside | None]] = [*third, *straight, *back]
         if other is self.first:
-            pairs = [*straight, *third, *back]
+            found = [*straight, *third, *back]
         elif run is self.first:
-            pairs = [*back, *third, *straight]
-        return by_turns(*pairs[0], self._opening, floor, looks) if pairs else None
+            found = [*back, *third, *straight]
+        return by_turns(*found[0], self._opening, floor, looks) if found else None
 
     def _alike(self, itself: bool = False) -> Iterator[tuple[RunResult, RunResult]]:
         combine = itertools.combinations_with_replacement if itself else itertools.combinations
