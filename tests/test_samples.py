@@ -30,8 +30,7 @@ from dlscale.data.loaders import (
 )
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import File, Manifest, Transform
-from dlscale.data.rows import Rows
-from dlscale.data.samples import ArraySpec, BoxIndex, Samples
+from dlscale.data.samples import ArraySpec, BoxIndex, Rows, Samples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples

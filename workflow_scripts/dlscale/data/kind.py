@@ -100,7 +100,7 @@ def stem(raw: RawFile) -> str:
 
 
 class RowSamples(Strict):
-    """Samples that are rows of the files: see `dlscale.data.rows`."""
+    """Samples that are rows of the files: see `dlscale.data.samples`."""
 
     kind: Literal["rows"]
     input: str = Field(description="Field of the dataset that the model is given.")
