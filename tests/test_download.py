@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import dlscale
 from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.data.acquire import download
@@ -266,22 +260,6 @@ def test_a_partial_answer_that_does_not_fit_is_not_appended(
     assert remote.ranges() == [None, "bytes=1000-", None]
 
 
-def keep(remote: Remote, target: Path, body: bytes) -> None:
-    """Leave `body` as the partial file, the way a process killed at that point does."""
-    remote.script = [cut(1)]
-    with pytest.raises(UserError):
-        fetch(remote, target, attempts=1)
-    partial(target).write_bytes(body)
-    remote.requests.clear()
-
-
-def test_416_starts_afresh(remote: Remote, target: Path) -> None:
-    keep(remote, target, BODY)
-    fetch(remote, target)
-    assert only(target)
-    assert remote.ranges() == [f"bytes={len(BODY)}-", None]
-
-
 @pytest.mark.parametrize("note", [None, "{", '{"address": "x", "version": "y"}'])
 def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: Path, note: str | None) -> None:
     partial(target).write_bytes(b"from elsewhere")
@@ -401,42 +379,3 @@ def test_no_secret_in_messages_logs_or_files(
     shown += [path.read_bytes().decode("latin-1") for path in tmp_path.iterdir()]
     assert f"http://{remote.address}/data.bin?token=***" in str(caught.value)
     assert [secret for secret in SECRETS if secret in "".join(shown)] == []
-
-
-# -------------------------------------------------------------------------------------- the place on the disk
-
-
-# ------------------------------------------------------------------------------------------ other processes
-
-
-@contextlib.contextmanager
-def another_process(remote: Remote, target: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the same download in a process of its own; yield once some of it is on the disk."""
-    code = "import sys, pathlib, dlscale.data.acquire as d; d.download(sys.argv[1], pathlib.Path(sys.argv[2]))"
-    environment = os.environ | {"PYTHONPATH": str(Path(dlscale.__file__).parents[1])}
-    process = subprocess.Popen([sys.executable, "-c", code, remote.url, str(target)], env=environment)
-    try:
-        wait_until(lambda: partial(target).exists() and partial(target).stat().st_size > 0)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.01)
-
-
-def test_what_a_killed_process_left_is_resumed(remote: Remote, target: Path) -> None:
-    remote.script = [stall(MIB)]
-    with another_process(remote, target) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    kept = partial(target).stat().st_size
-    assert 0 < kept <= MIB
-    fetch(remote, target, sha256=digest(BODY))
-    assert only(target)
-    assert remote.ranges() == [None, f"bytes={kept}-"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 
 import h5py
 import numpy as np
@@ -33,8 +32,6 @@ def main(args: argparse.Namespace) -> None:
         file.attrs["source"] = pieces[0].attrs["source"]
         settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces", "memory_mb"})
         file.attrs["settings"] = json.dumps(settings)
-    for piece in pieces:
-        piece.close()
 
 
 def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File, label: str) -> None:
@@ -78,6 +75,3 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
             done += count
     if half:
         target.attrs["float16_max_error"] = error
-        logging.info(
-            "%s: %s: greatest float16 error %s", label, field.name, dict(zip(field.channels, error, strict=True))
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -68,5 +67,3 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
         file.attrs["others"] = list(others)
         file.attrs["fields"] = [field.name for field in source.fields]
         file.attrs["source"] = json.dumps(dict(source.attributes))
-    buffers = block * source.bytes_per_row / 1e6
-    logging.info("%s: %d rows in blocks of %d, at most %.0f MB of buffers", label, stop - start, block, buffers)

@@ -333,10 +333,8 @@ def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
 
     Other processes' memory does not count: a run timed in turn with another would load in another way.
     """
-    if setting != "auto":
+    if setting != "auto" or device.type != "cuda":  # of a processor the page cache is memory already
         return setting == "always"
-    if device.type != "cuda":
-        return False  # the page cache is memory already
     room = torch.cuda.mem_get_info(device)[1] - torch.cuda.memory_reserved(device)
     fits = needed <= RESIDENT_SHARE * room
     logging.info(
