@@ -13,7 +13,7 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.core.machine import VERIFY
-from dlscale.data import verification
+from dlscale.data import staging
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch.launcher import Place, launch
 from tests.conftest import ERA5, ERA5_RUN, make_run, stage, train
@@ -79,24 +79,24 @@ def test_once(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def unverified(when: str) -> list[File]:
         monkeypatch.setenv(VERIFY, when)
-        return verification.unverified(data, splits)
+        return staging.unverified(data, splits)
 
     assert unverified("once") == files, "copied to here"
-    assert verification.damaged(data, files) == []
-    verification.remember(data, files)
+    assert staging.damaged(data, files) == []
+    staging.remember(data, files)
     assert (unverified("once"), unverified("always")) == ([], files)
     damage(data.path(files[1]))
     assert (unverified("once"), unverified("never")) == ([files[1]], [])
-    (message,) = verification.damaged(data, files)
+    (message,) = staging.damaged(data, files)
     assert message.startswith(f"{data.path(files[1])}: damaged: ")
-    (manifest.parent / verification.RECORD).write_text("[torn")
+    (manifest.parent / staging.RECORD).write_text("[torn")
     assert unverified("once") == files
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:
     """Its digests were made a moment ago: nothing is read twice."""
     data = Manifest.read(era5_data / "manifest.json")
-    record = json.loads((era5_data / verification.RECORD).read_text())
+    record = json.loads((era5_data / staging.RECORD).read_text())
     assert set(record) == {file.path for files in data.splits.values() for file in files}
 
 

@@ -11,7 +11,7 @@ from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
 from dlscale.core.files import reading, sha256, whole
 from dlscale.core.progress import tracked
-from dlscale.data import parts, store, verification
+from dlscale.data import parts, staging, store
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.store import Field, Moments
 
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
             for key, values in (("means", info.mean), ("stds", info.std)):
                 np.save(stats / f"{prefix}_{key}.npy", np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1))
     own = [file for files in manifest.splits.values() for file in files if file.verifiable]
-    verification.remember(manifest.model_copy(update={"folder": folder}), own)
+    staging.remember(manifest.model_copy(update={"folder": folder}), own)
     manifest.write(Path(args.manifest))  # last: it is what the stages after this one wait for
 
 

@@ -1,8 +1,11 @@
-"""A copy of a dataset near the processes that read it: in their node's memory, or on its own disk.
+"""Data files as stages find them: near the processes that read them, and whole.
 
-The copy is a dataset's folder, named by the manifest's digest. The first process of a node makes it, others wait, and
-all who read it hold its lock, shared. The last reader removes a copy in memory; one on a disk stays until another needs
-the room. A file without the size and time of its original is copied again.
+A copy, in a node's memory or on its own disk, is a dataset's folder, named by the manifest's digest. The first process
+of a node makes it, others wait, and all who read it hold its lock, shared. The last reader removes a copy in memory;
+one on a disk stays until another needs the room. A file without the size and time of its original is copied again.
+
+A damaged file may keep its size and time: a stage reads a file that no stage has verified, and compares its SHA-256
+with the manifest's. A record beside the manifest has size and times of sound files.
 """
 
 from __future__ import annotations
@@ -14,19 +17,22 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import stamp
-from dlscale.core.machine import LOCAL_DISK, free_memory
+from dlscale.core.files import read_json, sha256, stamp, write_json
+from dlscale.core.machine import LOCAL_DISK, VERIFY, free_memory
 from dlscale.core.process import turn
+from dlscale.core.progress import tracked
 from dlscale.core.text import size
-from dlscale.data.manifest import Manifest
+from dlscale.data.manifest import File, Manifest
 
 #: A file system in memory, on every Linux.
 MEMORY = "/dev/shm"
+#: Verified files, beside the manifest.
+RECORD = "verified.json"
 #: What to do where data cannot be copied.
 INSTEAD = "use loader.staging none, or for `local` another site.local_disk"
 
@@ -124,3 +130,48 @@ def _remove(copy: Path, lock: IO[str]) -> None:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(copy, ignore_errors=True)
+
+
+# ---- files that are whole
+
+
+def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
+    """Return the files of `splits` to read, as `site.verify` asks: once, unless they changed, always, or never."""
+    when = os.environ.get(VERIFY, "once")
+    files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
+    record = _record(manifest) if when == "once" else {}
+    return [file for file in files if when != "never" and record.get(file.path) != _seen(manifest, file)]
+
+
+def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
+    """Read `files` and return a message for each with other content than when it was described."""
+    messages = []
+    for file in tracked(files, "verifying data", len(files), "files"):
+        path = manifest.path(file)
+        if (found := sha256(path)) != file.digest:
+            messages.append(
+                f"{path}: damaged: its content changed since it was described (SHA-256 {found[:16]}..., expected "
+                f"{file.digest[:16]}...); put it back, or delete it and run the workflow again to make it anew"
+            )
+    return messages
+
+
+def remember(manifest: Manifest, files: Sequence[File]) -> None:
+    """Record that `files` hold what the manifest says; where nothing can be written they are read again."""
+    if files:
+        with contextlib.suppress(UserError):
+            seen = {file.path: _seen(manifest, file) for file in files}
+            write_json(manifest.folder / RECORD, _record(manifest) | seen)
+
+
+def _record(manifest: Manifest) -> dict[str, Any]:
+    found = {}
+    with contextlib.suppress(UserError):
+        found = read_json(manifest.folder / RECORD)
+    return found if isinstance(found, dict) else {}
+
+
+def _seen(manifest: Manifest, file: File) -> list[Any]:
+    """Return digest, size and both times of a file: who sets one back changes the other."""
+    status = manifest.path(file).stat()
+    return [file.digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
