@@ -187,12 +187,6 @@ def test_more_pieces_than_rows(tmp_path: Path, refused: Check) -> None:
     assert "train/a: 8 rows do not fill 9 pieces" in text and "`pieces`" in text
 
 
-def test_a_memory_bound_below_one_row(tmp_path: Path, refused: Check) -> None:
-    path = write_volume(tmp_path / "a.h5", volume((2, 200, 200)))
-    text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], memory_mb=1), path))
-    assert "one row needs 2 MB" in text and "`memory_mb` allows 1;" in text
-
-
 def test_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: Check) -> None:
     path = damaged(tmp_path)
     text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=9), path))

@@ -21,7 +21,7 @@ import torch
 
 from dlscale.config import resolve as config
 from dlscale.core.errors import UserError
-from dlscale.data import parts
+from dlscale.data import parts, store
 from dlscale.data.describe import check_disjoint
 from dlscale.data.kind import name_files, stem
 from dlscale.data.manifest import IDENTITY, FieldInfo, File, Manifest, Transform
@@ -166,16 +166,17 @@ def comparable(folder: Path, part: str) -> dict[str, np.ndarray]:
         return {name: file[name][()] for name in ("Nbody", "Hydro", "fields", "time") if name in file}
 
 
-def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path) -> None:
+def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece and block, in three pieces, and in blocks of a few rows with some left over: bitwise the same."""
     paths = [write_volume(tmp_path / name, volume((46, 64, 64), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
     settings = cosmo(paths[:1], paths[1:], downsample=2)
-    variants = {"whole": {}, "pieces": {"pieces": 3}, "blocks": {"memory_mb": 2}}
+    variants = {"whole": {}, "pieces": {"pieces": 3}, "blocks": {}}
     for name, change in variants.items():
+        monkeypatch.setattr(store, "MEMORY", 2_000_000 if name == "blocks" else 512_000_000)
         make_parts(tmp_path / name, {**settings, **change})
     dataset = load_dataset(tmp_path / "blocks" / "config.yaml")
     source = store_source(dataset, "train/a", paths[0])
-    rows, block = source.fields[0].rows, dataset.memory_mb * 1_000_000 // source.bytes_per_row
+    rows, block = source.fields[0].rows, 2_000_000 // source.bytes_per_row
     source.close()
     assert 1 < block < rows and rows % block, "the last block is no partial one: choose another size"
     for part in ("train/a", "valid/b"):
@@ -213,6 +214,9 @@ MEMORY = """
 import json, sys
 from pathlib import Path
 from dlscale import cli
+from dlscale.data import store
+
+store.MEMORY = int(sys.argv[2])
 
 def stage(*arguments):
     assert cli.main([str(argument) for argument in arguments]) == 0
@@ -260,15 +264,15 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> Non
     assert big.stat().st_size > 7 * bound * 1e6
     for name in ("small.h5", "valid.h5"):
         write_volume(tmp_path / name, positive((8, 8, 8)))
-    options = {"memory_mb": bound, "storage": {"dtype": dtype}}
+    options = {"storage": {"dtype": dtype}}
     settings = {
         "config": cosmo([tmp_path / "small.h5", big], [tmp_path / "valid.h5"], **options),
-        "prepared-small": cosmo([tmp_path / "small.h5"], [tmp_path / "valid.h5"], "prepared", memory_mb=bound),
-        "prepared-big": cosmo([big], [tmp_path / "valid.h5"], "prepared", memory_mb=bound),
+        "prepared-small": cosmo([tmp_path / "small.h5"], [tmp_path / "valid.h5"], "prepared"),
+        "prepared-big": cosmo([big], [tmp_path / "valid.h5"], "prepared"),
     }
     for name, values in settings.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(values))
-    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), str(bound * 10**6)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr

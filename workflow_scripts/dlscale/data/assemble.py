@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
             file[name] = sum(values) if join == "sum" else np.concatenate(values) if join == "rows" else values[0]
         file.attrs["fields"] = pieces[0].attrs["fields"]
         file.attrs["source"] = pieces[0].attrs["source"]
-        settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces", "memory_mb"})
+        settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces"})
         file.attrs["settings"] = json.dumps(settings)
 
 
@@ -55,7 +55,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
     # Values as read, and while they are scaled and compared; whole chunks are written.
-    block = max(1, dataset.memory_mb * 1_000_000 // (4 * 4 * int(np.prod(field.shape)) // field.rows))
+    block = max(1, store.MEMORY // (4 * 4 * int(np.prod(field.shape)) // field.rows))
     rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
     block -= block % rows_of_chunk if block > rows_of_chunk else 0
     error, done = np.zeros(len(field.channels)), 0

@@ -14,7 +14,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
 from dlscale.data import parts, store
-from dlscale.data.source import Source, rows_within
+from dlscale.data.source import Source
 from dlscale.data.store import Moments
 
 
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
                 f"{args.part}: {source.fields[0].rows} rows do not fill {dataset.pieces} pieces; lower the dataset's "
                 "`pieces`"
             )
-        block = rows_within(dataset.memory_mb, source.bytes_per_row, args.part)
+        block = max(1, store.MEMORY // source.bytes_per_row)
         with whole(args.out) as out:
             write_piece(source, out, start, stop, block, args.part)
     finally:

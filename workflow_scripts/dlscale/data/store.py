@@ -22,6 +22,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import TORN, reading, unreadable
 from dlscale.data.manifest import IDENTITY, Transform
 
+#: Bytes of a data stage's buffers, whatever its input's size; a row may have more.
+MEMORY = 512_000_000
 #: Values of which statistics are taken at a time.
 BLOCK = 2**16
 
