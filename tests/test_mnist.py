@@ -55,7 +55,7 @@ def files(folder: Path, digits: tuple[np.ndarray, np.ndarray], zipped: bool = Fa
 def test_idx_files_are_stored_as_they_are(
     tmp_path: Path, digits: tuple[np.ndarray, np.ndarray], zipped: bool, pieces: int
 ) -> None:
-    """In order, cut by the shares; read in pieces and blocks of one row they are the same."""
+    """In order, cut by the shares; read in pieces they are the same."""
     source = {"kind": "files", "all": files(tmp_path, digits, zipped), "shares": {"train": 0.7, "valid": 0.3}}
     folder = make_dataset(tmp_path / "data", {"kind": "mnist", "source": source, "pieces": pieces})
     for split, rows in (("train", slice(0, 14)), ("valid", slice(14, 20))):

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, sha256, stamp, write_json
-from dlscale.core.machine import LOCAL_DISK, VERIFY, free_memory
+from dlscale.core.machine import LOCAL_DISK, free_memory
 from dlscale.core.process import turn
 from dlscale.core.progress import tracked
 from dlscale.core.text import size
@@ -136,11 +136,10 @@ def _remove(copy: Path, lock: IO[str]) -> None:
 
 
 def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
-    """Return the files of `splits` to read, as `site.verify` asks: once, unless they changed, always, or never."""
-    when = os.environ.get(VERIFY, "once")
+    """Return the files of `splits` that no stage has read as they are now."""
     files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
-    record = _record(manifest) if when == "once" else {}
-    return [file for file in files if when != "never" and record.get(file.path) != _seen(manifest, file)]
+    record = _record(manifest)
+    return [file for file in files if record.get(file.path) != _seen(manifest, file)]
 
 
 def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
