@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -273,33 +274,24 @@ def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: P
 # ------------------------------------------------------------------------------------- retries and refusals
 
 
-def test_the_attempts_are_counted(remote: Remote, target: Path) -> None:
-    remote.script = [status(503)] * 9
-    with pytest.raises(
-        UserError, match=r"127\.0\.0\.1:.*attempt 3 of 3 ended with: HTTP status 503; .*run it again later"
-    ):
-        fetch(remote, target, attempts=3)
-    assert len(remote.requests) == 3
-    assert left(target) == []
-
-
-@pytest.mark.parametrize("code", [401, 404])
-def test_a_refusal_is_final(remote: Remote, target: Path, code: int) -> None:
-    remote.script = [status(code)] * 2
-    with pytest.raises(UserError, match=rf"data\.bin: .*HTTP status {code}, .*check the address"):
-        fetch(remote, target)
-    assert len(remote.requests) == 1
-    assert left(target) == []
-
-
-# ---------------------------------------------------------------------------------------------- the digest
-
-
-def test_a_body_that_stays_wrong_is_reported_and_removed(remote: Remote, target: Path) -> None:
-    wrong = digest(b"another file")
-    with pytest.raises(UserError, match=rf"data\.bin: .*{digest(BODY)}, expected {wrong}"):
-        fetch(remote, target, sha256=wrong)
-    assert len(remote.requests) == 1
+@pytest.mark.parametrize(
+    ("script", "options", "words", "requests"),
+    [
+        ([status(503)] * 9, {"attempts": 3}, "attempt 3 of 3 ended with: HTTP status 503; .*run it again later", 3),
+        ([status(401)] * 2, {}, "HTTP status 401, .*check the address", 1),
+        ([status(404)] * 2, {}, "HTTP status 404, .*check the address", 1),
+        ([], {"sha256": digest(b"another file")}, f"{digest(BODY)}, expected {digest(b'another file')}", 1),
+    ],
+    ids=["down", "login", "missing", "digest"],
+)
+def test_what_cannot_be_fetched_is_one_message(
+    remote: Remote, target: Path, script: list[Any], options: dict[str, Any], words: str, requests: int
+) -> None:
+    """Attempts are counted; a refusal and a wrong digest are final, and nothing stays."""
+    remote.script = list(script)
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:.*data\.bin: .*{words}"):
+        fetch(remote, target, **options)
+    assert len(remote.requests) == requests
     assert left(target) == []
 
 
