@@ -42,7 +42,6 @@ class Remote:
     address: str = ""
     body: bytes = BODY
     etag: str | None = '"one"'
-    modified: str | None = None
     script: list[Callable[[Answer], None]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)  # ends what stalls
@@ -72,8 +71,6 @@ class Answer(BaseHTTPRequestHandler):
         self.send_response(status)
         if self.remote.etag:
             self.send_header("ETag", self.remote.etag)
-        if self.remote.modified:
-            self.send_header("Last-Modified", self.remote.modified)
         if length is not None:
             self.send_header("Content-Length", str(length))
         for name, value in headers.items():
@@ -86,7 +83,7 @@ class Answer(BaseHTTPRequestHandler):
     def offset(self) -> int:
         """Where the wanted bytes begin, by RFC 9110: a range counts only while If-Range still holds."""
         wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
-        if wanted is None or condition not in (None, self.remote.etag, self.remote.modified):
+        if wanted is None or condition not in (None, self.remote.etag):
             return 0
         first, last = wanted.removeprefix("bytes=").split("-")
         assert last == "", "only open-ended ranges are asked for"
