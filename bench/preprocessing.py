@@ -14,11 +14,12 @@ import numpy as np
 
 from bench.loading import cosmo_fields, write
 from bench.measure import Options, Row, in_turns, seconds
-from dlscale.data import preprocess
+from dlscale.data import preprocess, store
 from dlscale.datasets.cosmo.channels import CHANNELS
 from tests.conftest import ROOT
 
-MEMORY_MB = 64
+#: Bytes of buffers: less than there are by default, so that a file has several blocks.
+MEMORY = 64_000_000
 
 
 def read(path: Path, rows: int = 4) -> None:
@@ -36,6 +37,8 @@ import sys
 from pathlib import Path
 import dlscale.datasets.cosmo.source, dlscale.data.preprocess
 from dlscale.cli import main
+from dlscale.data import store
+store.MEMORY = int(sys.argv.pop(1))
 assert not sys.argv[1:] or main(sys.argv[1:]) == 0
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(status["VmHWM"].split()[0])
@@ -45,20 +48,21 @@ print(status["VmHWM"].split()[0])
 def peak_mb(*arguments: str) -> float:
     """Return the greatest resident memory of a stage, MB; without arguments that of its imports alone."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    command = [sys.executable, "-c", PEAK, *arguments]
+    command = [sys.executable, "-c", PEAK, str(MEMORY), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout) * 1024 / 1e6
 
 
 def volumes(options: Options) -> list[Row]:
     """Downsample a volume by 2; twice and four times the edge show that memory stays what it is."""
+    store.MEMORY = MEMORY
     paths = [options.folder / f"raw{edge}.h5" for edge in ((64, 128) if options.quick else (128, 256))]
     for path in paths:
         write(path, cosmo_fields(int(path.stem.removeprefix("raw"))))
     small, large = paths
     megabytes = large.stat().st_size / 1e6
     source = {"kind": "files", "train": [str(large)], "valid": [str(small)]}
-    settings = json.dumps({"kind": "cosmo", "source": source, "downsample": 2, "memory_mb": MEMORY_MB})
+    settings = json.dumps({"kind": "cosmo", "source": source, "downsample": 2})
     out = options.folder / "piece.h5"
 
     def stage() -> None:
@@ -87,7 +91,7 @@ def volumes(options: Options) -> list[Row]:
             [peak(large, "train")],
             f"a {figure(small)} input",
             [peak(small, "valid")],
-            {"memory_mb": MEMORY_MB, "imports alone, MB": peak_mb()},
+            {"buffers, MB": MEMORY / 1e6, "imports alone, MB": peak_mb()},
         ),
     ]
 
@@ -96,6 +100,7 @@ def states(options: Options) -> list[Row]:
     """Downsample states from a NetCDF file by 2, against plain reads, and those of xarray, which reads all formats."""
     import xarray as xr
 
+    store.MEMORY = MEMORY
     names, days, height, width = ("u10", "v10", "t2m"), 8 if options.quick else 120, 181, 360
     path, out = options.folder / "states.nc", options.folder / "states.h5"
     random = np.random.default_rng(0)
@@ -110,7 +115,7 @@ def states(options: Options) -> list[Row]:
     split = {"train": ["2001-01-01", str(times[-1])[:10]], "valid": ["2002-01-01", "2002-01-02"]}
     source = {"kind": "files", "paths": [str(path)]}
     given = {"kind": "era5", "source": source, "channels": list(names), "split": split, "downsample": 2}
-    settings = json.dumps({**given, "memory_mb": MEMORY_MB})
+    settings = json.dumps(given)
 
     def stage() -> None:
         which = {"part": "train/2001", "piece": 0, "source": [str(path)]}

@@ -404,7 +404,7 @@ MUTATIONS = [
     ),
     Mutation(
         "changed_data_not_read_again",
-        "data/verification.py",
+        "data/staging.py",
         "record.get(file.path) != _seen(manifest, file)]",
         "file.path not in record]",
         "test_verification.py::test_once",

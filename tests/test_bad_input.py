@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import struct
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,17 +17,14 @@ import numpy as np
 import pytest
 
 from dlscale import cli
-from dlscale.core import files
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json
 from dlscale.core.settings import read_yaml
-from dlscale.data import parts
 from dlscale.data.manifest import Manifest
-from dlscale.data.parts import load_dataset
 from dlscale.data.store import map_chunks
 from dlscale.report.compare import read_rows
 from dlscale.train.weights import read_weights
-from tests.conftest import ROOT, make_parts, stage
+from tests.conftest import stage
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 
 Check = Callable[..., str]
@@ -188,12 +182,6 @@ def test_more_pieces_than_rows(tmp_path: Path, refused: Check) -> None:
     assert "train/a: 8 rows do not fill 9 pieces" in text and "`pieces`" in text
 
 
-def test_a_memory_bound_below_one_row(tmp_path: Path, refused: Check) -> None:
-    path = write_volume(tmp_path / "a.h5", volume((2, 200, 200)))
-    text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], memory_mb=1), path))
-    assert "one row needs 2 MB" in text and "`memory_mb` allows 1;" in text
-
-
 def test_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: Check) -> None:
     path = damaged(tmp_path)
     text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=9), path))
@@ -345,13 +333,6 @@ def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
 # ---- full disks ------------------------------------------------------------------------------------------
 
 
-def fill(disk: Path, leave: int) -> None:
-    """Leave so many bytes free."""
-    with open(disk / "filler", "wb") as file:
-        file.write(bytes(shutil.disk_usage(disk).free - leave))
-    assert abs(shutil.disk_usage(disk).free - leave) < 8192
-
-
 def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
     """Acquire, preprocess and assemble each write 1.2 MB; the disk is as free afterwards as it was before."""
     free = shutil.disk_usage(full_disk).free
@@ -368,20 +349,6 @@ def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
         text = refused(*command, folder=full_disk)
         assert text.startswith(f"{out}: no space left"), text
         assert shutil.disk_usage(full_disk).free >= free - 8192
-
-
-def test_a_disk_too_full_for_the_log(full_disk: Path, cosmo_data: Path) -> None:
-    """The message is on the terminal, without a traceback, and the status is that of a user's mistake."""
-    (full_disk / "x.log").touch()
-    fill(full_disk, 0)
-    arguments = ["acquire", "--config", cosmo_data / "config.yaml", "--file", "box000.h5"]
-    arguments += ["--out", full_disk / "out.h5", "--log", full_disk / "x.log"]
-    command = [sys.executable, "-m", "dlscale", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == cli.USER_ERROR, done.stderr  # also where what was not written waits in a buffer
-    assert done.stderr.startswith("dlscale acquire: ") and "no space left" in done.stderr
-    assert done.stderr.count("\n") == 1 and not done.stdout
 
 
 # ---- places that may not be written ------------------------------------------------------------------------
@@ -421,44 +388,7 @@ def test_no_write_permission(refused: Check, cosmo_data: Path) -> None:
             assert text.startswith(f"{log}: no permission to write here")
 
 
-# ---- odd names -------------------------------------------------------------------------------------------
-
-
-ODD = [
-    "two words.h5",
-    'it\'s "quoted".h5',
-    "$(touch pwned) `id` ;&|.h5",
-    "größe-宇宙.h5",
-    "-rf.h5",
-    "a\tb*?[x].h5",
-    "{x}.h5",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ODD)
-def test_odd_names_of_files_work(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    home = tmp_path / "odd $HOME's folder"
-    paths = [write_volume(home / split / name, volume((8, 8, 8), seed)) for seed, split in enumerate(("one", "two"))]
-    folder = tmp_path / "da ta's"
-    make_parts(folder, {**cosmo(paths[:1], paths[1:]), "pieces": 2})
-    for part in parts.parts(load_dataset(folder / "config.yaml")):
-        assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", part.name)
-        with h5py.File(folder / part.split / f"{part.name}.h5") as file:
-            assert file["Nbody"].shape == (4, 8, 8, 8)
-            assert json.loads(file.attrs["source"])["raw_file"] == name
-    assert not list(tmp_path.rglob("pwned"))
-
-
 # ---- what is the file's fault, and what is not ----------------------------------------------------------------
-
-
-def test_too_little_memory_is_named_beside_damage(tmp_path: Path) -> None:
-    (path := tmp_path / "large").touch()
-    words = r"large: cannot be read .*Unable to allocate.* too little memory for it, or the file may be torn"
-    with pytest.raises(UserError, match=words), files.reading(path):
-        np.empty(2**44)
 
 
 def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:

@@ -508,10 +508,10 @@ def test_a_local_batch_size_stands_for_the_global_one() -> None:
 
 def test_shipped_plans_and_datasets_change_by_name() -> None:
     found = load(
-        datasets={"cosmo_published": {"memory_mb": 99}},
+        datasets={"cosmo_published": {"source": {"test": ["a.h5"]}}},
         plans={"cosmo_published": {"settings": {"seed": 3}, "runs": {"base": {"batch_size": 16}, "more": {}}}},
     )
-    assert found.workflow.datasets["cosmo_published"].memory_mb == 99
+    assert found.workflow.datasets["cosmo_published"].source.test == ["a.h5"]
     runs = found.plans["cosmo_published"]
     assert (runs["base"].run.batch_size, runs["bs256_opt"].run.batch_size, runs["more"].run.batch_size) == (16, 256, 64)
     assert {resolved.run.seed for resolved in runs.values()} == {3}
@@ -571,7 +571,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
         assert complaints({"targets": list(study.plans), **shipped}) == []
     changed = {
         "targets": ["sound", "cosmo_published"],
-        "datasets": {"cosmo_published": {"memory_mb": 99, "source": {"train": ["a.h5"]}}},
+        "datasets": {"cosmo_published": {"source": {"train": ["a.h5"]}}},
         "studies": {"cosmo_unet": {"optimizer": {"lr": 1e-3}}},
         "plans": {
             "cosmo_published": {"settings": {"seed": 3}},

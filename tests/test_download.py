@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import dlscale
 from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.data.acquire import download
@@ -47,7 +42,6 @@ class Remote:
     address: str = ""
     body: bytes = BODY
     etag: str | None = '"one"'
-    modified: str | None = None
     script: list[Callable[[Answer], None]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)  # ends what stalls
@@ -77,8 +71,6 @@ class Answer(BaseHTTPRequestHandler):
         self.send_response(status)
         if self.remote.etag:
             self.send_header("ETag", self.remote.etag)
-        if self.remote.modified:
-            self.send_header("Last-Modified", self.remote.modified)
         if length is not None:
             self.send_header("Content-Length", str(length))
         for name, value in headers.items():
@@ -91,7 +83,7 @@ class Answer(BaseHTTPRequestHandler):
     def offset(self) -> int:
         """Where the wanted bytes begin, by RFC 9110: a range counts only while If-Range still holds."""
         wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
-        if wanted is None or condition not in (None, self.remote.etag, self.remote.modified):
+        if wanted is None or condition not in (None, self.remote.etag):
             return 0
         first, last = wanted.removeprefix("bytes=").split("-")
         assert last == "", "only open-ended ranges are asked for"
@@ -266,22 +258,6 @@ def test_a_partial_answer_that_does_not_fit_is_not_appended(
     assert remote.ranges() == [None, "bytes=1000-", None]
 
 
-def keep(remote: Remote, target: Path, body: bytes) -> None:
-    """Leave `body` as the partial file, the way a process killed at that point does."""
-    remote.script = [cut(1)]
-    with pytest.raises(UserError):
-        fetch(remote, target, attempts=1)
-    partial(target).write_bytes(body)
-    remote.requests.clear()
-
-
-def test_416_starts_afresh(remote: Remote, target: Path) -> None:
-    keep(remote, target, BODY)
-    fetch(remote, target)
-    assert only(target)
-    assert remote.ranges() == [f"bytes={len(BODY)}-", None]
-
-
 @pytest.mark.parametrize("note", [None, "{", '{"address": "x", "version": "y"}'])
 def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: Path, note: str | None) -> None:
     partial(target).write_bytes(b"from elsewhere")
@@ -295,33 +271,24 @@ def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: P
 # ------------------------------------------------------------------------------------- retries and refusals
 
 
-def test_the_attempts_are_counted(remote: Remote, target: Path) -> None:
-    remote.script = [status(503)] * 9
-    with pytest.raises(
-        UserError, match=r"127\.0\.0\.1:.*attempt 3 of 3 ended with: HTTP status 503; .*run it again later"
-    ):
-        fetch(remote, target, attempts=3)
-    assert len(remote.requests) == 3
-    assert left(target) == []
-
-
-@pytest.mark.parametrize("code", [401, 404])
-def test_a_refusal_is_final(remote: Remote, target: Path, code: int) -> None:
-    remote.script = [status(code)] * 2
-    with pytest.raises(UserError, match=rf"data\.bin: .*HTTP status {code}, .*check the address"):
-        fetch(remote, target)
-    assert len(remote.requests) == 1
-    assert left(target) == []
-
-
-# ---------------------------------------------------------------------------------------------- the digest
-
-
-def test_a_body_that_stays_wrong_is_reported_and_removed(remote: Remote, target: Path) -> None:
-    wrong = digest(b"another file")
-    with pytest.raises(UserError, match=rf"data\.bin: .*{digest(BODY)}, expected {wrong}"):
-        fetch(remote, target, sha256=wrong)
-    assert len(remote.requests) == 1
+@pytest.mark.parametrize(
+    ("script", "options", "words", "requests"),
+    [
+        ([status(503)] * 9, {"attempts": 3}, "attempt 3 of 3 ended with: HTTP status 503; .*run it again later", 3),
+        ([status(401)] * 2, {}, "HTTP status 401, .*check the address", 1),
+        ([status(404)] * 2, {}, "HTTP status 404, .*check the address", 1),
+        ([], {"sha256": digest(b"another file")}, f"{digest(BODY)}, expected {digest(b'another file')}", 1),
+    ],
+    ids=["down", "login", "missing", "digest"],
+)
+def test_what_cannot_be_fetched_is_one_message(
+    remote: Remote, target: Path, script: list[Any], options: dict[str, Any], words: str, requests: int
+) -> None:
+    """Attempts are counted; a refusal and a wrong digest are final, and nothing stays."""
+    remote.script = list(script)
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:.*data\.bin: .*{words}"):
+        fetch(remote, target, **options)
+    assert len(remote.requests) == requests
     assert left(target) == []
 
 
@@ -401,42 +368,3 @@ def test_no_secret_in_messages_logs_or_files(
     shown += [path.read_bytes().decode("latin-1") for path in tmp_path.iterdir()]
     assert f"http://{remote.address}/data.bin?token=***" in str(caught.value)
     assert [secret for secret in SECRETS if secret in "".join(shown)] == []
-
-
-# -------------------------------------------------------------------------------------- the place on the disk
-
-
-# ------------------------------------------------------------------------------------------ other processes
-
-
-@contextlib.contextmanager
-def another_process(remote: Remote, target: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the same download in a process of its own; yield once some of it is on the disk."""
-    code = "import sys, pathlib, dlscale.data.acquire as d; d.download(sys.argv[1], pathlib.Path(sys.argv[2]))"
-    environment = os.environ | {"PYTHONPATH": str(Path(dlscale.__file__).parents[1])}
-    process = subprocess.Popen([sys.executable, "-c", code, remote.url, str(target)], env=environment)
-    try:
-        wait_until(lambda: partial(target).exists() and partial(target).stat().st_size > 0)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.01)
-
-
-def test_what_a_killed_process_left_is_resumed(remote: Remote, target: Path) -> None:
-    remote.script = [stall(MIB)]
-    with another_process(remote, target) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    kept = partial(target).stat().st_size
-    assert 0 < kept <= MIB
-    fetch(remote, target, sha256=digest(BODY))
-    assert only(target)
-    assert remote.ranges() == [None, f"bytes={kept}-"]

@@ -159,7 +159,7 @@ def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
 
     assert fetched() != fetched(crop=[640, 1440])
     assert fetched() != fetched(downsample=4)
-    assert fetched() == fetched(memory_mb=2000) == fetched(split=shipped()["split"] | {"test": None})
+    assert fetched() == fetched(split=shipped()["split"] | {"test": None})
 
 
 def read_of(store: Path, channels: list[str]) -> np.ndarray:

@@ -565,13 +565,14 @@ def weatherbench(**keys: Any) -> xr.Dataset:
 
 @pytest.mark.parametrize("consolidated", [True, False])
 @pytest.mark.parametrize("version", [2, 3])
-def test_zarr_round_trip(tmp_path: Path, consolidated: bool, version: int) -> None:
+def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consolidated: bool, version: int) -> None:
+    monkeypatch.setattr(era5_zarr, "MEMORY", 1_000_000)
     states = weatherbench(step=1, hours=120)
     chunks = {name: {"chunks": (7, 2, 12, 9)[: array.ndim]} for name, array in states.items() if array.ndim == 4}
     states.to_zarr(tmp_path / "store", consolidated=consolidated, zarr_format=version, encoding=chunks)
     seen: list[tuple[int, int]] = []
     out = tmp_path / "source" / "train-2020.nc"
-    dataset = settings(CHANNELS, step_hours=6, memory_mb=1)
+    dataset = settings(CHANNELS, step_hours=6)
     acquire(dataset, days("2020-02-28", "2020-03-01", tmp_path / "store"), out, lambda *done: seen.append(done))
     assert seen[-1] == (12, 12)
     assert seen == sorted(seen)
@@ -594,14 +595,15 @@ def test_zarr_round_trip(tmp_path: Path, consolidated: bool, version: int) -> No
         np.testing.assert_array_equal(fields(source)[:, position], plain[channel])
 
 
-def test_acquisition_has_bounded_memory(tmp_path: Path) -> None:
+def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(era5_zarr, "MEMORY", 4_000_000)
     states = atmosphere(hours=600, step=1, names=("t2m", "u10"), height=80, width=120)
     write(states, tmp_path / "store", "zarr", chunk=10)
     acquire(settings(["t2m"]), days("2020-02-27", "2020-02-27", tmp_path / "store"), tmp_path / "warm.nc")
     blocks: list[tuple[int, int]] = []
     tracemalloc.start()
     try:
-        dataset = settings(["t2m", "u10"], memory_mb=4)
+        dataset = settings(["t2m", "u10"])
         raw = days("2020-02-27", "2020-03-22", tmp_path / "store")
         acquire(dataset, raw, tmp_path / "out.nc", lambda *done: blocks.append(done))
         peak = tracemalloc.get_traced_memory()[1]

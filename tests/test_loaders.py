@@ -509,36 +509,6 @@ class LateBuffer:
         self.device.memory[self.place] = "overwritten"
 
 
-def test_a_device_is_waited_for_where_it_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's stream for a batch, the host for its pinned buffers, and memory until the model has done with it."""
-    log: list[Any] = []
-
-    def noted(name: str) -> Any:
-        return SimpleNamespace(
-            synchronize=lambda: log.append((name, "waited for")),
-            record_event=lambda event=None: noted("used"),
-            wait_event=lambda event: log.append((name, "waits for", event)),
-            record_stream=lambda stream: log.append((name, "held for", stream)),
-        )
-
-    model, x, y = noted("model"), noted("x"), noted("y")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: model)
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: None)  # there is none without CUDA
-    samples = crops(tmp_path, VOLUMES["half"])
-    loader = streamed(samples, Share(2), 0)
-    loader._slots = 2
-    for _ in range(4):
-        assert loader._deliver((x, y), "ready") == (x, y)
-    assert log == [("model", "waits for", "ready"), ("x", "held for", model), ("y", "held for", model)] * 4
-    log.clear()
-    loader._backend.ring._copied[0] = noted("copied")
-    loader._backend.begin(0, 0, range(2))
-    assert log == [("copied", "waited for")]
-    loader._backend.ring._copied[0] = None
-    loader._make(0, 0, range(2))
-    assert log[1:] == [("used", "waited for")] * 2
-
-
 @pytest.mark.parametrize("speed", [0, 1, 3])
 def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
     """However far behind it is; the host waits for it only where it is further ahead than it may be."""

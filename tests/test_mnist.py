@@ -55,9 +55,9 @@ def files(folder: Path, digits: tuple[np.ndarray, np.ndarray], zipped: bool = Fa
 def test_idx_files_are_stored_as_they_are(
     tmp_path: Path, digits: tuple[np.ndarray, np.ndarray], zipped: bool, pieces: int
 ) -> None:
-    """In order, cut by the shares; read in pieces and blocks of one row they are the same."""
+    """In order, cut by the shares; read in pieces they are the same."""
     source = {"kind": "files", "all": files(tmp_path, digits, zipped), "shares": {"train": 0.7, "valid": 0.3}}
-    folder = make_dataset(tmp_path / "data", {"kind": "mnist", "source": source, "pieces": pieces, "memory_mb": 1})
+    folder = make_dataset(tmp_path / "data", {"kind": "mnist", "source": source, "pieces": pieces})
     for split, rows in (("train", slice(0, 14)), ("valid", slice(14, 20))):
         stored = folder / split / f"{split}.h5"
         images, labels = (Reader(stored, name).dataset[()] for name in ("images", "labels"))
@@ -65,7 +65,9 @@ def test_idx_files_are_stored_as_they_are(
         assert labels.dtype == np.int64 and np.array_equal(labels, digits[1][rows])
 
 
-def test_bad_files_are_one_message(tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]) -> None:
+def test_bad_files_are_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: tuple[np.ndarray, np.ndarray]
+) -> None:
     images, labels = (Path(path) for path in files(tmp_path, digits).values())
     part = Part("train", "train")
     with pytest.raises(UserError, match=r"not an IDX file .* 3 axes .* swapped"):
@@ -75,8 +77,9 @@ def test_bad_files_are_one_message(tmp_path: Path, digits: tuple[np.ndarray, np.
     with pytest.raises(UserError, match=r"label 10 in row 3; expected digits"):
         ten = np.where(np.arange(20) == 3, 10, digits[1]).astype(np.uint8)
         IdxSource(part, images, write_idx(tmp_path / "ten", ten))
-    with pytest.raises(UserError, match="more than the dataset's `memory_mb` of 0"):
-        IdxSource(part, images, labels, memory_mb=0)
+    monkeypatch.setattr("dlscale.datasets.mnist.source.LARGEST", 100)
+    with pytest.raises(UserError, match="of which it is read as a whole; split it"):
+        IdxSource(part, images, labels)
 
 
 def test_the_network_is_the_published_one() -> None:

@@ -107,7 +107,7 @@ def test_parts_that_cannot_be(module: str, monkeypatch: pytest.MonkeyPatch, spli
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dtype: str, pieces: int) -> None:
     """Integers are stored as they are, floats in the asked type; statistics are of the training part alone."""
-    settings = {"kind": "marks", "pieces": pieces, "memory_mb": 1, "storage": {"dtype": dtype, "channels": "last"}}
+    settings = {"kind": "marks", "pieces": pieces, "storage": {"dtype": dtype, "channels": "last"}}
     folder = make_dataset(tmp_path / "data", settings)
     manifest = Manifest.read(folder / "manifest.json")
     manifest.check_files()

@@ -22,16 +22,13 @@ from dlscale.data import sampling
 from dlscale.data.kind import RowSamples
 from dlscale.data.loaders import (
     DirectLoader,
-    SyntheticLoader,
     TorchLoader,
     direct_loader,
-    synthetic_loader,
     torch_loader,
 )
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import File, Manifest, Transform
-from dlscale.data.rows import Rows
-from dlscale.data.samples import ArraySpec, BoxIndex, Samples
+from dlscale.data.samples import ArraySpec, BoxIndex, Rows, Samples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
@@ -579,22 +576,6 @@ def test_shares_cover_every_batch_as_equally_as_can_be() -> None:
             assert max(map(len, each)) - min(map(len, each)) <= 1
             seen += flat(each)
         assert seen == list(range(size))
-
-
-# ---- the synthetic loader ----------------------------------------------------------------------------------
-
-
-def test_the_synthetic_loader_has_the_shapes_and_no_data(make: Any) -> None:
-    samples = make()
-    samples.read = None
-    share = Share(6)
-    loader = synthetic_loader.build(samples, SyntheticLoader(kind="synthetic"), share, CPU)
-    batches = list(loader.epoch(0))
-    assert [len(x) for x, _ in batches] == [len(share.indices(step, samples.size)) for step in range(len(loader))]
-    for batch in batches:
-        for values, spec in zip(batch, (samples.input_spec, samples.target_spec), strict=True):
-            assert values.shape[1:] == spec.shape and values.dtype == getattr(torch, spec.dtype)
-        assert batch[0].data_ptr() == batches[0][0].data_ptr()  # one batch, again and again
 
 
 # ---- rows through the direct loader ------------------------------------------------------------------------

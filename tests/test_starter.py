@@ -153,7 +153,7 @@ def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int)
         "all": files,
         "shares": {"train": 0.7, "valid": 0.3},
     }
-    folder = make_dataset(tmp_path / "data", {"kind": "starter", "source": source, "pieces": pieces, "memory_mb": 1})
+    folder = make_dataset(tmp_path / "data", {"kind": "starter", "source": source, "pieces": pieces})
     fields = Manifest.read(folder / "manifest.json").fields
     assert (fields["input"].channels, fields["input"].units) == (["density", "heat"], ["K", "K"])
     for split, rows in (("train", slice(0, 7)), ("valid", slice(7, 10))):

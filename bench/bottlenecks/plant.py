@@ -58,7 +58,7 @@ class Rows:
 
     def __init__(self, manifest: Any, split: str, settings: PlantSamples, seed: int) -> None:
         from dlscale.data.kind import RowSamples
-        from dlscale.data.rows import Rows as Plain
+        from dlscale.data.samples import Rows as Plain
 
         self._plain = Plain(manifest, split, RowSamples(kind="rows", input="x", target="y"), seed)
         self._file, self._settings = manifest.path(manifest.files(split)[0]), settings

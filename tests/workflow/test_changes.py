@@ -335,7 +335,6 @@ ROWS = [
         configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
         [],
     ),
-    Row("bound on memory", configure("datasets.boxes.memory_mb", 100), []),
     # These two after all that write the configuration.
     Row("order of keys", reorder, []),
     Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),

@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from dlscale.core import registry
 from dlscale.core.errors import nearest
-from dlscale.core.schema import Extent, Files, PositiveInt, Strict
+from dlscale.core.schema import Extent, Files, Strict
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -67,7 +67,6 @@ class DatasetSettings(Strict):
     downsample: Extent = Field(1, description="Block-average this many cells along each spatial axis.")
     storage: Storage = Storage()
     pieces: Files = Field(1, description="Each file is preprocessed in this many independent, parallel pieces.")
-    memory_mb: PositiveInt = Field(512, description="Bound on the memory of a piece's buffers, in MB (10^6 bytes).")
 
 
 def check_digests(sha256: dict[str, str], origins: list[str]) -> None:

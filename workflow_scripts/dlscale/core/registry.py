@@ -204,7 +204,7 @@ ROLES = {
     "preview": ("preview",),
 }
 #: Modules for a kind of dataset without one of its own for a role.
-DEFAULTS = {"samples": "dlscale.data.rows"}
+DEFAULTS = {"samples": "dlscale.data.samples"}
 
 
 def module_of(name: str, role: str) -> str | None:

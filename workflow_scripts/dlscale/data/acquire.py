@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import requests
 import tenacity
@@ -23,9 +22,6 @@ from dlscale.core.progress import Progress
 from dlscale.data import parts
 from dlscale.data.kind import file_name, is_url
 
-_BUFFER = 2**20  # bytes in memory at a time
-_LONGEST_WAIT_S = 60.0  # between two attempts
-
 _log = logging.getLogger(__name__)
 
 
@@ -36,15 +32,11 @@ def main(args: argparse.Namespace) -> None:
     if args.file not in raws:
         raise UserError(f"--file {args.file}: no such raw file{nearest(args.file, raws)}; there are: {', '.join(raws)}")
     raw, out = raws[args.file], Path(args.out)
-    if not parts.acquired(dataset, raw):
-        raise UserError(f"--file {args.file}: lies at {raw.origin} and needs no acquisition")
     with Progress(f"acquiring {raw.name}", None, "bytes" if is_url(raw.origin) else "steps") as progress:
         if raw.period is None and is_url(raw.origin):
-            expected: dict[str, Any] = getattr(dataset.source, "sha256", {})
-            sha256 = expected.get(file_name(raw.origin))
+            sha256 = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
             digest = download(urls.whole(raw.origin), out, sha256=sha256, progress=progress.update)
-            checked = "as expected" if sha256 else "not checked: the configuration names none"
-            logging.info("%s: SHA-256 %s (%s), from %s", out, digest, checked, urls.hidden(raw.origin))
+            logging.info("%s: SHA-256 %s, expected %s, from %s", out, digest, sha256, urls.hidden(raw.origin))
         else:
             acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
             acquire(dataset, raw, out, progress.update)
@@ -67,8 +59,7 @@ def download(
     """Fetch `url` into `destination`, which appears whole and checked or not at all; return its SHA-256.
 
     Bytes that have arrived stay in `.NAME.download`: a further attempt or call asks only for the rest, while the remote
-    file stays the same. A destination with the expected digest stays, without a request. Messages and logs hide the
-    secrets of `url`.
+    file stays the same. Messages and logs hide the secrets of `url`.
 
     Parameters
     ----------
@@ -83,14 +74,12 @@ def download(
     UserError
         The server refuses or keeps failing, the digest differs, or another process is fetching the file.
     """
-    if sha256 and destination.is_file() and files.sha256(destination) == sha256:
-        return sha256
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # its other words quote whole addresses, secrets included
     partial = _Partial(url, destination, timeout_s, progress)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(_TransientError),
         stop=tenacity.stop_after_attempt(attempts),
-        wait=tenacity.wait_random_exponential(multiplier=backoff_s, max=_LONGEST_WAIT_S),
+        wait=tenacity.wait_random_exponential(multiplier=backoff_s, max=60.0),
         before_sleep=tenacity.before_sleep_log(_log, logging.WARNING),
         reraise=True,
     )
@@ -180,7 +169,7 @@ class _Partial:
         with open(self.path, "ab", opener=files.no_link) as file:
             self._progress(done, length)
             # As the bytes come, not by the full buffer: what arrived before a stall is kept. And never decoded.
-            while chunk := response.raw.read1(_BUFFER, decode_content=False):
+            while chunk := response.raw.read1(2**20, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)
                 self._progress(done, length)

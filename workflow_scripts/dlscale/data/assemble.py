@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 
 import h5py
 import numpy as np
@@ -31,10 +30,8 @@ def main(args: argparse.Namespace) -> None:
             file[name] = sum(values) if join == "sum" else np.concatenate(values) if join == "rows" else values[0]
         file.attrs["fields"] = pieces[0].attrs["fields"]
         file.attrs["source"] = pieces[0].attrs["source"]
-        settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces", "memory_mb"})
+        settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces"})
         file.attrs["settings"] = json.dumps(settings)
-    for piece in pieces:
-        piece.close()
 
 
 def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File, label: str) -> None:
@@ -58,7 +55,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
     # Values as read, and while they are scaled and compared; whole chunks are written.
-    block = max(1, dataset.memory_mb * 1_000_000 // (4 * 4 * int(np.prod(field.shape)) // field.rows))
+    block = max(1, store.MEMORY // (4 * 4 * int(np.prod(field.shape)) // field.rows))
     rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
     block -= block % rows_of_chunk if block > rows_of_chunk else 0
     error, done = np.zeros(len(field.channels)), 0
@@ -78,6 +75,3 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
             done += count
     if half:
         target.attrs["float16_max_error"] = error
-        logging.info(
-            "%s: %s: greatest float16 error %s", label, field.name, dict(zip(field.channels, error, strict=True))
-        )

@@ -11,7 +11,7 @@ from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
 from dlscale.core.files import reading, sha256, whole
 from dlscale.core.progress import tracked
-from dlscale.data import parts, store, verification
+from dlscale.data import parts, staging, store
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.store import Field, Moments
 
@@ -21,8 +21,8 @@ def main(args: argparse.Namespace) -> None:
     dataset = parts.load_dataset(args.config)
     folder = Path(args.manifest).resolve().parent
     if parts.kind_of(dataset).prepared(dataset):
-        describe_prepared = parts.needed(dataset, "describe", "describe_prepared")
-        manifest: Manifest = describe_prepared(dataset, [Path(path) for path in args.source], folder)
+        prepared = parts.needed(dataset, "describe", "describe_prepared")
+        manifest: Manifest = prepared(dataset, [Path(path) for path in args.source], folder)
     else:
         manifest = describe_own(dataset, folder)
     check_disjoint(manifest)
@@ -31,9 +31,13 @@ def main(args: argparse.Namespace) -> None:
         stats.mkdir()
         if complete is not None:
             manifest = complete(dataset, manifest, stats, Path(args.stats).name)
-        write_statistics(manifest, stats)
+        # As .npy files, [1, C, 1, 1] each; an only field's have the published names.
+        for name, info in manifest.fields.items():
+            prefix = "global" if len(manifest.fields) == 1 else name
+            for key, values in (("means", info.mean), ("stds", info.std)):
+                np.save(stats / f"{prefix}_{key}.npy", np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1))
     own = [file for files in manifest.splits.values() for file in files if file.verifiable]
-    verification.remember(manifest.model_copy(update={"folder": folder}), own)
+    staging.remember(manifest.model_copy(update={"folder": folder}), own)
     manifest.write(Path(args.manifest))  # last: it is what the stages after this one wait for
 
 
@@ -105,11 +109,3 @@ def check_disjoint(manifest: Manifest) -> None:
                     f"{manifest.path(file)}: the same file is in {seen[file.digest]} and {split}: validation would "
                     "see training data; give each split files of its own"
                 )
-
-
-def write_statistics(manifest: Manifest, stats: Path) -> None:
-    """Write means and standard deviations [1, C, 1, 1] as .npy files; an only field's have the published names."""
-    for name, info in manifest.fields.items():
-        prefix = "global" if len(manifest.fields) == 1 else name
-        for key, values in (("means", info.mean), ("stds", info.std)):
-            np.save(stats / f"{prefix}_{key}.npy", np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1))

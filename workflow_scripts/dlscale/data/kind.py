@@ -100,7 +100,7 @@ def stem(raw: RawFile) -> str:
 
 
 class RowSamples(Strict):
-    """Samples that are rows of the files: see `dlscale.data.rows`."""
+    """Samples that are rows of the files: see `dlscale.data.samples`."""
 
     kind: Literal["rows"]
     input: str = Field(description="Field of the dataset that the model is given.")
@@ -158,7 +158,7 @@ class DatasetKind(ABC):
 
     def part_settings(self, dataset: Any, part: Part) -> dict[str, Any]:
         """Return the settings that decide the content of a part's pieces, given its raw files."""
-        left_out = {"storage", "memory_mb", *self.selection} | ({"source"} if part.raws else set())
+        left_out = {"storage", *self.selection} | ({"source"} if part.raws else set())
         settings = dataset.model_dump(mode="json", exclude=left_out)
         return {**settings, "fraction": part.fraction, "period": _days(part.period)}
 

@@ -90,14 +90,6 @@ class FieldInfo(Record):
         """Shape of one row: (C, *grid), or the grid without an axis of channels."""
         return tuple(self.grid) if self.channel_axis is None else (len(self.channels), *self.grid)
 
-    def model_mean_std(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation [C], float64, in model units (physical fields have linear transforms)."""
-        mean, std = np.array(self.mean), np.array(self.std)
-        if self.stored == "model":
-            return mean, std
-        offset, scale = (np.array([getattr(t, key) for t in self.transforms]) for key in ("offset", "scale"))
-        return (mean - offset) / scale, std / scale
-
     def standardised(self) -> FieldInfo:
         transforms = [Transform("linear", m, s) for m, s in zip(self.mean, self.std, strict=True)]
         return self.model_copy(update={"transforms": transforms, "stored": "physical"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
 from dlscale.data import parts, store
-from dlscale.data.source import Source, rows_within
+from dlscale.data.source import Source
 from dlscale.data.store import Moments
 
 
@@ -32,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
                 f"{args.part}: {source.fields[0].rows} rows do not fill {dataset.pieces} pieces; lower the dataset's "
                 "`pieces`"
             )
-        block = rows_within(dataset.memory_mb, source.bytes_per_row, args.part)
+        block = max(1, store.MEMORY // source.bytes_per_row)
         with whole(args.out) as out:
             write_piece(source, out, start, stop, block, args.part)
     finally:
@@ -68,5 +67,3 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
         file.attrs["others"] = list(others)
         file.attrs["fields"] = [field.name for field in source.fields]
         file.attrs["source"] = json.dumps(dict(source.attributes))
-    buffers = block * source.bytes_per_row / 1e6
-    logging.info("%s: %d rows in blocks of %d, at most %.0f MB of buffers", label, stop - start, block, buffers)

@@ -15,9 +15,7 @@ from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
-MOST = 10  # panels
 STRIP = 4  # images along an edge of the mosaic of the first rows
-VALUES = 1_000_000  # numbers of a field that are read at most
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,34 @@ class Panel:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Draw the dataset of `args.manifest` to `args.out`."""
+    """Draw the dataset of `args.manifest`, at most ten panels, to `args.out`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     manifest = Manifest.read(args.manifest)
     preview = parts.role(manifest.kind, "preview", "preview") or first_rows
+    panels = list(preview(manifest))[:10]
+    columns = min(len(panels), 5)
+    bands = -(-len(panels) // columns)
     with literal_text():
-        draw_preview(manifest.folder.name, list(preview(manifest))[:MOST], Path(args.out))
+        sizes = {"axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
+        matplotlib.rcParams.update(sizes)
+        figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
+        grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
+        for number, panel in enumerate(panels):
+            band, column = divmod(number, columns)
+            if panel.values.ndim > 1:
+                top = figure.add_subplot(grid[2 * band, column])
+                aspect: Any = "auto" if panel.extent else "equal"
+                image = top.imshow(panel.values, extent=panel.extent, aspect=aspect, cmap="viridis")
+                top.set(title=panel.title, xlabel=panel.labels[0], ylabel=panel.labels[1])
+                if panel.values.ndim == 2:
+                    figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
+            bottom = figure.add_subplot(grid[2 * band + 1, column])
+            bottom.hist(panel.values.ravel(), bins=60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5)
+            bottom.set(xlabel=f"{panel.title} ({panel.unit})", ylabel="points" if panel.values.ndim > 1 else "rows")
+        figure.suptitle(f"{manifest.folder.name}: first training file", fontsize=10)
+        save_png(figure, Path(args.out), dpi=90)
 
 
 def channel_panels(
@@ -63,7 +84,7 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
             plane = Reader(manifest.path(file), name)[:, middle, :, :][:, 0]
             yield from channel_panels(info, plane, ("z (cells)", "y (cells)"))
             continue
-        rows = max(1, min(file.rows, VALUES // max(1, int(np.prod(info.row_shape)))))
+        rows = max(1, min(file.rows, 1_000_000 // max(1, int(np.prod(info.row_shape)))))
         values = Reader(manifest.path(file), name)[(slice(rows),)]
         if info.channel_axis is None:
             values = values[:, None]
@@ -78,34 +99,3 @@ def mosaic(images: np.ndarray) -> np.ndarray:
     down, across = (STRIP, STRIP) if len(images) >= STRIP**2 else (1, len(images))
     bands = [np.concatenate(list(images[row * across : (row + 1) * across]), axis=1) for row in range(down)]
     return np.concatenate(bands)
-
-
-def draw_preview(name: str, panels: list[Panel], path: Path) -> None:
-    """Draw the panels of dataset `name` to a PNG file."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7})
-    columns = min(len(panels), 5)
-    bands = -(-len(panels) // columns)
-    figure = plt.figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
-    grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
-    for number, panel in enumerate(panels):
-        band, column = divmod(number, columns)
-        pictured = panel.values.ndim > 1
-        if pictured:
-            top = figure.add_subplot(grid[2 * band, column])
-            aspect: Any = "auto" if panel.extent else "equal"
-            image = top.imshow(panel.values, extent=panel.extent, aspect=aspect, cmap="viridis")
-            top.set(title=panel.title, xlabel=panel.labels[0], ylabel=panel.labels[1])
-            if panel.values.ndim == 2:
-                figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
-        bottom = figure.add_subplot(grid[2 * band + 1, column])
-        bottom.hist(panel.values.ravel(), bins=60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5)
-        title = panel.title if panel.unit == "1" else f"{panel.title} ({panel.unit})"
-        bottom.set(xlabel=title, ylabel="points" if pictured else "rows")
-    figure.suptitle(f"{name}: first training file", fontsize=10)
-    save_png(figure, path, dpi=90)
-    plt.close(figure)

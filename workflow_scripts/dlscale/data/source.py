@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from dlscale.core.errors import UserError
 from dlscale.data.store import Field
 
 
@@ -28,17 +27,6 @@ class Source(ABC):
 
     def close(self) -> None:  # noqa: B027 - arrays in memory need no closing
         """Close the raw files."""
-
-
-def rows_within(memory_mb: int, bytes_per_row: int, where: str) -> int:
-    """Return the rows that fit into a dataset's `memory_mb`; not even one is a `UserError`."""
-    rows = memory_mb * 1_000_000 // bytes_per_row
-    if rows < 1:
-        raise UserError(
-            f"{where}: one row needs {bytes_per_row / 1e6:.0f} MB of buffers, the dataset's `memory_mb` allows "
-            f"{memory_mb}; raise it"
-        )
-    return rows
 
 
 def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.ndarray | None = None) -> np.ndarray:

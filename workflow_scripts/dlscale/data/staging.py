@@ -1,8 +1,11 @@
-"""A copy of a dataset near the processes that read it: in their node's memory, or on its own disk.
+"""Data files as stages find them: near the processes that read them, and whole.
 
-The copy is a dataset's folder, named by the manifest's digest. The first process of a node makes it, others wait, and
-all who read it hold its lock, shared. The last reader removes a copy in memory; one on a disk stays until another needs
-the room. A file without the size and time of its original is copied again.
+A copy, in a node's memory or on its own disk, is a dataset's folder, named by the manifest's digest. The first process
+of a node makes it, others wait, and all who read it hold its lock, shared. The last reader removes a copy in memory;
+one on a disk stays until another needs the room. A file without the size and time of its original is copied again.
+
+A damaged file may keep its size and time: a stage reads a file that no stage has verified, and compares its SHA-256
+with the manifest's. A record beside the manifest has size and times of sound files.
 """
 
 from __future__ import annotations
@@ -14,36 +17,29 @@ import logging
 import os
 import shutil
 import stat
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import stamp
+from dlscale.core.files import read_json, sha256, stamp, write_json
 from dlscale.core.machine import LOCAL_DISK, free_memory
 from dlscale.core.process import turn
+from dlscale.core.progress import tracked
 from dlscale.core.text import size
-from dlscale.data.manifest import Manifest
+from dlscale.data.manifest import File, Manifest
 
-Staging = Literal["none", "memory", "local"]
-
-#: Splits that training and measuring read.
-SPLITS = ("train", "valid")
 #: A file system in memory, on every Linux.
 MEMORY = "/dev/shm"
-#: Share of the free memory that data may take: the run itself needs some.
-MEMORY_SHARE = 0.8
+#: Verified files, beside the manifest.
+RECORD = "verified.json"
 #: What to do where data cannot be copied.
 INSTEAD = "use loader.staging none, or for `local` another site.local_disk"
 
 
 @contextlib.contextmanager
-def staged(manifest: str | Path, staging: Staging) -> Iterator[Path]:
-    """Yield the path of a manifest whose files are near, as `loader.staging` asks; for `none` that of `manifest`."""
-    if staging == "none":
-        yield Path(manifest)
-        return
+def staged(manifest: str | Path, staging: str) -> Iterator[Path]:
+    """Yield the path of a manifest whose files are near, as `loader.staging` asks: in `memory`, or `local`."""
     original = Manifest.read(manifest)
     original.check_files()
     folder = _place(staging) / f"dlscale-{os.getuid()}"
@@ -52,7 +48,7 @@ def staged(manifest: str | Path, staging: Staging) -> Iterator[Path]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_ours(folder)
-            lock = held.enter_context(open(_lock(copy), "a"))
+            lock = held.enter_context(open(copy.with_suffix(".lock"), "a"))
             with turn(folder / "lock"):
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 _complete(original, copy, staging)
@@ -66,7 +62,7 @@ def staged(manifest: str | Path, staging: Staging) -> Iterator[Path]:
                     _remove(copy, lock)
 
 
-def _place(staging: Staging) -> Path:
+def _place(staging: str) -> Path:
     if staging == "memory":
         return Path(MEMORY)
     given = os.environ.get(LOCAL_DISK, "")
@@ -79,10 +75,6 @@ def _place(staging: Staging) -> Path:
     return Path(found)
 
 
-def _lock(copy: Path) -> Path:
-    return copy.with_suffix(".lock")
-
-
 def _check_ours(folder: Path) -> None:
     """Refuse a folder where others could change the data, or have us write elsewhere by a link."""
     status = folder.lstat()
@@ -93,13 +85,13 @@ def _check_ours(folder: Path) -> None:
         )
 
 
-def _complete(original: Manifest, copy: Path, staging: Staging) -> None:
+def _complete(original: Manifest, copy: Path, staging: str) -> None:
     sources = {copy / "stats" / path.name: path for path in original.folder.glob("stats/*.npy")}
     splits = {}
     for split, files in original.splits.items():
         # Other parts stay where they are: nobody reads them here, but a dataset is known by all that it has.
         names = [str(original.path(file).resolve()) for file in files]
-        if split in SPLITS:
+        if split in ("train", "valid"):
             names = [f"{split}/{number:04}-{Path(file.path).name}" for number, file in enumerate(files)]
             sources |= {copy / name: original.path(file) for name, file in zip(names, files, strict=True)}
         splits[split] = [file.model_copy(update={"path": name}) for name, file in zip(names, files, strict=True)]
@@ -107,27 +99,26 @@ def _complete(original: Manifest, copy: Path, staging: Staging) -> None:
         target: source for target, source in sources.items() if not target.is_file() or stamp(target) != stamp(source)
     }
     if stale:
-        started, needed = time.perf_counter(), sum(source.stat().st_size for source in stale.values())
+        needed = sum(source.stat().st_size for source in stale.values())
         _make_room(copy, needed, staging)
         for target, source in stale.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)  # and is not written over: who has it open reads on
             shutil.copy2(source, target)  # the time comes last
-        seconds = time.perf_counter() - started
-        logging.info("copied %s of data to %s in %.1f s (%s/s)", size(needed), copy, seconds, size(needed / seconds))
+        logging.info("copied %s of data to %s", size(needed), copy)
     original.model_copy(update={"splits": splits}).write(copy / "manifest.json")
 
 
-def _make_room(copy: Path, needed: int, staging: Staging) -> None:
+def _make_room(copy: Path, needed: int, staging: str) -> None:
     """Remove other copies that nobody reads, those in memory in any case; too little room is a `UserError`."""
     folder = copy.parent
     for other in folder.iterdir():
         if other.is_dir() and other != copy and (staging == "memory" or shutil.disk_usage(folder).free < needed):
-            with open(_lock(other), "a") as lock:
+            with open(other.with_suffix(".lock"), "a") as lock:
                 _remove(other, lock)
     free = shutil.disk_usage(folder).free
-    if staging == "memory":
-        free = min(free, int(MEMORY_SHARE * free_memory()))
+    if staging == "memory":  # of which the run itself needs some
+        free = min(free, int(0.8 * free_memory()))
     if needed > free:
         raise UserError(
             f"loader.staging: {staging}: the data take {size(needed, ' ')}, and {folder} has room for "
@@ -139,3 +130,47 @@ def _remove(copy: Path, lock: IO[str]) -> None:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(copy, ignore_errors=True)
+
+
+# ---- files that are whole
+
+
+def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
+    """Return the files of `splits` that no stage has read as they are now."""
+    files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
+    record = _record(manifest)
+    return [file for file in files if record.get(file.path) != _seen(manifest, file)]
+
+
+def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
+    """Read `files` and return a message for each with other content than when it was described."""
+    messages = []
+    for file in tracked(files, "verifying data", len(files), "files"):
+        path = manifest.path(file)
+        if (found := sha256(path)) != file.digest:
+            messages.append(
+                f"{path}: damaged: its content changed since it was described (SHA-256 {found[:16]}..., expected "
+                f"{file.digest[:16]}...); put it back, or delete it and run the workflow again to make it anew"
+            )
+    return messages
+
+
+def remember(manifest: Manifest, files: Sequence[File]) -> None:
+    """Record that `files` hold what the manifest says; where nothing can be written they are read again."""
+    if files:
+        with contextlib.suppress(UserError):
+            seen = {file.path: _seen(manifest, file) for file in files}
+            write_json(manifest.folder / RECORD, _record(manifest) | seen)
+
+
+def _record(manifest: Manifest) -> dict[str, Any]:
+    found = {}
+    with contextlib.suppress(UserError):
+        found = read_json(manifest.folder / RECORD)
+    return found if isinstance(found, dict) else {}
+
+
+def _seen(manifest: Manifest, file: File) -> list[Any]:
+    """Return digest, size and both times of a file: who sets one back changes the other."""
+    status = manifest.path(file).stat()
+    return [file.digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

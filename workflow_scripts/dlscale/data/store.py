@@ -7,6 +7,7 @@ Volumes are [C, D, H, W], chunked in cubes with all channels, as their samples a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -21,6 +22,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import TORN, reading, unreadable
 from dlscale.data.manifest import IDENTITY, Transform
 
+#: Bytes of a data stage's buffers, whatever its input's size; a row may have more.
+MEMORY = 512_000_000
 #: Values of which statistics are taken at a time.
 BLOCK = 2**16
 
@@ -69,13 +72,6 @@ class Field:
         """Shape C values so that they broadcast over the dataset, as float32."""
         shape = [-1 if axis == self.channel_axis else 1 for axis in range(len(self.shape))]
         return np.asarray(values, dtype=np.float32).reshape(shape)
-
-    def annotate(self, dataset: h5py.Dataset) -> None:
-        dataset.attrs["channels"] = list(self.channels)
-        dataset.attrs["units"] = list(self.units)
-        if self.channel_axis is not None:
-            dataset.attrs["channel_axis"] = self.channel_axis
-        dataset.attrs["transforms"] = json.dumps([asdict(t) for t in self.transforms])
 
     @staticmethod
     def of(dataset: h5py.Dataset) -> Field:
@@ -151,12 +147,14 @@ def create(
     if chunk is not None and field.channel_axis == 0:
         chunks = (shape[0], *(min(chunk, size) for size in shape[1:]))
     if channels_last:
-        assert field.channel_axis == 0, "rows lie one after the other"
         shape, chunks = (*shape[1:], shape[0]), chunks and (*chunks[1:], chunks[0])
     # Every value will be written: filling chunks first would cost time, and the memory of a whole chunk.
     created = file.create_dataset(field.name, shape, dtype or field.dtype, chunks=chunks, fill_time="never")
     created.attrs["channels_last"] = channels_last
-    field.annotate(created)
+    created.attrs["channels"], created.attrs["units"] = list(field.channels), list(field.units)
+    if field.channel_axis is not None:
+        created.attrs["channel_axis"] = field.channel_axis
+    created.attrs["transforms"] = json.dumps([asdict(t) for t in field.transforms])
     if scaling is not None:
         created.attrs["offset"], created.attrs["scale"] = (np.asarray(part, dtype=np.float32) for part in scaling)
     return created
@@ -177,28 +175,23 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
         self.path, self.name = str(path), name
-        self._opened: tuple[int, h5py.Dataset, tuple[int, ...]] | None = None
-        self._maps: tuple[dict[tuple[int, ...], np.ndarray], np.ndarray | None] | None = None
+        self._opened: tuple[int, h5py.Dataset] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": None, "_maps": None}
-
-    def _open(self) -> tuple[h5py.Dataset, tuple[int, ...]]:
-        if self._opened is None or self._opened[0] != os.getpid():
-            opened = dataset(open_file(self.path), self.name)
-            with reading(self.path):
-                self._opened = (os.getpid(), opened, stored_order(opened))
-        return self._opened[1:]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reader, (self.path, self.name)
 
     @property
     def dataset(self) -> h5py.Dataset:
         """The open dataset, axes as stored."""
-        return self._open()[0]
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), dataset(open_file(self.path), self.name)
+        return self._opened[1]
 
-    @property
+    @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """The field's axes, channels first, in the order in which they are stored."""
-        return self._open()[1]
+        with reading(self.path):
+            return stored_order(self.dataset)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -211,30 +204,23 @@ class Reader:
         with reading(self.path):
             return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
 
-    @property
+    @functools.cached_property
     def chunks(self) -> dict[tuple[int, ...], np.ndarray]:
         """Mapped values by the first cell of each chunk, channels first; see `map_chunks`."""
-        return self._map()[0]
+        axes = np.argsort(self.order)
+        return {
+            tuple(int(corner[axis]) for axis in axes): values.transpose(axes)
+            for corner, values in map_chunks(self.dataset).items()
+        }
 
-    @property
+    @functools.cached_property
     def mapped(self) -> np.ndarray | None:
         """All values, if they lie in the mapped file in one piece."""
-        return self._map()[1]
-
-    def _map(self) -> tuple[dict[tuple[int, ...], np.ndarray], np.ndarray | None]:
-        if self._maps is None:
-            opened, order = self._open()
-            axes = np.argsort(order)
-            chunks = {
-                tuple(int(corner[axis]) for axis in axes): values.transpose(axes)
-                for corner, values in map_chunks(opened).items()
-            }
-            self._maps = chunks, next(iter(chunks.values())) if chunks and opened.chunks is None else None
-        return self._maps
+        return next(iter(self.chunks.values()), None) if self.dataset.chunks is None else None
 
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return the selected values as stored, through the library (slices only; axes without one are whole)."""
-        opened, order = self._open()
+        opened, order = self.dataset, self.order
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
             values: np.ndarray = opened[tuple(index[axis] for axis in order)]

@@ -159,7 +159,7 @@ class Jobs:
         dataset = self.dataset(wildcards)
         settings: Params = {"parts": [part.label for part in parts.parts(dataset)]}
         if parts.kind_of(dataset).prepared(dataset):
-            settings["dataset"] = dataset.model_dump(mode="json", exclude={"memory_mb"})
+            settings["dataset"] = dataset.model_dump(mode="json")
             # Files of others may be swapped for older ones, which modification times alone do not show.
             files = [Path(file) for file in self.data_files(wildcards.dataset)]
             settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.exists()]

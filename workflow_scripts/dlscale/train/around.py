@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
-from dlscale.data import verification
+from dlscale.data import staging
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
@@ -35,9 +35,9 @@ def entered(
 def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
     """Raise a `UserError` if data files are damaged; each rank reads its share of the unverified ones."""
     manifest.check_files()
-    files = world.gather(verification.unverified(manifest, splits))[0]
-    messages = world.gather(verification.damaged(manifest, files[world.rank :: world.size]))
+    files = world.gather(staging.unverified(manifest, splits))[0]
+    messages = world.gather(staging.damaged(manifest, files[world.rank :: world.size]))
     if any(messages):
         raise UserError("; ".join(itertools.chain(*messages)))
     if world.main:
-        verification.remember(manifest, files)
+        staging.remember(manifest, files)

@@ -60,7 +60,7 @@ class SyntheticLoader(Strict):
 LOADERS = (TorchLoader, DirectLoader, DaliLoader, SyntheticLoader)
 
 
-def outlive_signals() -> None:
+def outlive_signals(worker: int = 0) -> None:
     """Live on where all processes of a job are signalled: the training, which ends its workers, has yet to save."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -113,7 +113,7 @@ class Streamed:
         self._samples = samples
         fields = samples.input, samples.target
         shapes = [(batch, *(field.shape[axis] for axis in field.order)) for field in fields]
-        kinds = [(shape, torch_dtype(field.dtype)) for shape, field in zip(shapes, fields, strict=True)]
+        kinds = [(shape, getattr(torch, field.dtype.name)) for shape, field in zip(shapes, fields, strict=True)]
         self.ring = Ring(kinds, slots, device)
 
     def begin(self, slot: int, epoch: int, indices: range) -> Work:
@@ -152,7 +152,7 @@ class Resident:
         """
         shapes = [field.shape_of(file) for file in range(len(field.readers))]
         sizes = [int(np.prod(shape)) for shape in shapes]
-        values = torch.empty(sum(sizes), dtype=torch_dtype(field.dtype), device=self.ring.device)
+        values = torch.empty(sum(sizes), dtype=getattr(torch, field.dtype.name), device=self.ring.device)
         strides = []
         for file, (shape, one) in enumerate(zip(shapes, values.split(sizes), strict=True)):
             target = one.view([shape[axis] for axis in field.order]).permute(np.argsort(field.order).tolist())
@@ -183,12 +183,6 @@ def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[Decode
             for values, plan, field in zip(stored, plans, (samples.input, samples.target), strict=True)
         )
     return (x, y), ring.ready()
-
-
-def torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """Return the PyTorch type of the same name."""
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
 
 
 def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.Tensor:
@@ -339,10 +333,8 @@ def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
 
     Other processes' memory does not count: a run timed in turn with another would load in another way.
     """
-    if setting != "auto":
+    if setting != "auto" or device.type != "cuda":  # of a processor the page cache is memory already
         return setting == "always"
-    if device.type != "cuda":
-        return False  # the page cache is memory already
     room = torch.cuda.mem_get_info(device)[1] - torch.cuda.memory_reserved(device)
     fits = needed <= RESIDENT_SHARE * room
     logging.info(

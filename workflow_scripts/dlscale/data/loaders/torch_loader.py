@@ -33,10 +33,6 @@ class _Dataset(Dataset[list[torch.Tensor]]):
         return stacked
 
 
-def _begin_worker(worker: int) -> None:
-    outlive_signals()
-
-
 class TorchLoader(Loader):
     """See `Loader`. Batches are copied to a GPU beside its step, on a stream of their own, as published loaders do."""
 
@@ -51,7 +47,7 @@ class TorchLoader(Loader):
             num_workers=settings.workers,
             prefetch_factor=settings.prefetch if settings.workers else None,
             persistent_workers=settings.workers > 0,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=outlive_signals,
             pin_memory=settings.pin_memory and device.type == "cuda",
             # Workers' seeds come from here, not from the random state that drop-out uses.
             generator=torch.Generator(),

@@ -13,7 +13,6 @@ from dlscale.core.progress import tracked
 from dlscale.data import parts, store
 from dlscale.data.describe import describe_field, new_manifest
 from dlscale.data.manifest import IDENTITY, File, Manifest
-from dlscale.data.source import rows_within
 from dlscale.data.store import Field, Moments, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset
@@ -32,7 +31,7 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
             shapes.setdefault(name, shape)
             if part.split == "train":
                 field = Field(name, channels, units, shape, 0, transforms)
-                moments[name] = moments[name].merged(_measure(field, path, dataset.memory_mb))
+                moments[name] = moments[name].merged(_measure(field, path))
         splits[part.split].append(File.of(path, folder, there["Nbody"][1]))
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
@@ -58,9 +57,9 @@ def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) 
     return manifest
 
 
-def _measure(field: Field, path: Path, memory_mb: int) -> Moments:
+def _measure(field: Field, path: Path) -> Moments:
     """Return the statistics of a volume, read in blocks of planes."""
-    block = rows_within(memory_mb, 12 * int(np.prod(field.shape)) // field.rows, str(path))
+    block = max(1, store.MEMORY // (12 * int(np.prod(field.shape)) // field.rows))
     reader = Reader(path, field.name)
     moments = Moments.empty(len(field.channels))
     starts = range(0, field.rows, block)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from dlscale.core.files import reading, sha256
 from dlscale.data import sampling, store
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
-from dlscale.data.source import rows_within
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
 
@@ -74,8 +72,6 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             raise UserError(
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
-    # A state, and the mean of an hour of day.
-    rows_within(dataset.memory_mb, 12 * math.prod(shape[1:]), str(root))
     channels = dataset.channels or said["channels"] or _names(shape[1])
     if len(channels) != shape[1]:
         raise UserError(

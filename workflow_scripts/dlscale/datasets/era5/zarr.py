@@ -15,6 +15,7 @@ from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
+from dlscale.data.store import MEMORY
 from dlscale.datasets.era5.cf import create_series
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.source import Era5Source, wanted_names
@@ -34,7 +35,7 @@ _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": 
 def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
     """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
 
-    Only needed variables, levels and times are fetched, within `dataset.memory_mb` or one chunk, whichever is more,
+    Only needed variables, levels and times are fetched, within `store.MEMORY` or one chunk, whichever is more,
     then cropped and averaged. The store is a folder, or a URL that fsspec knows.
     """
     import h5netcdf
@@ -56,7 +57,7 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
             hours, grid = source.row_coordinates["time"], source.coordinates
             created = create_series(file, hours, grid["latitude"], grid["longitude"], described)
             file.attrs["source"] = ", ".join(source.attributes["source_files"])
-            block = max(1, dataset.memory_mb * 10**6 // source.bytes_per_row)
+            block = max(1, MEMORY // source.bytes_per_row)
             for start in range(0, field.rows, block):
                 stop = min(start + block, field.rows)
                 values = retrying(source.read, start, stop)["fields"]

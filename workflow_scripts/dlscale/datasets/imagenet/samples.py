@@ -93,13 +93,6 @@ class Images(CroppedImages):
         """See `CroppedImages`."""
         return self.packs[0].form == "encoded"
 
-    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `dlscale.data.samples.Samples`."""
-        x, y = np.empty((1, *self.input_spec.shape), np.uint8), np.empty(1, np.int64)
-        for write in self.writers(epoch, range(index, index + 1), x, y):
-            write()
-        return x[0], np.asarray(y[0])
-
     def windows(self, epoch: int, indices: range) -> ImageWindows:
         """See `CroppedImages`."""
         rows = self._rows(epoch, indices)

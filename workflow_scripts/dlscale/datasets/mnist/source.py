@@ -17,23 +17,25 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 
 CLASSES = 10
+#: Bytes of a file, unpacked.
+LARGEST = 10**9
 
 
 def open_source(dataset: Any, part: Part, paths: list[Path]) -> IdxSource:
     """Open the images and labels of a part."""
     images, labels = paths
-    return IdxSource(part, images, labels, dataset.memory_mb)
+    return IdxSource(part, images, labels)
 
 
-def read_idx(path: Path, ndim: int, memory_mb: int = 512) -> np.ndarray:
-    """Return the unsigned bytes of an IDX file of `ndim` axes and at most `memory_mb`."""
+def read_idx(path: Path, ndim: int) -> np.ndarray:
+    """Return the unsigned bytes of an IDX file of `ndim` axes and at most `LARGEST` bytes."""
     with reading(path), open(path, "rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         # To the end, where gzip compares its checksum.
-        data = (gzip.GzipFile(fileobj=raw) if zipped else raw).read(memory_mb * 1_000_000 + 1)
-    if len(data) > memory_mb * 1_000_000:
-        raise UserError(f"{path}: more than the dataset's `memory_mb` of {memory_mb}, of which it is read; raise it")
+        data = (gzip.GzipFile(fileobj=raw) if zipped else raw).read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise UserError(f"{path}: more than the {LARGEST / 1e9:g} GB of which it is read as a whole; split it")
     if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * ndim or data[3] != ndim:
         raise UserError(
             f"{path}: not an IDX file of unsigned bytes with {ndim} axes (it begins with {data[:4].hex()}, expected "
@@ -51,8 +53,8 @@ def read_idx(path: Path, ndim: int, memory_mb: int = 512) -> np.ndarray:
 class IdxSource(Source):
     """Images uint8 [N, 1, H, W] and labels int64 [N] of one part."""
 
-    def __init__(self, part: Part, images: Path, labels: Path, memory_mb: int = 512) -> None:
-        self._images, self._labels = read_idx(images, 3, memory_mb), read_idx(labels, 1, memory_mb)
+    def __init__(self, part: Part, images: Path, labels: Path) -> None:
+        self._images, self._labels = read_idx(images, 3), read_idx(labels, 1)
         count, height, width = self._images.shape
         if self._labels.size != count:
             raise UserError(f"{labels}: {self._labels.size} labels for the {count} images of {images}")

@@ -27,7 +27,7 @@ LENGTH = 3.0
 def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
     """Open the inputs and targets of a part."""
     if paths:
-        return FileSource(dataset.source, part, dataset.memory_mb, *paths)
+        return FileSource(dataset.source, part, *paths)
     return SimulatedSource(dataset.source, part)
 
 
@@ -74,11 +74,11 @@ class SimulatedSource(Source):
 class FileSource(Source):
     """Arrays `input` and `target` of one part: floats as float32, truth values as uint8."""
 
-    def __init__(self, source: Any, part: Part, memory_mb: int, *paths: Path) -> None:
+    def __init__(self, source: Any, part: Part, *paths: Path) -> None:
         self._files = contextlib.ExitStack()
         self._arrays = {}
         for key, path in zip(("input", "target"), paths, strict=True):
-            self._arrays[key] = _open(path, getattr(source, key).array or key, memory_mb, self._files)
+            self._arrays[key] = _open(path, getattr(source, key).array or key, self._files)
         counts = [len(values) for values in self._arrays.values()]
         if counts[0] != counts[1]:
             raise UserError(f"{paths[1]}: {counts[1]} targets for the {counts[0]} inputs of {paths[0]}")
@@ -99,7 +99,7 @@ class FileSource(Source):
         self._files.close()
 
 
-def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) -> Any:
+def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
     """Return an array that is read on demand; one of a .npz file is read as a whole."""
     names, values = [name], None
     if path.suffix in HDF5:
@@ -115,10 +115,10 @@ def _open(path: Path, name: str, memory_mb: int, stack: contextlib.ExitStack) ->
                     size = sum(
                         each.file_size for each in arrays.zip.infolist() if each.filename in (name, f"{name}.npy")
                     )
-                    if size > memory_mb * 1_000_000:
+                    if size > store.MEMORY:
                         raise UserError(
-                            f"{path}: '{name}' has {size / 1e6:.0f} MB, and what a .npz file holds is read as a whole; "
-                            f"the dataset's `memory_mb` allows {memory_mb}: raise it, or save the array as .npy"
+                            f"{path}: '{name}' has {size / 1e6:.0f} MB, more than the "
+                            f"{store.MEMORY / 1e6:.0f} of which a .npz file is read as a whole; save the array as .npy"
                         )
                     values = arrays[name] if name in names else None
     if not isinstance(values, h5py.Dataset | np.ndarray):

@@ -59,8 +59,7 @@ class CosmoMetrics(Metrics):
 
         self.hydro = manifest.fields["Hydro"]
         self.channels = self.hydro.channels
-        mean, _ = self.hydro.model_mean_std()
-        self.mean = torch.tensor(mean, dtype=torch.float32, device=device).reshape(1, -1, 1, 1, 1)
+        self.mean = torch.tensor(self.hydro.mean, dtype=torch.float32, device=device).reshape(1, -1, 1, 1, 1)
         self.line = torch.from_numpy(line(manifest)).to(device)
 
     @property
