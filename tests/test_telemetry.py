@@ -28,8 +28,7 @@ from dlscale.config import resolve as config
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
-from dlscale.core.telemetry import GpuSample, Sample
-from dlscale.launch.telemetry import beside
+from dlscale.core.telemetry import GpuSample, Sample, beside
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
 from dlscale.measure.telemetry import Gpus, bus_ids
@@ -265,7 +264,7 @@ def samplers(pid: int) -> list[int]:
 #: A stage with a worker that, forked, holds what its parent holds; it outlives its parent until it is told to end.
 STAGE = """
 import os, pathlib, sys, time
-from dlscale.launch.telemetry import beside
+from dlscale.core.telemetry import beside
 with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
     worker = os.fork()
     while not pathlib.Path(sys.argv[1] + ".end").exists():

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlscale.core.figures import literal_text, save_png
+from dlscale.core.files import save_png
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
@@ -34,9 +34,11 @@ class Panel:
 
 def main(args: argparse.Namespace) -> None:
     """Draw the dataset of `args.manifest` to `args.out`."""
+    import matplotlib
+
     manifest = Manifest.read(args.manifest)
     preview = parts.role(manifest.kind, "preview", "preview") or first_rows
-    with literal_text():
+    with matplotlib.rc_context({"text.parse_math": False}):  # a `$` is a `$`; labels of ticks arise while saving
         draw_preview(manifest.folder.name, list(preview(manifest))[:MOST], Path(args.out))
 
 
