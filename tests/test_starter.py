@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
