@@ -64,8 +64,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names = sorted({item.path.stem.removeprefix("test_") for item in left_out})
         if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # each collects them all
             print(f"\nLeft out, since it imports nothing that differs: {', '.join(names)}", file=sys.__stderr__)
-            if unseen := changed.unseen(different, (item.path for item in [*items, *left_out])):
-                print(f"Run make test: no import tells what tests {', '.join(unseen)}", file=sys.__stderr__)
 
 
 def _group(item: pytest.Item) -> str | None:

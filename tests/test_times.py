@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import pytest
 
 from dlscale.core import progress
 from dlscale.core.progress import Job
@@ -37,14 +34,6 @@ def test_jobs_are_those_that_ended_since_and_know_how_long_they_started(tmp_path
     assert progress.jobs(tmp_path / "nothing", 0.0) == []
 
 
-@pytest.mark.parametrize("text", ["", "s\th:m:s\n", "s\th:m:s\nNA\t-\n"])
-def test_what_a_job_left_half_written_is_no_job(tmp_path: Path, text: str) -> None:
-    job(tmp_path, "train/plan/a", 1010.0, 8.5, None)
-    job(tmp_path, "train/plan/b", 1010.0, 8.5, None)
-    (tmp_path / "benchmarks/train/plan/b.tsv").write_text(text)
-    assert [done.seconds for done in progress.jobs(tmp_path, 1000.0)] == [8.5]
-
-
 def test_the_table_has_rules_by_their_time_and_what_was_used() -> None:
     done = [Job("configure", 106.0, 4.0, None), Job("train", 112.0, 8.0, 1.5), Job("train", 125.0, 10.0, 2.0)]
     assert progress.lines(done, 100.0, 130.0, cores=2, busy=15.0) == [
@@ -57,13 +46,6 @@ def test_the_table_has_rules_by_their_time_and_what_was_used() -> None:
     assert progress.lines(side, 100.0, 130.0)[0].endswith("Jobs ran side by side: their times are more in sum.")
     assert progress.lines(done, 100.0, 130.0)[0] == "Where the time went: 30.0\u00a0s."
     assert progress.lines([], 100.0, 130.0, 2, 1.0) == []
-
-
-def test_a_process_knows_its_age() -> None:
-    code = "import time; time.sleep(0.5); from dlscale.core import progress; print(progress.age())"
-    start = time.monotonic()
-    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert 0.49 < age < time.monotonic() - start + 0.02  # the kernel counts in hundredths
 
 
 def test_a_stage_says_how_long_it_took_to_start(tmp_path: Path) -> None:

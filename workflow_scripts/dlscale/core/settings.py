@@ -175,6 +175,8 @@ def _reason(item: Any) -> str:
             return f"got {given!r}; expected at least {many(context['min_length'], 'value')}"
         case "less_than_equal" if why := BOUNDS.get(context["le"]):
             expected = f"at most {context['le']:{',.0f' if context['le'] < 1e9 else 'g'}}: {why}"
+        case "int_parsing_size":
+            expected = "a smaller number"
         case _:
             expected = item["msg"].removeprefix("Input should be ")
     return f"got {repr(given) if len(repr(given)) < 60 else type(given).__name__}; expected {expected}"
