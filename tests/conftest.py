@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests run side by side; before anything loads OpenMP
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and the tests run side by side
 
 # A script that starts the tests in the background has them ignore Ctrl-C, and so all that they start in turn.
@@ -186,11 +187,6 @@ def shared() -> Callable[[str], Path]:
         return path
 
     return find
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _quiet() -> None:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 @pytest.fixture(autouse=True)
