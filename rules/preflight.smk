@@ -5,7 +5,6 @@ from dataclasses import asdict
 
 from dlscale.core import progress
 from dlscale.core.fingerprint import TABLES
-from dlscale.core.text import coloured
 from dlscale.rules.calls import Call, show_requests
 
 STARTED = time.time() - progress.age()
@@ -55,7 +54,7 @@ def show_failures():
     if lines:
         if live.asked():
             lines = [f"What Snakemake says: {', '.join(workflow.logger_manager.get_logfile())}", *lines]
-        print("", *(coloured(line, "red", sys.stderr) for line in lines), sep="\n", file=sys.stderr)
+        print("", *lines, sep="\n", file=sys.stderr)
     return bool(lines)
 
 

@@ -278,8 +278,8 @@ MUTATIONS = [
     Mutation(
         "login_shown",
         "core/urls.py",
-        'netloc=parts.netloc.rpartition("@")[2], fragment',
-        "fragment",
+        'netloc=parts.netloc.rpartition("@")[2], query',
+        "query",
         "test_download.py::test_hidden",
     ),
     Mutation(

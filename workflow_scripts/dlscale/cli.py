@@ -31,7 +31,6 @@ from dlscale.core.machine import let_threads_wait
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
-from dlscale.core.text import coloured
 from dlscale.launch.contain import hold_on
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ def _overview(texts: Mapping[str, str]) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = list[str]()
     for title, names in {"every day": EVERYDAY, "more": [name for name in texts if name not in EVERYDAY]}.items():
-        lines.append(coloured(f"{title}:", "bold", sys.stdout))
+        lines.append(f"{title}:")
         for name in names:
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
         lines.append("")
