@@ -15,7 +15,7 @@ import torch
 from bench.cases import Case
 from bench.measure import Options, Row, in_turns
 from bench.training import CPU, UNET, VIT, counts, label, rate
-from dlscale.launch.telemetry import beside
+from dlscale.core.telemetry import beside
 
 
 def watching(options: Options) -> list[Row]:

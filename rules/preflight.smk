@@ -3,12 +3,11 @@ import os
 import time
 from dataclasses import asdict
 
-from dlscale.core import times
+from dlscale.core import progress
 from dlscale.core.fingerprint import TABLES
-from dlscale.core.text import coloured
 from dlscale.rules.calls import Call, show_requests
 
-STARTED = time.time() - times.age()
+STARTED = time.time() - progress.age()
 SOURCES = Path(".snakemake/sources")
 CALL = Call(JOBS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores)
 
@@ -55,7 +54,7 @@ def show_failures():
     if lines:
         if live.asked():
             lines = [f"What Snakemake says: {', '.join(workflow.logger_manager.get_logfile())}", *lines]
-        print("", *(coloured(line, "red", sys.stderr) for line in lines), sep="\n", file=sys.stderr)
+        print("", *lines, sep="\n", file=sys.stderr)
     return bool(lines)
 
 
@@ -87,8 +86,8 @@ onstart:
 onsuccess:
     # What of this machine's cores was used is known if all jobs were its own.
     cores = None if workflow.non_local_exec or SITE.engine != "none" else workflow.resource_settings.cores
-    done = times.jobs(Path(RESULTS), STARTED)
-    print(*times.lines(done, STARTED, time.time(), cores, sum(os.times()[:4])), sep="\n", file=sys.stderr)
+    done = progress.jobs(Path(RESULTS), STARTED)
+    print(*progress.lines(done, STARTED, time.time(), cores, sum(os.times()[:4])), sep="\n", file=sys.stderr)
     remember_sources()
     CALL.show_results()
     show_end()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 from dlscale.core import fingerprint
@@ -18,8 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON = {ROOT / "tests/conftest.py"}
 #: The table of stages: the fingerprint of sources, by which modules are found here, leaves it out.
 STAGES = ROOT / "workflow_scripts/dlscale/core/stages.py"
-#: Where what differs changes what is tested.
-TESTED = ("workflow_scripts/", "tests/", "rules/", "profiles/", "docs/examples/", "Snakefile", "config.yaml")
 
 
 def files(since: str) -> set[Path]:
@@ -31,12 +28,6 @@ def files(since: str) -> set[Path]:
 
     names = [*git("diff", "--name-only", since), *git("ls-files", "--others", "--exclude-standard")]
     return {ROOT / name for name in names}
-
-
-def unseen(different: set[Path], tests: Iterable[Path]) -> list[str]:
-    """Return what differs that no test file imports, though it is tested: data, templates, settings."""
-    seen = frozenset[Path]().union(*map(reached, set(tests)))
-    return sorted(name for file in different - seen if (name := str(file.relative_to(ROOT))).startswith(TESTED))
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests run side by side; before anything loads OpenMP
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and the tests run side by side
 
 # A script that starts the tests in the background has them ignore Ctrl-C, and so all that they start in turn.
@@ -64,8 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names = sorted({item.path.stem.removeprefix("test_") for item in left_out})
         if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # each collects them all
             print(f"\nLeft out, since it imports nothing that differs: {', '.join(names)}", file=sys.__stderr__)
-            if unseen := changed.unseen(different, (item.path for item in [*items, *left_out])):
-                print(f"Run make test: no import tells what tests {', '.join(unseen)}", file=sys.__stderr__)
 
 
 def _group(item: pytest.Item) -> str | None:
@@ -188,11 +187,6 @@ def shared() -> Callable[[str], Path]:
         return path
 
     return find
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _quiet() -> None:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.loaders import LOADERS as LOADER_SETTINGS
-from tests import changed
 from tests.conftest import ROOT, TINY
 
 MODULES = {
@@ -73,20 +72,6 @@ def test_layers() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_no_relative_imports() -> None:
-    """The fingerprint does not follow them."""
-    assert not {module for module, file in MODULES.items() if any(name[0] == "." for name in imports(file))}
-
-
-def test_models_are_pure() -> None:
-    """PyTorch, the standard library, and each other."""
-    allowed = {"torch", *sys.stdlib_module_names}
-    for module, file in MODULES.items():
-        if PURE.match(module):
-            foreign = {name for name in imports(file) if name.split(".")[0] not in allowed}
-            assert all(name.startswith("dlscale.models") for name in foreign), module
 
 
 def test_computed_imports_are_in_one_place() -> None:
@@ -316,34 +301,6 @@ def probe(package: Path, *files: Path) -> tuple[set[str], str]:
     return {name.removeprefix("dlscale.") for name in reached.split()}, digest
 
 
-@pytest.mark.slow
-def test_what_parsing_found_is_kept_by_content(package: Path, tmp_path: Path) -> None:
-    """A later call parses what changed alone, and comes to what one finds that keeps nothing."""
-    kept = tmp_path / "parsed.json"
-    counted = (
-        "parsed, new = f._parsed, []\nf._parsed = lambda text, *more: new.append(more[1]) or parsed(text, *more)\n"
-    )
-    before, looks, rest = PROBE.partition("print(*f")
-    code = f"{before}f.remember(Path({str(kept)!r}))\n{counted}{looks}{rest}print(*new)"
-
-    def again() -> tuple[tuple[set[str], str], list[str]]:
-        command = [sys.executable, "-c", code, str(package)]
-        environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
-        output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-        reached, digest, parsed = output.split("\n")[:3]
-        return ({name.removeprefix("dlscale.") for name in reached.split()}, digest), parsed.split()
-
-    found, parsed = again()
-    assert found == probe(package) and len(parsed) == len(found[0])
-    assert again() == (found, [])
-    (package / "plain.py").write_text("import dlscale.stranger\n")
-    (package / "lazy.py").unlink()  # which it imported: what has a file is no matter of content
-    edited, parsed = again()
-    assert edited == probe(package) != found and sorted(parsed) == ["dlscale.plain", "dlscale.stranger"]
-    kept.write_text(kept.read_text()[:-9])
-    assert again()[0] == edited and len(again()[1]) == 0
-
-
 def test_reach(package: Path) -> None:
     """Imports in functions and of siblings, packages on the way, circles; not names in strings, nor types alone."""
     expected = {
@@ -437,15 +394,3 @@ def test_data_of_a_study_from_outside_stand_on_their_own_module(monkeypatch: pyt
     assert {"waves", "dlscale.studies.base"} <= set(reachable(run_modules("train", "waves")))
     _file.cache_clear()
     _source.cache_clear()
-
-
-@pytest.mark.slow
-def test_a_change_reaches_the_tests_that_import_it() -> None:
-    """Themselves, by another test file, or by modules of the package; of the rules, those of the workflow."""
-    page, rule = PACKAGE / "report/figures.py", ROOT / "rules/train.smk"
-    assert page in changed.reached(ROOT / "tests/test_report.py")
-    assert page not in changed.reached(ROOT / "tests/test_samples.py")
-    assert PACKAGE / "parallel/watchdog.py" in changed.reached(ROOT / "tests/test_tied.py"), "by what it imports"
-    assert ROOT / "tests/test_rungs.py" in changed.reached(ROOT / "tests/test_tied.py")
-    assert rule in changed.reached(ROOT / "tests/workflow/test_front.py")
-    assert rule not in changed.reached(ROOT / "tests/test_report.py")

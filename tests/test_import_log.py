@@ -116,7 +116,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> str:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda file: file.write_bytes(b""), "holds no event; expected an event file"),
-    "text": (lambda file: file.write_text("epoch 1: loss 0.5\n" * 9), "claims to have"),
+    "text": (lambda file: file.write_text("epoch 1: loss 0.5\n" * 9), "record 1 is damaged"),
     "missing": (lambda file: file.unlink(), "no such file"),
     "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name its own: --tag"),
 }

@@ -60,12 +60,6 @@ def test_one_process_is_python_alone() -> None:
     assert launch(site(engine="none"), HERE) == ["python", "-P", "-m", "dlscale"]
 
 
-def test_torchrun_starts_a_process_a_device() -> None:
-    assert launch(site(engine="none"), HERE, FOUR) == [
-        *("python", "-P", "-m", "dlscale.launch.ranks", "--nproc-per-node=4", "-P", "-m", "dlscale")
-    ]
-
-
 @pytest.mark.slow
 def test_srun_is_told_the_whole_geometry() -> None:
     found = launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT)
@@ -193,15 +187,6 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
         assert done.returncode == 0 and not (tmp_path / "executed").exists(), words
 
 
-@pytest.mark.parametrize("name", ["README.md", "Makefile"])
-def test_containers_by_hand_may_do_no_more_than_the_launchers(name: str) -> None:
-    text = (ROOT / name).read_text().replace("\\\n", "")
-    started = re.findall(r"(?:docker|podman|\$\(ENGINE\)) run .*", text)
-    assert started
-    for line in started:
-        assert {"--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(line.split()), line
-
-
 # ---- engines ---------------------------------------------------------------------------------------
 
 
@@ -273,11 +258,6 @@ def test_shifter_by_its_documented_rules() -> None:
     assert found[-4:] == ["python", "-P", "-m", "dlscale"]
 
 
-def test_podman_hpc_takes_modules_as_options() -> None:
-    found = launch(site(engine="podman-hpc", modules=["gpu", "nccl", "cuda-mpi"]), HERE, FOUR)
-    assert found.count("--gpu") == 1 and {"--nccl", "--cuda-mpi"} < set(found)
-
-
 def test_apptainer() -> None:
     found = launch(site(engine="apptainer", image="/cfs/dlscale.sif"), HERE, None)
     assert found[4:7] == ["apptainer", "exec", "--cleanenv"]
@@ -331,12 +311,6 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", f"{fake(tmp_path, 'docker')}:{os.environ['PATH']}")
     chosen, reasons = resolve(site(engine="auto"), tmp_path)
     assert chosen.engine == "none" and "docker (docker info fails)" in reasons[0]
-
-
-def test_what_was_said_is_not_chosen_again() -> None:
-    assert resolve(site(engine="shifter"))[1] == []
-    assert resolve(site(engine="none", starter="auto"))[0].starter == "torchrun"
-    assert resolve(site(engine="none", starter="auto", scheduler=SCHEDULER))[0].starter == "srun"
 
 
 # ---- mounts ----------------------------------------------------------------------------------------
@@ -427,15 +401,6 @@ def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -
 def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
     found = slurm.request(perlmutter, "data", None)
     assert found["constraint"] == "cpu" and found["slurm_account"] == "m1234" and "gres" not in found
-
-
-@pytest.mark.parametrize(
-    ("gpus", "qos"), [(1, "shared"), (2, "shared"), (3, "regular"), (4, "regular")], ids=["1", "2", "3", "4"]
-)
-def test_half_a_node_at_most_is_shared(perlmutter: slurm.Scheduler, gpus: int, qos: str) -> None:
-    assert slurm.run_qos(perlmutter, Geometry(gpus_per_node=gpus)) == qos
-    without = perlmutter.model_copy(update={"qos": {}})
-    assert slurm.run_qos(without, Geometry(gpus_per_node=gpus)) == ("regular" if gpus == 4 else "shared")
 
 
 def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:

@@ -140,24 +140,6 @@ time.sleep(600)
     assert "Traceback (most" not in done.stderr, done.stderr
 
 
-def test_a_request_to_end_before_the_processes_are_there_reaches_them() -> None:
-    """It comes while the starter makes the folder in which they meet."""
-    program = """
-import os, signal, tempfile
-from dlscale.launch import ranks as starter
-class Late(tempfile.TemporaryDirectory):
-    def __init__(self, **named):
-        os.kill(os.getpid(), signal.SIGTERM)
-        super().__init__(**named)
-tempfile.TemporaryDirectory = Late
-raise SystemExit(starter.main(["--nproc-per-node=2", "-c", "import time; time.sleep(600)"]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 143, done
-
-
 @pytest.mark.slow
 def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) -> None:
     """One device on each of two nodes: the command that the workflow prints, once on each."""

@@ -202,25 +202,6 @@ def test_what_a_sweep_cannot_have() -> None:
     assert resolve.load({"targets": ["best"], "plans": plans}).plans["best"]["again"].run.seed == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "over"),
-    [
-        ({"batch_size": [16, 32]}, "batch_size: [16, 32]"),
-        ({"local_batch_size": [8, 16]}, "local_batch_size: [8, 16]"),
-        ({"optimizer": {"lr": [0.1, 1]}}, "optimizer.lr: [0.1, 1]"),
-        ({"optimizer": {"fused": [True, False]}}, "optimizer.fused: [true, false]"),
-        ({"loader": {"workers": [1]}}, "loader.workers: [1]"),
-        ({"precision": ["bf16", "fp32"]}, 'precision: ["bf16", "fp32"]'),
-    ],
-)
-def test_a_list_elsewhere_is_told_of_sweeps(settings: Any, over: str) -> None:
-    with pytest.raises(UserError) as refused:
-        resolve.load({"targets": ["p"], "plans": {"p": {"study": "mnist_cnn", "runs": {"r": settings}}}})
-    assert f": kind: sweep, sweep: {{over: {{{over}}}}}" in str(refused.value), refused.value
-    assert "did you mean" not in str(refused.value)
-
-
 # ---- a training in parts -----------------------------------------------------------------------------
 
 

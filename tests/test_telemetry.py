@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import math
@@ -24,18 +23,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlscale.config import resolve as config
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
-from dlscale.core.telemetry import GpuSample, Sample
-from dlscale.launch.telemetry import beside
+from dlscale.core.telemetry import GpuSample, Sample, beside
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
 from dlscale.measure.telemetry import Gpus, bus_ids
 from dlscale.report.results import RunResult
 from dlscale.train.provenance import Provenance
-from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, stage
+from tests.conftest import ROOT
 from tests.test_usage import BURN, answer, drop, end, on_disk, python
 from tests.waiting import until
 
@@ -265,7 +262,7 @@ def samplers(pid: int) -> list[int]:
 #: A stage with a worker that, forked, holds what its parent holds; it outlives its parent until it is told to end.
 STAGE = """
 import os, pathlib, sys, time
-from dlscale.launch.telemetry import beside
+from dlscale.core.telemetry import beside
 with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
     worker = os.fork()
     while not pathlib.Path(sys.argv[1] + ".end").exists():
@@ -309,25 +306,6 @@ def test_it_is_small() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pandas", "pydantic", "yaml", "pynvml"} & set(json.loads(done.stdout))
-
-
-@pytest.mark.slow
-def test_a_stage_has_it_beside(tmp_path: Path, era5_data: Path) -> None:
-    """Of what was there nothing is left; a mistake of the user's ends it, too; without the option there is none."""
-    settings_ = config.merge(copy.deepcopy(ERA5_RUN), {"throughput": {"warmup": 0, "trials": 1, "batches": 1}})
-    make_run(tmp_path, "era5_vit", settings_, ERA5)
-    words = ["--config", tmp_path / "config.yaml", "--device", "cpu", "--threads", 1, "--out", tmp_path / "a.json"]
-    path = tmp_path / "telemetry/throughput.csv"
-    path.parent.mkdir()
-    path.write_text("of an earlier one\n")
-    known = ["--manifest", era5_data / "manifest.json"]
-    assert stage("throughput", *words, *known, "--telemetry", path) == 0
-    rows = telemetry.read(path)
-    assert rows and rows[-1].time == pytest.approx(time.time(), abs=60)
-    assert stage("throughput", *words, "--manifest", tmp_path / "none.json", "--telemetry", path) == 2
-    assert samplers(os.getpid()) == []
-    path.unlink()
-    assert stage("throughput", *words, *known) == 0 and not path.exists()
 
 
 # ---- GPUs -------------------------------------------------------------------------------------------

@@ -93,13 +93,6 @@ def test_any_user(container_engine: Engine, cpu_image: str, more: list[str]) -> 
     assert "usage" in container_engine(*run, "snakemake", "--help")
 
 
-def test_a_mounted_checkout_comes_first(container_engine: Engine, cpu_image: str, checkout: Path) -> None:
-    where = ["python", "-c", "import dlscale; print(dlscale.__file__)"]
-    assert container_engine(*STRANGER, "--workdir=/tmp", cpu_image, *where).startswith("/dlscale/workflow_scripts/")
-    mounted = [f"--volume={checkout}:/elsewhere:ro", "--env=PYTHONPATH=/elsewhere/workflow_scripts", cpu_image]
-    assert container_engine(*STRANGER, *mounted, *where).startswith("/elsewhere/workflow_scripts/")
-
-
 @pytest.mark.slow
 def test_the_workflow(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
     results = tmp_path / "results"

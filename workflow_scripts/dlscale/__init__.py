@@ -41,6 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from dlscale.core.registry import public
+    from dlscale.core.registry import PLACES, load
 
-    return public(name)
+    if name not in PLACES:
+        raise AttributeError(f"module 'dlscale' has no attribute {name!r}")
+    return getattr(load(PLACES[name]), name)

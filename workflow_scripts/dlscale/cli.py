@@ -24,16 +24,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TextIO
 
-from dlscale.core import process, progress, registry, times
+from dlscale.core import process, progress, registry, telemetry
 from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
-from dlscale.core.telemetry import node_file
-from dlscale.core.text import coloured
-from dlscale.launch import telemetry
 from dlscale.launch.contain import hold_on
 
 if TYPE_CHECKING:
@@ -203,7 +200,7 @@ def _overview(texts: Mapping[str, str]) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = list[str]()
     for title, names in {"every day": EVERYDAY, "more": [name for name in texts if name not in EVERYDAY]}.items():
-        lines.append(coloured(f"{title}:", "bold", sys.stdout))
+        lines.append(f"{title}:")
         for name in names:
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
         lines.append("")
@@ -315,7 +312,7 @@ def _run(args: argparse.Namespace) -> int:
     first = not ranks().rank
     with progress.told(args.log if first else None), _watched(args), _near(args):
         stage = _imported(STAGES[args.stage].module)
-        logging.info(times.STARTED, times.age())
+        logging.info(progress.STARTED, progress.age())
         if first and getattr(args, "record", None):
             write_yaml(args.record, read_settings(args.config)[0])
         stage.main(args)
@@ -351,7 +348,7 @@ def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:
     rank, _, local_rank = ranks() if several else Ranks()
     if local_rank:
         return contextlib.nullcontext()
-    file = node_file(Path(args.telemetry), rank // here)
+    file = telemetry.node_file(Path(args.telemetry), rank // here)
     # The ranks of a node are children of one process, torchrun's or Slurm's.
     root, processes = (os.getppid(), here) if several else (os.getpid(), 1)
     return telemetry.beside(file, root, processes, 0 if args.device == "cpu" else here)

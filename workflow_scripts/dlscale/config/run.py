@@ -45,7 +45,7 @@ from dlscale.core.schema import (
     Threads,
     Workers,
 )
-from dlscale.core.settings import read_settings, to_try, validate
+from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
 
@@ -467,10 +467,9 @@ class RunCore(Lawful):
             whole = TypeAdapter(BatchSize).validate_python(given) * geometry.dp
             TypeAdapter(BatchSize).validate_python(whole)
         except ValidationError:
-            each = to_try("local_batch_size", given) if isinstance(given, list) else ""
             raise ValueError(
                 f"local_batch_size: got {given!r}; expected a whole number, that times {geometry.dp} is from 1 to "
-                f"1000000000{each}"
+                "1000000000"
             ) from None
         return {**rest, "batch_size": whole}
 

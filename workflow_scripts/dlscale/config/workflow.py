@@ -25,7 +25,7 @@ from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
-from dlscale.core.schema import BatchSize, Name, NonNegativeFloat, Strict, partial
+from dlscale.core.schema import BatchSize, Name, NonNegativeFloat, Strict
 from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES, STAGES
 
@@ -203,13 +203,12 @@ def _needs(parts: Parts) -> dict[str, Any]:
 
 
 def _settings_class() -> Any:
-    """Return a model of overrides: every key of a run optional, each component any study's."""
+    """Return a model of overrides: the keys of a run, each component any study's."""
     kinds: dict[str, list[Any]] = {}
     for study in registry.studies():
         for key, (annotation, _) in components(study).items():
             kinds.setdefault(key, []).append(annotation)
     unions: dict[str, Any] = {key: (Union[tuple(dict.fromkeys(each))], ...) for key, each in kinds.items()}  # noqa: UP007
-    settings: Any = partial(create_model("Run", __base__=Run, **unions), without=("study",))
     use = "Of a run of a plan: the name of another plan's run, written plan.run, in place of all other keys."
     needs = "Of a run of a plan: leave it out, and say so, where this machine lacks one of these."
     more: dict[str, Any] = {
@@ -217,7 +216,11 @@ def _settings_class() -> Any:
         "use": (str | None, Field(None, description=use)),
         "needs": (list[Need], Field([], description=needs)),
     }
-    return create_model("RunSettings", __base__=settings, __doc__=settings.__doc__, **more)
+    own: dict[str, Any] = {name: (field.annotation, field) for name, field in Run.model_fields.items()}
+    del own["study"]
+    return create_model(
+        "RunSettings", __base__=Strict, __doc__="What a run changes of its study.", **{**own, **unions, **more}
+    )
 
 
 class ReportPage(Strict):

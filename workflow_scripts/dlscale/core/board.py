@@ -48,10 +48,6 @@ def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
                 board.add_scalar(name, value, 0)
 
 
-#: Greatest size of a record, bytes: one event, of which a picture is the largest.
-LARGEST = 64 * 2**20
-
-
 def events(path: Path) -> Iterator[Event]:
     """Yield a file's events, one at a time in memory; half a record at its end, of a killed writer, is left out.
 
@@ -64,16 +60,14 @@ def events(path: Path) -> Iterator[Event]:
     expected, read = "expected an event file of TensorBoard, events.out.tfevents.*", 0
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:  # length and its checksum, as many bytes and theirs
-            (length,) = struct.unpack("<Q", head[:8])
-            if length > LARGEST:
-                raise UserError(f"{path}: record {read + 1} claims to have {length} bytes; {expected}")
-            data, checksum = file.read(length), file.read(4)
+            length, mark = struct.unpack("<QI", head)
+            whole = masked_crc32c(head[:8]) == mark
+            data, checksum = file.read(length if whole else 0), file.read(4)
             if len(checksum) < 4:
                 break
             read += 1
-            for part, mark in ((head[:8], head[8:]), (data, checksum)):
-                if masked_crc32c(part) != struct.unpack("<I", mark)[0]:
-                    raise UserError(f"{path}: damaged: record {read} has a wrong checksum; copy the file again")
+            if not whole or masked_crc32c(data) != struct.unpack("<I", checksum)[0]:
+                raise UserError(f"{path}: record {read} is damaged: copy the file again; {expected}")
             try:
                 event = Event.FromString(data)
             except DecodeError:

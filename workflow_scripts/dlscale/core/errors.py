@@ -47,13 +47,9 @@ def of_another(file: Path) -> str:
     return f"; {file} was made from another configuration: name its file with --configfile" if file.exists() else ""
 
 
-#: So many names are listed beside the nearest one.
-LISTED = 20
-
-
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """Return the message for a name that does not exist."""
     known, name = sorted(known), cut(str(name))
     close = nearest(name, known)
-    listed = f"; there are: {cut(', '.join(known), 2_000)}" if not close or len(known) <= LISTED else ""
+    listed = f"; there are: {cut(', '.join(known), 2_000)}" if not close or len(known) <= 20 else ""
     return f"no {what} is called '{name}'{close}{listed}"

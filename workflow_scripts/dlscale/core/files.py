@@ -93,29 +93,46 @@ class Forgiving(io.FileIO):
 #: How libraries that keep no error number report a lack of space; the last is PyTorch's: what it wrote is not there.
 FULL = ("no space left", "quota exceeded", "file too large", "unexpected pos")
 
+#: What to say of an error by its number.
+PROBLEMS = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        "no space left for this file; free some, or choose a larger place for `results`",
+    ),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        "no permission to write here; choose another place for `results`, or change its mode",
+    ),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+        "a file stands where a folder is needed, or a folder where a file is; move it away",
+    ),
+    errno.ENOENT: "no such file or directory",
+    errno.ELOOP: "a link, expected a file or folder; remove it",
+    errno.ENAMETOOLONG: "a name is too long for this file system",
+}
+
 
 def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
     """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
     number, named = getattr(error, "errno", None), getattr(error, "filename", None)
-    path = path or named or ""
     if any(words in str(error).lower() for words in FULL):
         number = errno.ENOSPC
-    match number:
-        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            what = "no space left for this file; free some, or choose a larger place for `results`"
-        case errno.EACCES | errno.EPERM | errno.EROFS:
-            what = "no permission to write here; choose another place for `results`, or change its mode"
-        case errno.ENOENT:
-            path, what = named or path, "no such file or directory"
-        case errno.ELOOP:
-            path, what = named or path, "a link, expected a file or folder; remove it"
-        case errno.ENAMETOOLONG:
-            what = "a name is too long for this file system"
-        case errno.EEXIST | errno.ENOTDIR | errno.EISDIR:
-            what = "a file stands where a folder is needed, or a folder where a file is; move it away"
-        case _:
-            return error
-    return UserError(f"{path}: {what}")
+    if number not in PROBLEMS:
+        return error
+    place = named or path if number in (errno.ENOENT, errno.ELOOP) else path or named
+    return UserError(f"{place or ''}: {PROBLEMS[number]}")
+
+
+def save_png(figure: Any, path: Path, dpi: int) -> None:
+    """Write a matplotlib figure as PNG, whole or not at all, in 256 colours, which halves its size."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi, format="png")
+    picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    with whole(path) as temporary:
+        picture.save(temporary, format="PNG", optimize=True)
 
 
 def _remove(path: Path) -> None:

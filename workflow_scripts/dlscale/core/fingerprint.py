@@ -51,9 +51,6 @@ GUARDS = {
 #: Guards that count where pages and pictures are made: words are a result there.
 SHOWN = {"dlscale.core.text"}
 
-#: Greatest number of sources whose digests are kept for later calls, of 0.8 kB each.
-MOST = 10_000
-
 
 @functools.cache
 def _file(module: str) -> Path | None:
@@ -79,7 +76,7 @@ def remember(path: Path) -> None:
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + sys.version
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["version"] == version and len(kept["parsed"]) < MOST:
+        if kept["version"] == version and len(kept["parsed"]) < 10_000:  # of 0.8 kB each
             _PARSED.update(kept["parsed"])
     before = len(_PARSED)
 
@@ -128,14 +125,13 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, list[str]]:
     return hashlib.sha256(_code(tree).encode()).hexdigest(), sorted(imported)
 
 
-#: Nodes that may have a docstring.
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 def _code(tree: ast.Module) -> str:
     """Return the code of a parsed module, without docstrings, and without fields that Python's versions leave out."""
     for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             del node.body[0]
         for name, value in [*ast.iter_fields(node)]:
             if value == [] or isinstance(value, ast.Load) or name == "kind":  # u"…" is "…"

@@ -108,7 +108,7 @@ def source(module: str) -> Path | None:
     files = [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
     if len(files) > 1:
         raise UserError(f"{files[0]} and {files[1]}: Python can import only one module '{module}'; rename one of them")
-    return next(iter(files), None)
+    return files[0] if files else None
 
 
 def mistake(error: BaseException) -> str | None:
@@ -126,7 +126,7 @@ def mistake(error: BaseException) -> str | None:
 def load(module: str) -> ModuleType:
     """Import a module by name; a mistake in one from outside is a `UserError`."""
     try:
-        loaded = importlib.import_module(module)
+        return importlib.import_module(module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -134,18 +134,6 @@ def load(module: str) -> ModuleType:
             raise
         what = mistake(error) or f"{type(error).__name__}: {error}"
         raise UserError(f"{what}; the study in module {module} cannot be imported") from error
-    for study in _added.values():
-        if study.module == module and Path(loaded.__file__ or "").resolve() != study.file:
-            where = f"{study.file}: Python has another module '{module}', {loaded.__file__}"
-            raise UserError(f"studies.{study.name}: {where}; rename it")
-    return loaded
-
-
-def public(name: str) -> Any:
-    """Return the object of `from dlscale import NAME`, importing its module."""
-    if name not in PLACES:
-        raise AttributeError(f"module 'dlscale' has no attribute {name!r}")
-    return getattr(importlib.import_module(PLACES[name]), name)
 
 
 def study(name: str) -> Any:

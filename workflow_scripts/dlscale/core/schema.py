@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
-import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from dlscale.core.errors import nearest
@@ -109,35 +105,3 @@ class Component(Strict):
     """Settings of one of several kinds, told apart by `kind`, a Literal."""
 
     kind: str
-
-
-@functools.cache
-def partial(model: type[BaseModel], without: tuple[str, ...] = ()) -> type[BaseModel]:
-    """Return `model` with optional keys at all depths, but those `without`: an override, for the JSON schema alone."""
-    fields: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        if name in without:
-            continue
-        annotation = _partial_annotation(field.annotation)
-        if field.metadata:
-            annotation = Annotated[(annotation, *field.metadata)]
-        fields[name] = (annotation | None, Field(default=None, description=_told(field), alias=field.alias))
-    name = f"{model.__name__.removesuffix('Settings')}Settings"
-    return create_model(name, __base__=Strict, __doc__=model.__doc__, **fields)
-
-
-def _told(field: FieldInfo) -> str | None:
-    """Return a key's description with its default, which an override lacks."""
-    default = field.get_default()
-    if field.is_required() or default is None or isinstance(default, BaseModel):
-        return field.description
-    text = json.dumps(default, default=str)
-    return f"{field.description or ''} Default: {text}.".lstrip()
-
-
-def _partial_annotation(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return partial(annotation)
-    if get_origin(annotation) in (Union, types.UnionType):
-        return Union[tuple(_partial_annotation(part) for part in get_args(annotation))]  # noqa: UP007
-    return annotation

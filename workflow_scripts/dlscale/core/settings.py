@@ -34,8 +34,6 @@ def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, st
 
 def write_yaml(path: str | Path, settings: Raw) -> None:
     """Write settings for whoever reads the results."""
-    import yaml
-
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_text(path, f"# Written by the workflow: the resolved settings. Change config.yaml instead.\n{text}")
 
@@ -115,28 +113,14 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
         written = [path for path, layer in layers if any(holds(layer, culprit) for culprit in culprits)]
         prefix = written[-1:] or [path for path, _ in layers[-1:]]
         path = ".".join(map(str, [*prefix, *keys]))
-        reason = _reason(item)
-        if item["type"] == "unknown_key":
-            reason = _elsewhere(kind, keys, item, prefix)
-        reason += _of_a_list(keys, item) if layers else ""
+        reason = _elsewhere(kind, keys, item, prefix) if item["type"] == "unknown_key" else _reason(item)
         # One line a place: of a union each member has its own complaint about the same value.
         reasons.setdefault(f"{where}: {cut(path) + ': ' if path else ''}", []).append(cut(reason, 1_500))
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 
 
-def to_try(key: str, values: list[Any]) -> str:
-    """Return the settings of a sweep over values of a key."""
-    return f"; to try each value: kind: sweep, sweep: {{over: {{{key}: {json.dumps(values, default=str)}}}}}"
-
-
-def _of_a_list(keys: tuple[int | str, ...], item: Any) -> str:
-    given, names = item.get("input"), [key for key in keys if isinstance(key, str)]
-    one = names == [*keys] and (item["type"].endswith("_type") or item["type"] == "literal_error")
-    return to_try(".".join(names), given) if one and isinstance(given, list) else ""
-
-
 def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:
-    """Return the message for an unknown key, with the places of keys of that or a similar name."""
+    """Return the message for an unknown key, with the places of keys of that name."""
     key, here, valid = item["ctx"]["key"], tuple(map(str, keys)), item["ctx"]["keys"].split(", ")
     if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a letter too many or too few: nearer than any place
         return str(item["msg"])
@@ -145,9 +129,6 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
     # Of a union each member has its keys; those of others are not valid here.
     every = [each for each in sorted(every) if each[2] < len(here) or {*each[1][len(here) :][:1]} <= {*valid}]
     named = [each for each in every if each[1][-1] == key]
-    if not named and not item["ctx"]["nearest"]:
-        close = difflib.get_close_matches(key, {path[-1] for _, path, _ in every}, n=1, cutoff=0.75)
-        named = [each for each in every if each[1][-1] in close]
     near = [each for each in named if each[0] == named[0][0]]
     if not 1 <= len(near) <= 3:  # `kind` is a key of many sections, none of which is meant more than the others
         return str(item["msg"])
@@ -179,12 +160,10 @@ def _reason(item: Any) -> str:
             return "the key 'kind' is missing"
         case "union_tag_invalid":
             tag, tags = context["tag"], _choices(context["expected_tags"])
-            close = "" if isinstance(given.get("kind"), list) else nearest(tag, tags)
-            return f"kind: no such kind '{tag}'{close}; expected one of: {', '.join(tags)}"
+            return f"kind: no such kind '{tag}'{nearest(tag, tags)}; expected one of: {', '.join(tags)}"
         case "literal_error":
             choices = _choices(context["expected"])
-            close = "" if isinstance(given, list) else nearest(str(given), choices)
-            return f"{got}{close}; expected one of: {', '.join(choices)}"
+            return f"{got}{nearest(str(given), choices)}; expected one of: {', '.join(choices)}"
         case "string_pattern_mismatch":
             pattern = context["pattern"]
             return f"{got}; expected {NAME_IN_WORDS if pattern == NAME else f'to match {pattern}'}"

@@ -18,8 +18,6 @@ from dlscale.core.errors import UserError
 
 #: Name in the environment: whole addresses by hidden ones, as JSON.
 VARIABLE = "DLSCALE_URLS"
-#: Bytes of all of them: Linux takes 131,072 in one variable.
-MOST = 100_000
 #: Keys of a query that change while the file stays the same: logins, and signatures of presigned addresses.
 _LOGINS = re.compile(
     r"x-(amz|goog|ms)-.*|.*(token|secret|signature|passw(or)?d|credential).*|sig|pw|pwd|pass|auth|authorization|expires|"
@@ -106,14 +104,8 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
 def publish(secrets: Mapping[str, str]) -> None:
     """Put whole addresses into the environment, for the stages of this process."""
     os.environ.pop(VARIABLE, None)
-    text = json.dumps(secrets)
-    if len(text.encode()) > MOST:
-        raise UserError(
-            f"configuration: datasets: {len(secrets)} addresses with logins or queries have {len(text):,} characters; "
-            f"expected at most {MOST:,}; put logins into ~/.netrc, or fetch the files before"
-        )
     if secrets:
-        os.environ[VARIABLE] = text
+        os.environ[VARIABLE] = json.dumps(secrets)
 
 
 def whole(url: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlscale.core.figures import literal_text, save_png
+from dlscale.core.figures import save_png
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
@@ -40,9 +40,8 @@ def main(args: argparse.Namespace) -> None:
     panels = list(preview(manifest))[:10]
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
-    with literal_text():
-        sizes = {"axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
-        matplotlib.rcParams.update(sizes)
+    sizes = {"axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
+    with matplotlib.rc_context({**sizes, "text.parse_math": False}):  # a `$` is a `$`; tick labels arise while saving
         figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
         grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
         for number, panel in enumerate(panels):

@@ -31,9 +31,6 @@ PASSED_ON = (
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-#: Exit statuses of the engine itself: it failed; the command cannot be run; there is no such command.
-NOT_STARTED = (125, 126, 127)
-
 #: Seconds between asking a stage to end and killing it.
 GRACE = 30
 
@@ -74,7 +71,7 @@ def main(command: list[str]) -> int:
     )
     try:
         status = client.wait()
-        if status in NOT_STARTED:
+        if status in (125, 126, 127):  # the engine's own: it failed; the command cannot be run; there is none
             remedy = "is the image here, and are GPUs set up for containers (site.gpu: false leaves them out)?"
             print(f"{engine} did not start the container (status {status}); {remedy}", file=sys.stderr)
         if status < 0:  # the client was killed; the container goes on
@@ -88,12 +85,10 @@ def main(command: list[str]) -> int:
             with contextlib.suppress(OSError):
                 client.stdin.close()
         end = time.monotonic() + GRACE
-        while True:  # The engine refuses while --rm is at it, and may be ended half-way.
-            ask("rm", "--force", called)
-            left = ask("ps", "--all", "--quiet", "--filter", f"name=^{called}$").stdout
-            if not left.strip() or time.monotonic() > end:
-                break
+        ask("rm", "--force", called)  # it refuses while --rm is at it, and may be ended half-way
+        while ask("ps", "--all", "--quiet", "--filter", f"name=^{called}$").stdout.strip() and time.monotonic() < end:
             time.sleep(0.25)
+            ask("rm", "--force", called)
 
 
 def hold_on() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -85,8 +84,3 @@ def _run(words: list[str]) -> None:
         raise UserError(f"{words[0]}: no such command here; install it, or set site.engine to one that is") from None
     if status:
         raise UserError(f"{' '.join(words[:2])} failed with status {status}; the log has what it said")
-
-
-def shown(identity: str) -> str:
-    """Return an image's identity, short."""
-    return re.sub(r"^sha256:", "", identity)[:12]

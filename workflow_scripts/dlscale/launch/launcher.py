@@ -46,7 +46,9 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
 
     `site` is resolved; a stage that needs no device has no geometry.
     """
-    ordered = _in_gpu_order(site, geometry)
+    # On whole nodes local rank i takes the i-th GPU of the site's order; of a part only the scheduler knows the GPUs.
+    whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
+    ordered = whole and bool(site.gpu)
     site = _told(site, geometry, ordered)
     container = _contain(site, place, gpu=geometry is not None)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
@@ -110,20 +112,9 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
         slurm.check(site.scheduler, geometry, where)
 
 
-def _in_gpu_order(site: Site, geometry: Geometry | None) -> bool:
-    """Whether local rank i takes the i-th GPU of the site's order: on whole nodes, by CUDA_VISIBLE_DEVICES.
-
-    Of a part of a node, only the scheduler knows the GPUs.
-    """
-    if geometry is None or geometry.world_size == 1 or not (site.gpu and site.gpu_order):
-        return False
-    return geometry.gpus_per_node == len(site.gpu_order)
-
-
 def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
     """Return the words that put a process into a container, or give a bare one the site's environment."""
-    gpu = gpu and bool(site.gpu)
-    image = site.image or ""
+    gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":
         return ["env", *(f"{name}={value}" for name, value in site.environment.items())] if site.environment else []
     environment = {
@@ -197,18 +188,14 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
     if site.engine == "auto":
         troubles = {engine: _trouble(engine, site.image, folder) for engine in ENGINES} if site.image else {}
         engine = chosen["engine"] = next((name for name, trouble in troubles.items() if trouble is None), "none")
-        broken = ", ".join(
-            f"{name} ({trouble})" for name, trouble in troubles.items() if trouble not in (None, "absent")
-        )
-        none = (
-            f"no engine is installed{f' but {broken}' if broken else ''}" if site.image else "site.image names no image"
-        )
-        why = none if engine == "none" else "it is here"
+        why = "it is here"
+        if engine == "none":
+            broken = [f"{name} ({trouble})" for name, trouble in troubles.items() if trouble != "absent"]
+            none = f"no engine is installed{' but ' * bool(broken)}{', '.join(broken)}"
+            why = none if site.image else "site.image names no image"
         reasons.append(f"engine: {engine}, since {why}")
     if site.starter == "auto":
         chosen["starter"] = "srun" if site.scheduler else "torchrun"
-        if site.scheduler:
-            reasons.append("starter: srun, since there is a scheduler")
     if site.gpu is None:
         chosen["gpu"] = site.scheduler.gpu_nodes.gpus > 0 if site.scheduler else Path("/dev/nvidiactl").exists()
     return site.model_copy(update=chosen), reasons

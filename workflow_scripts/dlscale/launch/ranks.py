@@ -23,11 +23,7 @@ from types import FrameType
 
 from dlscale.core import machine
 from dlscale.core.process import MEET, ranks
-
-#: Seconds between asking the other processes to end and ending them.
-GRACE = 30
-
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from dlscale.launch.contain import FORWARDED, GRACE
 
 
 def main(words: Sequence[str]) -> int:

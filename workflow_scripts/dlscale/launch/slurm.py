@@ -164,11 +164,10 @@ def left_running(folder: str) -> list[str] | None:
 
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
     """Wait until no job of an earlier workflow in `folder` is queued: a killed controller's jobs go on and finish."""
-    said: int | None = 0
-    while (jobs := left_running(folder)) is None or jobs:
-        number = None if jobs is None else len(jobs)
-        if number != said:
+    said: list[str] | None = []
+    while (jobs := left_running(folder)) != []:
+        if jobs != said:
             earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; `scancel` those that are not wanted"
             print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
-            said = number
+            said = jobs
         time.sleep(seconds)

@@ -110,7 +110,7 @@ def probe_image(site: Site) -> Finding:
         return failed(f"{site.image}: {site.engine} does not have it")
     if site.engine == "podman-hpc" and not images.migrated(site.image):
         return failed(f"{site.image}: not migrated, so compute nodes do not see it")
-    return Finding("image", "ok", f"{site.image} ({images.shown(identity)})")
+    return Finding("image", "ok", f"{site.image} ({identity.removeprefix('sha256:')[:12]})")
 
 
 def probe_python(

@@ -24,8 +24,7 @@ import torch
 from dlscale.config.run import Run, load_run
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
-from dlscale.core.figures import literal_text, save_png
-from dlscale.core.files import whole, write_text
+from dlscale.core.files import save_png, whole, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.process import Image, go_on, only_writer
 from dlscale.core.progress import Progress
@@ -119,10 +118,12 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
             each.add(record)
 
     history = fit(trainer, on_epoch, on_begin, logs.add_steps)
+    import matplotlib
+
     with ranges.part("writing", ranges.BETWEEN):
         prediction, (x, y) = shown.predict(), (shown.x, shown.y)
         assert prediction is not None
-        with literal_text():
+        with matplotlib.rc_context({"text.parse_math": False}):  # a `$` is a `$`; labels of ticks arise while saving
             figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
             save_png(figure, out / "prediction.png", dpi=100)
         logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
