@@ -19,10 +19,9 @@ from dlscale.config import resolve as config
 from dlscale.config.run import DDP, Geometry, RunCore, load_run
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
-from dlscale.parallel.batchnorm import OnCPU, OnGPU, synchronised
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.strategy import Copied, Replicated
+from dlscale.parallel.strategy import Copied, OnCPU, OnGPU, Replicated, synchronised
 from dlscale.parallel.world import World
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import Checkpoints

@@ -20,7 +20,7 @@ class LinkLevel(Record):
     """Links of one kind between devices: a message of n bytes takes alpha + n beta seconds (Hockney 1994)."""
 
     name: Literal["node", "switch", "network"]  #: Level that both ends have in common.
-    size: int  #: Units joined: devices of a node, nodes below a switch, nodes or switches in all.
+    size: int  #: Units joined: devices of a node, nodes in all.
     links: int  #: Couples of processes that measured.
     alpha: Measured  #: Median latency, s: half of a small message's round trip.
     beta: Measured  #: Median seconds a byte, one way, while others of the level talk, too.
@@ -42,7 +42,6 @@ class Links(Record):
     seconds: float  #: Duration of the test.
     levels: list[LinkLevel]  #: The nearest first.
     all_reduce: list[AllReduce]  #: A small sum, and one of gradients' size.
-    slow: list[str] = []  #: Processes much slower than others of their level, in words.
 
     def line(self) -> str:
         """Return the levels in a line."""
@@ -54,7 +53,7 @@ class Links(Record):
         found += [
             f"all_reduce of {size(sum_.bytes, ' ')}: {number(1e3 * sum_.seconds)} ms" for sum_ in self.all_reduce[-1:]
         ]
-        return "; ".join([*found, *self.slow])
+        return "; ".join(found)
 
 
 class MemoryUse(Record):

@@ -13,9 +13,12 @@ import logging
 import math
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -32,14 +35,14 @@ from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import describe_device
+from dlscale.parallel.world import World
 from dlscale.studies import figures
 from dlscale.train import provenance
 from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.interruption import Interruption
 from dlscale.train.logs import RunLogs, Wandb
-from dlscale.train.loop import Batch, Hook
+from dlscale.train.loop import Batch, Hook, Request
 from dlscale.train.memory import total
 from dlscale.train.trainer import Trainer, training
 from dlscale.train.weights import weights_digest
@@ -59,6 +62,17 @@ NOT_FINGERPRINTED: Any = {
     "loader": True,
 }
 
+
+#: Request of each signal. A warning may come long before the limit: training goes on.
+REQUESTS = {
+    signal.SIGUSR1: Request.SAVE,
+    signal.SIGUSR2: Request.SAVE,
+    signal.SIGTERM: Request.END,
+    signal.SIGINT: Request.END,
+}
+
+#: Greatest number of steps between two agreements: steps may become slow all at once.
+MAX_STEPS = 16
 
 #: Settings of `parallel` that change weights.
 LEARNT = ("sync_batchnorm", "compression", "param_dtype", "reduce_dtype")
@@ -205,6 +219,54 @@ def fit(
     for line in trainer.outcome():
         logging.info(line)
     return history
+
+
+class Interruption:
+    """A context in which signals are requests, on which all ranks agree.
+
+    A signal may reach them at different steps, and all must save at the same one: they exchange their requests about
+    every `seconds`, on the host.
+    """
+
+    def __init__(self, world: World, seconds: float = 1.0) -> None:
+        self._world, self._seconds = world, seconds
+        self._received = Request.NONE
+        self._interval = self._left = 1
+        self._agreed = 0.0
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._receive) for number in REQUESTS}
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        request = REQUESTS[signal.Signals(number)]
+        if number == signal.SIGINT:  # a second Ctrl-C ends the process without saving
+            signal.signal(number, signal.default_int_handler)
+        self._received = max(self._received, request)
+
+    def poll(self) -> Request:
+        """Return the most urgent request of any rank, once. Every rank calls it before each batch."""
+        if self._world.size == 1:
+            request, self._received = self._received, Request.NONE
+            return request
+        self._left -= 1
+        if self._left > 0:
+            return Request.NONE
+        now = time.monotonic()
+        urgency, elapsed = self._world.max(self._received, now - self._agreed)
+        # All ranks compute the same next interval, from the slowest rank's time.
+        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first says nothing of steps
+        self._interval = self._left = min(max(1, int(self._interval * min(ratio, 4.0))), MAX_STEPS)
+        self._agreed = time.monotonic()
+        if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next time
+            self._received = Request.NONE
+        return Request(int(urgency))
 
 
 class _Latest:
