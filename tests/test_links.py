@@ -86,15 +86,14 @@ def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Wr
 
 def test_who_is_at_fault() -> None:
     sends = [[wrong("all_gather", 2)], [wrong("all_gather", 2)], [], [wrong("all_gather", 2)]]
-    assert at_fault(sends) == ([2], "{} at an end of 3 of 3 wrong messages")
-    gets = [[], [], [wrong("all_gather", 0, 1, 3)], []]
-    assert at_fault(gets) == ([2], "{} at an end of 3 of 3 wrong messages")
-    assert at_fault([[], [wrong("broadcast", 0)]])[0] == [0, 1], "of two nobody knows which"
+    assert at_fault(sends) == [2], "who sends"
+    assert at_fault([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "who gets"
+    assert at_fault([[], [wrong("broadcast", 0)]]) == [0, 1], "of two nobody knows which"
     sums = wrong("all_reduce")
-    assert at_fault([[], [sums], [], []]) == ([1], "the sums that {} got are wrong, those of the others right")
-    assert at_fault([[sums], [sums], [sums], [sums]])[0] == [0, 1, 2, 3], "of a sum nobody knows whose part it was"
+    assert at_fault([[], [sums], [], []]) == [1], "the others' sums are right"
+    assert at_fault([[sums], [sums], [sums], [sums]]) == [0, 1, 2, 3], "of a sum nobody knows whose part it was"
     dp, tp = wrong("all_reduce", ranks=(1, 3)), wrong("all_reduce", ranks=(2, 3))
-    assert at_fault([[], [dp], [tp], [dp, tp]])[0] == [3], "in two groups"
+    assert at_fault([[], [dp], [tp], [dp, tp]]) == [3], "in two groups"
 
 
 # ---- processes -------------------------------------------------------------------------------------
@@ -156,12 +155,12 @@ class Case:
 
 CASES = {
     "right, of two": Case(2),
-    "gathers, of two": Case(2, 1, "all_gather", gathers_wrong, said="process 1 on nid0 at an end of 2 of 2 wrong"),
+    "gathers, of two": Case(2, 1, "all_gather", gathers_wrong, said=": process 1 on nid0 took part in most"),
     "right": Case(4, per_node=1),
-    "gathers": Case(4, 1, "all_gather", gathers_wrong, said="process 1 on nid0 at an end of 4 of 4 wrong messages"),
-    "adds": Case(4, 2, "all_reduce", adds_wrong, said="sums are wrong with process 0 on nid0, process 1 on nid0, "),
+    "gathers": Case(4, 1, "all_gather", gathers_wrong, said=": process 1 on nid0 took part in most"),
+    "adds": Case(4, 2, "all_reduce", adds_wrong, said=": process 0 on nid0, process 1 on nid0, "),
     "adds in groups": Case(
-        *(4, 3, "all_reduce", adds_wrong_in_groups, 4, {"tp": 2}), said="sums are wrong with process 3 on nid0."
+        *(4, 3, "all_reduce", adds_wrong_in_groups, 4, {"tp": 2}), said=": process 3 on nid0 took part in most"
     ),
 }
 
@@ -223,10 +222,8 @@ def test_two_processes_that_are_right(tested: Tested) -> None:
     (level,) = found.levels
     assert (level.name, level.size, level.links) == ("node", 2, 1)
     assert 1e-7 < level.alpha < 0.1 and 1e-12 < level.beta < 1e-6
-    small, large = found.all_reduce
-    assert (small.bytes, large.bytes) == (8, 2**22) and 0 < small.seconds < large.seconds
     assert found.seconds <= one["seconds"]
-    assert one["text"].startswith("node: ") and " µs, " in one["text"] and "all_reduce of 4.19 MB: " in one["text"]
+    assert one["text"].startswith("node: ") and " µs, " in one["text"]
 
 
 @pytest.mark.parallel
@@ -321,7 +318,7 @@ def test_a_training_with_a_wrong_process_ends_before_it_begins(tmp_path: Path, e
     ended = train_faulty(folder, era5_data, "adds", 2)
     assert [status for status, _ in ended] == [LOST, LOST], ended
     for _, said in ended:
-        assert said.count("\n") == 1 and "process 1 on" in said and "at an end of" in said, said
+        assert said.count("\n") == 1 and "process 1 on" in said and "took part in most" in said, said
     logs = "".join(path.read_text() for path in folder.glob("*.log"))
     assert "Traceback" not in logs and not (folder / "metrics.jsonl").exists()
 

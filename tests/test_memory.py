@@ -294,10 +294,6 @@ def test_other_texts_are_not(error: Exception) -> None:
     assert not around.is_exhaustion(error)
 
 
-class Wrapped(Exception):
-    """As a compiler's own error, which has neither the type nor the text of what it was raised from."""
-
-
 def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosmo_data: Path) -> None:
     """As the system's killer ends one: it was called a defect of dlscale."""
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 1}, samples={"train": 400})

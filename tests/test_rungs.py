@@ -445,10 +445,10 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(attention, "_seconds", pretended)
     with caplog.at_level(logging.INFO):
-        context = attention_context("auto", SHAPE, 0.0, torch.bfloat16, CPU)
+        context = attention_context("auto", SHAPE, torch.bfloat16, CPU)
     assert context.args == ("math",)  # type: ignore[attr-defined]
     assert "attention math" in caplog.text
-    context = attention_context("auto", SHAPE, 0.0, torch.bfloat16, CPU, agreed=lambda mine: "flash")
+    context = attention_context("auto", SHAPE, torch.bfloat16, CPU, agreed=lambda mine: "flash")
     assert context.args == ("flash",), "all ranks compute alike"  # type: ignore[attr-defined]
     assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
 
@@ -464,11 +464,11 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
         log.append("flash")
     assert log == ["FA3", "tried", "restored", "flash"]
     with pytest.raises(UserError, match=r"attention: fa3 cannot compute .* or one of: flash, math"):
-        attention_context("fa3", SHAPE, 0.0, torch.bfloat16, CPU)
+        attention_context("fa3", SHAPE, torch.bfloat16, CPU)
     log.clear()
     monkeypatch.setattr(attention, "_seconds", lambda name, *rest: 1.0 if name == "fa3" else 2.0)
     for kind in ("fa3", "auto"):
-        context: Any = attention_context(kind, SHAPE, 0.0, torch.bfloat16, CPU)
+        context: Any = attention_context(kind, SHAPE, torch.bfloat16, CPU)
         assert context.args == ("fa3",)
     assert log == ["FA3", "FA3"]
 
@@ -556,12 +556,8 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(cpp_builder, "get_cpp_compiler", none)
-        with pytest.raises(UserError, match=r"compile.mode default: .* no C\+\+ compiler; install g\+\+"):
+        with pytest.raises(UserError, match=r"compile.mode default: .* no C\+\+ compiler, or no .* install g\+\+"):
             make_step("era5_vit", compile=COMPILE)
-    need_compiler()
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
-    with pytest.raises(UserError, match=r"no Python headers \(/nowhere/Python.h\); install them"):
-        make_step("era5_vit", compile=COMPILE)
 
 
 # --- CUDA graphs ------------------------------------------------------------------------------------------------

@@ -47,6 +47,12 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if matches(name)}
 
 
+def cut_layers(model: nn.Module, sharding: Sharding) -> list[tuple[str, nn.Module, int]]:
+    """Return the layers that tensor-parallel devices cut, with names, and the dimension in which they cut weights."""
+    columns = [(name, module, 0) for name, module in named(model, sharding.columns).items()]
+    return columns + [(name, module, 1) for name, module in named(model, sharding.rows).items()]
+
+
 def tied(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
@@ -108,10 +114,8 @@ class ModelParallel:
 
     def _cut(self, model: nn.Module) -> None:
         assert self._tp is not None
-        layers = [(module, name, 0) for name, module in named(model, self._sharding.columns).items()]
-        layers += [(module, name, 1) for name, module in named(model, self._sharding.rows).items()]
         shared = {name: names for names in tied(model) for name in names}
-        for layer, layer_name, dim in layers:
+        for layer_name, layer, dim in cut_layers(model, self._sharding):
             for name, p in layer.named_parameters(recurse=False):
                 if p.dim() > dim:  # the bias of rows is added once, to the sum
                     if names := shared.get(f"{layer_name}.{name}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from dlscale.core.record import Measured, Record
-from dlscale.core.text import number, size
+from dlscale.core.text import number
 
 
 class Device(Record):
@@ -26,13 +26,6 @@ class LinkLevel(Record):
     beta: Measured  #: Median seconds a byte, one way, while others of the level talk, too.
 
 
-class AllReduce(Record):
-    """A sum of so many bytes over all processes."""
-
-    bytes: int
-    seconds: float  #: Median of the slowest process.
-
-
 class Links(Record):
     """Measurements of the self-test of a run's processes."""
 
@@ -41,19 +34,14 @@ class Links(Record):
     nodes: int
     seconds: float  #: Duration of the test.
     levels: list[LinkLevel]  #: The nearest first.
-    all_reduce: list[AllReduce]  #: A small sum, and one of gradients' size.
 
     def line(self) -> str:
         """Return the levels in a line."""
-        found = [
+        return "; ".join(
             f"{level.name}: {number(1e6 * level.alpha)} µs"
             + (f", {number(1e-9 / level.beta)} GB/s" if level.beta else "")
             for level in self.levels
-        ]
-        found += [
-            f"all_reduce of {size(sum_.bytes, ' ')}: {number(1e3 * sum_.seconds)} ms" for sum_ in self.all_reduce[-1:]
-        ]
-        return "; ".join(found)
+        )
 
 
 class MemoryUse(Record):

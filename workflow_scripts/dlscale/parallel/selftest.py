@@ -23,14 +23,12 @@ import torch.distributed as dist
 
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
-from dlscale.parallel.records import AllReduce, LinkLevel, Links
+from dlscale.parallel.records import LinkLevel, Links
 from dlscale.parallel.world import AXES, World, synchronize
 
 #: Numbers of a collective operation: few, and many (4 MiB), for which libraries use other algorithms.
 FEW, MANY = 5, 2**20
 
-#: Bytes of the sums that are timed: a number, and gradients (a bucket of PyTorch's; less on a CPU).
-SUMS = {"cpu": (8, 2**22), "cuda": (8, 25 * 2**20)}
 
 #: Number of processes of a node, or nodes, up to which each measures with each other; of more, at distances 1, 2, 4, …
 ALL = 8
@@ -104,7 +102,6 @@ def _tested(world: World, hosts: list[str]) -> Links:
         processes=world.size,
         nodes=len({*hosts}),
         levels=levels(links, hosts),
-        all_reduce=[summed_in(world, count) for count in SUMS[world.device.type]],
         seconds=time.perf_counter() - start,
     )
     if world.main:
@@ -189,35 +186,28 @@ def collected(world: World, group: Group) -> list[Wrong]:
 def verdict(hosts: Sequence[str], reports: Sequence[Sequence[Wrong]]) -> str:
     """Return who sends or gets wrong values, from what each rank saw."""
     seen, first = next((rank, report[0]) for rank, report in enumerate(reports) if report)
-    culprits, words = at_fault(reports)
+    culprits = at_fault(reports)
     bad = sorted({hosts[rank] for rank in culprits})
     return (
-        f"the self-test of collective operations got wrong values: {words.format(named(culprits, hosts))}. First "
-        f"seen: {first.what}, where {first.example}, by {named([seen], hosts)}. Memory, device or network is at "
-        f"fault: leave {', '.join(bad)} out (under Slurm: --exclude={','.join(bad)}) and start again. `parallel: "
+        f"the self-test of collective operations got wrong values: {named(culprits, hosts)} took part in "
+        f"most. First seen: {first.what}, where {first.example}, by {named([seen], hosts)}. Memory, device or network "
+        f"is at fault: leave {', '.join(bad)} out (under Slurm: --exclude={','.join(bad)}) and start again. `parallel: "
         "{selftest: false}` would leave the test out, and compute with wrong values"
     )
 
 
-def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
-    """Return the ranks most often at the ends of wrong messages, or in groups whose sums are wrong, and why."""
+def at_fault(reports: Sequence[Sequence[Wrong]]) -> list[int]:
+    """Return the ranks most often at the ends of wrong messages, or else in wrong sums.
+
+    Who got a wrong sum counts twice in it: others that add the same numbers may have got the right one.
+    """
     every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
-    if messages := {(sender, rank) for rank, wrong in every for sender in wrong.senders}:
-        most, count = _most(rank for message in messages for rank in {*message})
-        return most, f"{{}} at an end of {count} of {len(messages)} wrong messages"
-    saw: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, wrong in every:
-        saw.setdefault((wrong.what, wrong.ranks), []).append(rank)
-    if few := [own for (_, ranks), own in saw.items() if 2 * len(own) <= len(ranks)]:
-        return few[0], "the sums that {} got are wrong, those of the others right"
-    most, _ = _most(rank for ranks in {ranks for _, ranks in saw} for rank in ranks)
-    return most, "sums are wrong with {}" + " together, one of which adds wrong numbers" * (len(most) > 1)
-
-
-def _most(ranks: Iterable[int]) -> tuple[list[int], int]:
-    counts = Counter(ranks)
-    greatest = max(counts.values())
-    return sorted(rank for rank, count in counts.items() if count == greatest), greatest
+    messages = {(sender, rank) for rank, wrong in every for sender in wrong.senders}
+    sums = {(rank, *wrong.ranks) for rank, wrong in every}
+    counts = Counter[int]()
+    for ranks in messages or sums:
+        counts.update(ranks)
+    return sorted(rank for rank, count in counts.items() if count == max(counts.values()))
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -297,19 +287,6 @@ def _measure(world: World, peer: int) -> Link:
     # On a busy host small messages wait for who is to wake up: the least of them is what a large one has, too.
     beta = max(large - min(small), 1e-3 * large) / LARGE[device.type]
     return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(small), beta)
-
-
-def summed_in(world: World, bytes_: int) -> AllReduce:
-    """Time the sum of so many bytes over all processes."""
-    ranges.advance(ranges.REHEARSAL)
-    values, times = torch.zeros(bytes_ // 4, device=world.device), list[float]()
-    for _ in range(1 + SAMPLES):  # the first makes buffers
-        synchronize(world.device)
-        start = time.perf_counter()
-        dist.all_reduce(values)
-        synchronize(world.device)
-        times.append(time.perf_counter() - start)
-    return AllReduce(bytes=bytes_, seconds=world.max(statistics.median(times[1:]))[0])
 
 
 def levels(links: Iterable[Link], hosts: Sequence[str]) -> list[LinkLevel]:

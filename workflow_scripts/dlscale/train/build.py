@@ -124,8 +124,8 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
         return nullcontext
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads // run.geometry.tp, tokens, width)
-    dtype, drop = compute_dtype(run.precision), 0.0
-    return attention_context(run.attention, shape, drop, dtype, world.device, lambda kind: world.gather(kind)[0])
+    dtype = compute_dtype(run.precision)
+    return attention_context(run.attention, shape, dtype, world.device, lambda kind: world.gather(kind)[0])
 
 
 def _each(loss: SampleLoss, study: str) -> SampleLoss:

@@ -316,12 +316,13 @@ def check_compiler(mode: str) -> None:
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    what = f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no"
-    todo = "or set compile: {mode: none}"
     try:
         get_cpp_compiler()
+        usable = Path(sysconfig.get_path("include"), "Python.h").exists()
     except exc.InvalidCxxCompiler:
-        raise UserError(f"{what} C++ compiler; install g++, or name another in CXX, {todo}") from None
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").exists():
-        raise UserError(f"{what} Python headers ({headers}/Python.h); install them (python3-dev), {todo}")
+        usable = False
+    if not usable:
+        raise UserError(
+            f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no C++ compiler, or no "
+            "Python headers; install g++ (or name another in CXX) and python3-dev, or set compile: {mode: none}"
+        )
