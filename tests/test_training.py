@@ -939,30 +939,6 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     assert found["steps_per_second"] == {80: 40.0, 160: 40.0}
 
 
-def test_steps_are_logged_and_go_on_after_a_resume(tmp_path: Path) -> None:
-    """What an earlier try logged beyond the checkpoint is made again, and stands there once."""
-    common: dict[str, Any] = {"learning_rate": 0.1, "samples_per_second": 9.0, "epoch_seconds": 2.0, "wall_time": 99.0}
-    record = Epoch(epoch=1, step=10, samples=99, train_loss=3.0, valid_loss=2.0, **common)
-    logs = RunLogs(tmp_path, [])
-    logs.add_steps(5, {"loss": 4.0, "samples/s": 100.0})
-    logs.add(record, ("t", np.zeros((4, 4, 3), np.uint8)))
-    for step in (15, 18):
-        logs.add_steps(step, {"loss": 3.5, "samples/s": 110.0})
-    last = sorted((tmp_path / "tensorboard").iterdir())[-1]
-    with last.open("ab") as file:
-        file.write(last.read_bytes()[:20])  # half a record
-    RunLogs(tmp_path, [record], step=15).add_steps(17, {"loss": 3.25, "samples/s": 90.0})
-    found = scalars(tmp_path)
-    assert found["steps/loss"] == {5: 4.0, 15: 3.5, 17: 3.25}
-    assert found["steps/samples_per_second"] == {5: 100.0, 15: 110.0, 17: 90.0}
-    assert [image.step for image in events(tmp_path).Images("Visualization, t")] == [10]
-    shutil.rmtree(tmp_path / "tensorboard")
-    RunLogs(tmp_path, [record], step=15)
-    assert scalars(tmp_path)["loss/train"] == {10: 3.0}, "what is lost is written again, as far as it is known"
-    RunLogs(tmp_path, [])
-    assert not scalars(tmp_path)
-
-
 def test_the_figure_is_a_picture(finished: Path) -> None:
     picture = matplotlib.image.imread(finished / "prediction.png")
     assert min(picture.shape[:2]) > 150

@@ -167,7 +167,6 @@ class ModelParallel:
         return _gathered(y_BNE, self._both, TOKENS, Replicate())[:, : self._sharding.tokens]
 
     def _gather(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of the tensor-parallel devices."""
         assert self._tp is not None
         kind = x_BNE.device.type
         if torch.is_autocast_enabled(kind):  # what follows would compute in 16 bits: half as much is sent

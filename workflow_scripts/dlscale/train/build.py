@@ -119,7 +119,6 @@ def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
 
 
 def _attention(model: Any, run: RunCore, world: World) -> Context:
-    """Return the context of the model's attention, if it has any."""
     if run.attention == "default":
         return nullcontext
     heads, tokens, width = model.attention_shape

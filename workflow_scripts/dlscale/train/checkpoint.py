@@ -52,16 +52,6 @@ logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
 
 
-class Places(Record):
-    """Devices of a training; random numbers go on where they are the same."""
-
-    ranks: int = 1
-    tp: int = 1
-    cp: int = 1
-    order: str = ""
-    device: str = ""
-
-
 class CheckpointRecord(Record):
     """`checkpoint.json`: the progress of a training."""
 
@@ -73,7 +63,7 @@ class CheckpointRecord(Record):
     #: Settings that decide times and no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: scores before the first step, in the first epoch
-    places: Places = Places()
+    places: dict[str, Any] = {}  #: devices of the training; random numbers go on where they are the same
     scaler: dict[str, float] = {}  #: state of the loss scaler
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file

@@ -167,7 +167,6 @@ def whole(pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Ten
 
 
 def _convert(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
-    """Convert a model in place; `keep_norms` leaves normalisation layers in float32."""
     for module in model.modules():
         if keep_norms and isinstance(module, nn.LayerNorm | nn.GroupNorm | _BatchNorm):
             module.register_forward_pre_hook(lambda module, inputs: tuple(x.float() for x in inputs))

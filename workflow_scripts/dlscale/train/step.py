@@ -323,6 +323,6 @@ def check_compiler(mode: str) -> None:
         usable = False
     if not usable:
         raise UserError(
-            f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no C++ compiler, or no "
-            "Python headers; install g++ (or name another in CXX) and python3-dev, or set compile: {mode: none}"
+            f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no C++ compiler, or "
+            "no Python headers; install g++ (or name another in CXX) and python3-dev, or set compile: {mode: none}"
         )

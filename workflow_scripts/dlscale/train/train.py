@@ -16,7 +16,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -121,9 +121,6 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
     tracked = [Wandb(out, settings, trainer.history) for name in run.training.trackers if name == "wandb"]
     shown = _Shown(session, trainer.epochs)
 
-    def on_begin(untrained: Untrained) -> None:
-        logs.begin(untrained, time.time())
-
     def on_epoch(record: Epoch) -> None:
         session.manifest.check_files()  # HDF5 reads what was cut off as zeros
         prediction = shown.predict() if shown.drawn(record) else None
@@ -132,7 +129,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         for each in tracked:
             each.add(record)
 
-    history = fit(trainer, on_epoch, on_begin, logs.add_steps)
+    history = fit(trainer, on_epoch, lambda untrained: logs.begin(untrained, time.time()))
     with ranges.part("writing", ranges.BETWEEN):
         prediction, (x, y) = shown.predict(), (shown.x, shown.y)
         assert prediction is not None
@@ -187,16 +184,12 @@ def fit(
     trainer: Trainer,
     on_epoch: Callable[[Epoch], object] = lambda record: None,
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
-    on_steps: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
 ) -> list[Epoch]:
-    """Train to the last epoch with progress and signals; return the records of all epochs.
-
-    `on_steps` gets every ten seconds the step, its loss, the samples/s of all since, and the seconds left.
-    """
+    """Train to the last epoch with progress and signals; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # the first with a naive answer, or else the first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer than a batch
-    latest = _Latest(samples, trainer.total_steps, on_steps)
+    latest = _Latest(samples)
 
     def tell(record: Epoch) -> None:
         shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
@@ -272,27 +265,21 @@ class Interruption:
 class _Latest:
     """The last step's loss on this rank, and the samples/s of all since the last call of `values`."""
 
-    def __init__(self, samples: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
-        self._samples, self._total, self._tell = samples, steps, tell  # of a step, of all
-        self._step, self._loss = 0, torch.tensor(math.nan)
-        self._before = time.perf_counter(), 0
-        self._steps = 0  # of this process
+    def __init__(self, samples: int) -> None:
+        self._samples, self._loss = samples, torch.tensor(math.nan)  # of a step
+        self._steps, self._before = 0, (time.perf_counter(), 0)  # steps of this process
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
-        self._step, self._loss = number + 1, loss
+        self._loss = loss
         self._steps += 1
 
     def values(self) -> dict[str, float]:
-        """Return both by name, and tell them with the seconds left; this waits for the device."""
+        """Return both by name; this waits for the device."""
         loss, now = float(self._loss), time.perf_counter()
         before, steps = self._before
         self._before = now, self._steps
         rate = (self._steps - steps) * self._samples / (now - before)
-        values = {"loss": loss, "samples/s": rate} if self._steps > steps else {}
-        if values:
-            left = (self._total - self._step) * self._samples / rate
-            self._tell(self._step, {**values, "seconds_left": left})
-        return values
+        return {"loss": loss, "samples/s": rate} if self._steps > steps else {}
 
 
 class _Shown:
