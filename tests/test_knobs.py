@@ -212,11 +212,6 @@ def test_it_ends_with_the_epoch_that_reaches_the_target(
     assert "reached after epoch 2" in caplog.text and len(records(folder)) == 5
 
 
-def test_a_target_of_no_metric_is_refused(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    era5(status=2, training={"target": {"metric": "rmse/t2", "value": 1}})
-    assert "training.target.metric: no metric is called 'rmse/t2' (did you mean 'rmse/t2m'?)" in said(capfd)
-
-
 def one(
     number: int, loss: float, seconds: float = 10.0, valid: float = 2.0, end: float = 0.0, **metrics: float
 ) -> Epoch:

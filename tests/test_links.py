@@ -258,14 +258,13 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message of n bytes takes alpha + n beta one way, whichever way it goes, and only that."""
     alpha, beta, now = 3e-5, 2e-10, 0.0
 
-    def message(tensor: torch.Tensor, peer: int) -> None:
+    def message(way: Any, tensor: torch.Tensor, peer: int) -> None:
         nonlocal now
         now += alpha + tensor.nbytes * beta if peer == 1 else 0.0
 
     clock = SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(selftest, "time", clock)
-    monkeypatch.setattr(selftest, "send", message)
-    monkeypatch.setattr(selftest, "receive", message)
+    monkeypatch.setattr(selftest, "exchange", message)
     link = selftest._measure(World(size=2), 1)
     assert link.ranks == (0, 1)
     assert link.alpha == pytest.approx(alpha + selftest.SMALL * beta) and link.beta == pytest.approx(beta, rel=1e-3)

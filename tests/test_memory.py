@@ -108,22 +108,6 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
     assert most == pytest.approx(found.peak - held, abs=64)
 
 
-def test_checkpointing_and_parts_keep_less() -> None:
-    plain, again, parts = (
-        predicted(VIT),
-        predicted(VIT, activation_checkpointing=True),
-        predicted(VIT, accumulation_steps=4),
-    )
-    assert (
-        (plain.parameters, plain.optimizer)
-        == (again.parameters, again.optimizer)
-        == (parts.parameters, parts.optimizer)
-    )
-    assert again.activations < 0.5 * plain.activations
-    assert again.peak and parts.peak and plain.peak
-    assert parts.peak < again.peak + plain.peak and parts.peak < 0.6 * plain.peak
-
-
 def test_several_ranks_hold_their_gradients() -> None:
     """DistributedDataParallel's buckets stay: they are there while activations are at their most."""
     one, two = predicted(UNET), predicted(UNET, ranks=2)

@@ -385,22 +385,6 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
 # --- order in memory, few channels ------------------------------------------------------------------------------
 
 
-@studies
-def test_channels_last_reaches_the_convolutions(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_step(study, memory_format="channels_last")
-    layout = torch.channels_last_3d if study == "cosmo_unet" else torch.channels_last
-    seen = []
-    for module in step.model.modules():
-        if isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose3d):
-            module.register_forward_pre_hook(lambda m, inputs: seen.append((inputs[0], m.weight)))
-    step(*batch(study, 6))
-    assert seen
-    for x, weight in seen:
-        assert x.is_contiguous(memory_format=layout)
-        assert weight.is_contiguous(memory_format=layout)
-        assert weight.grad.is_contiguous(memory_format=layout)
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> None:
     """32 channels in, 40 out, kernels of 2; each is arranged in one copy, and in 16 bits the input is rounded first."""

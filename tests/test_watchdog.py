@@ -59,7 +59,7 @@ if WHERE == "forward":
 elif WHERE == "writing":
     before(RunLogs, "add")
 elif WHERE == "checkpoint":
-    before(checkpoint, "_digest")
+    before(checkpoint, "sha256")
 else:
     epoch = TorchLoader.epoch
     def slow(self, *arguments):

@@ -237,17 +237,8 @@ def _couples(count: int) -> list[list[tuple[int, int]]]:
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
 
 
-def send(tensor: torch.Tensor, peer: int) -> None:
-    """Send a tensor; of a device, its stream waits for that, and not the host."""
-    _exchange(dist.isend, tensor, peer)
-
-
-def receive(tensor: torch.Tensor, peer: int) -> None:
-    """Receive a tensor in place, as `send` sends."""
-    _exchange(dist.irecv, tensor, peer)
-
-
-def _exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
+def exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
+    """Send or receive a tensor (`way`: isend or irecv); of a device, its stream waits for that, and not the host."""
     # As a batch: NCCL then uses the connections of all ranks, and warns of nothing.
     for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
         work.wait()
@@ -270,7 +261,7 @@ def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[L
 def _measure(world: World, peer: int) -> Link:
     """Measure the link to another rank; of the two, the lower one's times count."""
     device, trips = world.device, TRIPS[world.device.type]
-    ways = (send, receive) if world.rank < peer else (receive, send)
+    ways = (dist.isend, dist.irecv) if world.rank < peer else (dist.irecv, dist.isend)
 
     def one_way(bytes_: int) -> list[float]:
         message, times = torch.zeros(bytes_, dtype=torch.uint8, device=device), list[float]()
@@ -278,7 +269,7 @@ def _measure(world: World, peer: int) -> Link:
             synchronize(device)
             start = time.perf_counter()
             for way in ways * trips:
-                way(message, peer)
+                exchange(way, message, peer)
             synchronize(device)
             times.append((time.perf_counter() - start) / trips / 2)
         return times[1:]
