@@ -226,7 +226,7 @@ def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> tor
     `gradient` tells whether the gradients of the result are summands (`Partial`) or equal (`Replicate`).
     """
     if isinstance(mesh, PretendedAxes):
-        whole: torch.Tensor = _PretendToGather.apply(x, mesh.size(), dim, gradient.is_partial())
+        whole: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, True, gradient.is_partial())
         return whole
     parts = DTensor.from_local(x, mesh, [Shard(dim)] * mesh.ndim, run_check=False)
     replicated = parts.redistribute(placements=[Replicate()] * mesh.ndim)
@@ -236,40 +236,36 @@ def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> tor
 def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:
     """Return this device's part, along a dimension, of the sum over a mesh's devices."""
     if isinstance(mesh, PretendedAxes):
-        part: torch.Tensor = _PretendToScatter.apply(x, mesh.size(), dim)
+        part: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, False, True)
         return part
     summands = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     return summands.redistribute(placements=[Shard(dim)]).to_local()
 
 
-class _PretendToGather(torch.autograd.Function):
-    """Has the shapes and the memory of `_gathered`."""
+class _Pretend(torch.autograd.Function):
+    """Has the shapes and the memory of `_gathered`, or else of `_scattered`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
-        ctx.parts, ctx.dim, ctx.summed = parts, dim, summed
-        return torch.cat(x.new_empty((parts * len(x), *x.shape[1:])).chunk(parts), dim)
+    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, gather: bool, summed: bool) -> torch.Tensor:
+        ctx.parts, ctx.dim, ctx.gather, ctx.summed = parts, dim, gather, summed
+        return _whole_like(x, parts, dim) if gather else _part_like(x, parts, dim, True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pieces = gradients[0].chunk(ctx.parts, ctx.dim)
-        if ctx.summed:
-            torch.cat(pieces)
-        return torch.empty_like(pieces[0]), None, None, None
+        y, parts, dim = gradients[0], ctx.parts, ctx.dim
+        x = _part_like(y, parts, dim, ctx.summed) if ctx.gather else _whole_like(y, parts, dim)
+        return x, None, None, None, None
 
 
-class _PretendToScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-        ctx.parts, ctx.dim = parts, dim
-        pieces = x.chunk(parts, dim)
+def _whole_like(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+    return torch.cat(x.new_empty((parts * len(x), *x.shape[1:])).chunk(parts), dim)
+
+
+def _part_like(x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
+    pieces = x.chunk(parts, dim)
+    if summed:  # they are sent side by side
         torch.cat(pieces)
-        return torch.empty_like(pieces[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        y = gradients[0]
-        return torch.cat(y.new_empty((ctx.parts * len(y), *y.shape[1:])).chunk(ctx.parts), ctx.dim), None, None
+    return torch.empty_like(pieces[0])
 
 
 class _Rows(nn.Module):

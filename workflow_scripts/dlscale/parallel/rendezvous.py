@@ -35,7 +35,10 @@ TIMEOUT = dt.timedelta(minutes=30)
 def join(geometry: Geometry, device: str) -> Iterator[World]:
     """Join the other ranks of the run in this context; `device` is `cpu`, `cuda`, or `auto` (CUDA if it is there)."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch sees no CUDA device here; `dlscale doctor` looks for the reason")
+        raise UserError(
+            "--device cuda: PyTorch sees no CUDA device here; use a machine with a GPU, or --device cpu (site.gpu: "
+            "false in the workflow); `dlscale doctor` looks for the reason"
+        )
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if geometry.world_size == 1:
         yield World(device=torch.device(kind))
