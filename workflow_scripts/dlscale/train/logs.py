@@ -31,7 +31,7 @@ PICTURE = "Visualization, "
 class RunLogs:
     """The logs in a run's folder `out`, which begin with what there was until `step`.
 
-    Where TensorBoard's files are gone, the epochs are written again, without pictures and single steps.
+    Where TensorBoard's files are gone, the epochs are written again, without pictures.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
