@@ -7,9 +7,9 @@ from collections import Counter
 
 from torch import nn
 
-from dlscale.config.run import DDP, RunCore
+from dlscale.config.run import DDP, FSDP, RunCore
 from dlscale.parallel import exchanges
-from dlscale.parallel.model import named
+from dlscale.parallel.model import cut_layers, named
 from dlscale.parallel.sharding import Sharding
 
 
@@ -32,10 +32,17 @@ def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, wi
     if run.averages and run.geometry.dp * run.geometry.cp > 1:
         bytes_.update(_of_weights(run, model, sharding))
     if run.geometry.tp > 1:  # of weights that tensor-parallel devices have in common, in float32
-        cut, shard = exchanges._cut(model, sharding), exchanges._shard(run)
+        shard, layers = _shard(run), cut_layers(model, sharding)
+        cut = {f"{name}.{own}" for name, layer, dim in layers for own, p in layer.named_parameters() if p.dim() > dim}
         common = [shape for name, shape in local.items() if name not in cut]
         bytes_["all_reduce"] += sum(4 * -(-shape[0] // shard) * math.prod(shape[1:]) for shape in common)
     return {kind: size for kind, size in bytes_.items() if size}
+
+
+def _shard(run: RunCore) -> int:
+    if not isinstance(run.parallel, FSDP) or not run.averages:
+        return 1
+    return run.parallel.shard or run.geometry.dp * run.geometry.cp
 
 
 def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, int]:
@@ -45,7 +52,7 @@ def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str,
     if isinstance(run.parallel, DDP):
         buffers = sum(one.nbytes for one in model.buffers()) if run.parallel.broadcast_buffers else 0
         return {"all_reduce": gradients, "broadcast": buffers}
-    shard = exchanges._shard(run)
+    shard = _shard(run)
     return {
         "all_gather": sum(one.forward + one.backward for one in each),
         "reduce_scatter": gradients,

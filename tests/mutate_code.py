@@ -647,14 +647,14 @@ MUTATIONS = [
     ),
     Mutation(
         "batch_norm_of_one_rank",
-        "parallel/batchnorm.py",
+        "parallel/strategy.py",
         "variance = all_reduce(centred.square().sum(axes)) / count",
         "variance = centred.square().sum(axes) / here",
         "test_ddp.py::test_ranks_normalise_as_one_process_does",
     ),
     Mutation(
         "batch_norm_gradient_of_one_rank",
-        "parallel/batchnorm.py",
+        "parallel/strategy.py",
         "variance = all_reduce(centred.square().sum(axes)) / count",
         "squares = centred.square().sum(axes)\n"
         "        variance = (all_reduce(squares.detach()) + squares - squares.detach()) / count",
@@ -662,7 +662,7 @@ MUTATIONS = [
     ),
     Mutation(
         "running_variance_with_n",
-        "parallel/batchnorm.py",
+        "parallel/strategy.py",
         "variance.detach() * count / (count - 1).clamp(min=1)",
         "variance.detach()",
         "test_ddp.py::test_ranks_normalise_as_one_process_does",

@@ -193,7 +193,7 @@ TOUCHING = {
 AROUND = {
     *("dlscale.cli", "dlscale.core.process", "dlscale.core.progress"),
     *("dlscale.core.telemetry", "dlscale.core.board", "dlscale.parallel.rendezvous", "dlscale.parallel.selftest"),
-    *("dlscale.parallel.watchdog", "dlscale.train.exhaustion", "dlscale.train.interruption", "dlscale.train.logs"),
+    *("dlscale.parallel.watchdog", "dlscale.train.around", "dlscale.train.logs"),
     *("dlscale.train.memory", "dlscale.train.provenance", "dlscale.train.train"),
 }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import csv
 import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -14,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -230,53 +227,6 @@ def test_bytes_of_a_step_by_hand() -> None:
     assert found["optimizer"] == 4 * 3 * weights  # reads weight and gradient, writes weight
 
 
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({"kind": "sgd", "fused": True}, 3),  # weight read and written, gradient read
-        ({"kind": "sgd", "momentum": 0.9, "fused": True}, 5),  # and the momentum
-        ({"kind": "adam", "fused": True}, 7),  # weight and two moments read and written, gradient read
-    ],
-    ids=str,
-)
-def test_bytes_of_a_fused_update(settings: dict[str, Any], passes: int) -> None:
-    weights = 7 * 11 + 11 * 5
-    steps = 2 * 2 * 4 if settings["kind"] == "adam" else 0  # two counters, read and written, and read by the kernel
-    assert 0 <= moved("fp32", **settings)["optimizer"] - 4 * passes * weights <= 2 * steps
-
-
-def test_autocast_moves_half_and_converts() -> None:
-    """bf16: the input and both weights are converted; what lies between is half as wide."""
-    B, N, H, K = 3, 7, 11, 5
-    converted = 6 * (B * N + N * H + H * K)
-    products = 2 * ((B * N + N * H + B * H) + (B * H + H * K + B * K))
-    loss = 6 * B * K + 4 * (3 * B * K + 2 * B * K + B * K + B + B + 1)
-    assert moved("bf16", kind="sgd", fused=True)["forward"] == converted + products + 2 * 2 * B * H + loss
-
-
-def test_bytes_of_single_operators() -> None:
-    a, b = torch.ones(4, 6), torch.ones(4, 6)
-    cases: list[tuple[Callable[[], object], int]] = [
-        (lambda: a + b, 3 * 96),
-        (lambda: a.add_(b), 3 * 96),
-        (lambda: a.copy_(b), 2 * 96),
-        (lambda: a.zero_(), 96),
-        (lambda: torch.empty(1000), 0),
-        (lambda: torch.zeros(10), 40),
-        (lambda: torch.zeros_like(a), 96),
-        (lambda: a.t()[1:].detach().unbind(), 0),
-        (lambda: a.t().reshape(24), 2 * 96),  # copied, as no view has this order
-        (lambda: a.view(24).expand(5, 24).sum(), 96 + 4),
-        (lambda: torch.cat([a, b]), 4 * 96),
-        (lambda: a.to(torch.float64), 96 + 192),
-        (lambda: F.embedding(torch.tensor([1, 1]), a), 16 + 2 * 48),
-    ]
-    for place, (operation, expected) in enumerate(cases):
-        with OperatorCount() as counter:
-            operation()
-        assert counter.bytes.total() == expected, place
-
-
 # ---- where nothing can be counted --------------------------------------------------------------------
 
 
@@ -336,38 +286,6 @@ def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch
     assert found.bytes_per_second < 1.5 * peaks.copy_rate(CPU)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_peak_does_not_depend_on_how_it_begins(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of a machine whose rate is known, and on which a thread's first calls are slow, as those that wake are.
-
-    A size after which the next one seems too long is what made one machine's peak 1 or 180 GFLOP/s.
-    """
-    calls, rate = threading.local(), 5e9
-
-    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        calls.made = getattr(calls, "made", 0) + 1
-        time.sleep(max(2 * len(a) ** 3 / rate, 0.03 if calls.made <= 5 else 0))
-
-    monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(peaks, "_threads", lambda: threads, raising=False)
-    assert 0.75 * threads * rate < peaks.product_rate(torch.float32, CPU) <= threads * rate
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_copy_is_that_of_the_threads_together(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rate of a single loop over NumPy's copies: as much, or up to as many times as there are threads."""
-    source, target = (np.ones(2**27, np.uint8) for _ in range(2))
-    times = []
-    for _ in range(5):
-        begin = time.thread_time()
-        np.copyto(target, source)
-        times.append(time.thread_time() - begin)
-    monkeypatch.setattr(peaks, "_threads", lambda: threads, raising=False)
-    alone = 2 * len(source) / min(times)
-    assert 0.4 * alone < peaks.copy_rate(CPU) < 2 * threads * alone
-
-
 def test_a_peak_is_not_below_what_the_run_reached(
     tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -381,14 +299,6 @@ def test_a_peak_is_not_below_what_the_run_reached(
     assert found.peaks.flops == pytest.approx(fastest * found.work.flops)
     assert max(found.mfu("SYNTHETIC") or 0, found.mfu("FULL") or 0) <= 1
     assert "more than a matrix product" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16_pure"])
-def test_peaks_of_other_precisions(precision: str) -> None:
-    found = peaks.measure_peaks(precision, CPU)
-    assert found.dtype == precision.partition("_")[0]
-    assert found.flops > 0
 
 
 def throughput(folder: Path, manifest: Path) -> Throughput:

@@ -19,16 +19,15 @@ from dlscale.config import resolve as config
 from dlscale.config.run import DDP, Geometry, RunCore, load_run
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
-from dlscale.parallel.batchnorm import OnCPU, OnGPU, synchronised
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.strategy import Copied, Replicated
+from dlscale.parallel.strategy import Copied, OnCPU, OnGPU, Replicated, synchronised
 from dlscale.parallel.world import World
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.step import Step
 from dlscale.train.trainer import Trainer
-from tests.conftest import ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
+from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
 from tests.ranks import spawn
 from tests.test_parallel import configure, train_by
 from tests.test_rungs import settings
@@ -237,9 +236,6 @@ def test_a_gpu_has_pytorchs_layers() -> None:
     assert [layer.momentum for layer in model.modules() if isinstance(layer, OnGPU)] == [0.1, None]
 
 
-IMAGENET = TINY["imagenet_resnet50"]
-
-
 @pytest.fixture(scope="module")
 def imagenet_data(tiny_data: Any) -> Path:
     return tiny_data("imagenet_resnet50")
@@ -351,11 +347,6 @@ def configure_twin(folder: Path) -> Path:
     assert "sync: true" in text
     file.write_text(text.replace("sync: true", "sync: false"))
     return folder
-
-
-def test_settings_of_another_kind_do_not_stay() -> None:
-    merged = config.merge({"parallel": {"bucket_mb": 3}}, {"parallel": {"kind": "dp"}})
-    assert merged == {"parallel": {"kind": "dp"}}
 
 
 #: Run before `tests/container/inside.py`: what PyTorch 2.13 has and 2.11 has not is taken away.

@@ -54,14 +54,6 @@ def test_the_published_job() -> None:
     assert job.peak_bytes == pytest.approx(1.025 * PUBLISHED["memory"]) and job.gpu is None
 
 
-def test_what_is_not_known_is_left_out() -> None:
-    assert profiles.job(run([])) is None
-    nothing = [Sample(1.0, 1.0, cores=4)]
-    assert profiles.job(run(nothing)) is None
-    unknown = profiles.job(run(samples((GpuSample(utilization=0.5), GpuSample(utilization=0.1)))))
-    assert unknown is not None and unknown.cores == 64 and unknown.gpu == pytest.approx(0.3)
-
-
 def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
     figures = [
         Published(label="job", metric="CPU efficiency", value=94.64, unit="%", source="workshop", runs=["p.one"]),

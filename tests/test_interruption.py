@@ -19,9 +19,9 @@ from dlscale.config.run import Geometry
 from dlscale.core.metrics import read_epochs
 from dlscale.parallel.pieces import Piece
 from dlscale.parallel.rendezvous import first_host, join
-from dlscale.parallel.world import World
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.interruption import Interruption, Request
+from dlscale.train.loop import Request
+from dlscale.train.train import Interruption
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
 from tests.ranks import spawn
 from tests.waiting import PATIENCE, until
@@ -226,18 +226,6 @@ def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
     assert heard[0] == heard[1] == heard[2]
     (save, end) = heard[0]
     assert save[1] == "SAVE" and 100 <= save[0] < 250 and end[1] == "END" and 250 <= end[0] < 400
-
-
-def test_alone_a_signal_is_heard_at_the_next_step_and_once() -> None:
-    former = signal.getsignal(signal.SIGTERM)
-    with Interruption(World()) as interruption:
-        assert not interruption.poll()
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert interruption.poll() == Request.SAVE and not interruption.poll()
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert interruption.poll() == Request.END, "the more urgent of the two"
-    assert signal.getsignal(signal.SIGTERM) is former
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import yaml
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
@@ -213,11 +212,6 @@ def test_it_ends_with_the_epoch_that_reaches_the_target(
     assert "reached after epoch 2" in caplog.text and len(records(folder)) == 5
 
 
-def test_a_target_of_no_metric_is_refused(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    era5(status=2, training={"target": {"metric": "rmse/t2", "value": 1}})
-    assert "training.target.metric: no metric is called 'rmse/t2' (did you mean 'rmse/t2m'?)" in said(capfd)
-
-
 def one(
     number: int, loss: float, seconds: float = 10.0, valid: float = 2.0, end: float = 0.0, **metrics: float
 ) -> Epoch:
@@ -323,19 +317,6 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
     assert f"{pieces.name}: not as it was written" in said(capfd)
 
 
-@pytest.mark.slow
-def test_resumed_it_goes_on_with_its_own_weights(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = str(era5("first", training={"epochs": 1}) / "model.pt")
-    settings = {"epochs": 2, "weights": given}
-    whole = era5("whole", training=settings)
-    pretend(monkeypatch, [1.0], stop=1)
-    era5("broken", status=130, training=settings)
-    monkeypatch.undo()
-    broken = era5("broken", training=settings)
-    assert provenance(broken)["resumed_from_step"] == 10
-    assert (broken / "model.pt").read_bytes() == (whole / "model.pt").read_bytes()
-
-
 @pytest.mark.parametrize("form", ["plain", "checkpoint of a wrapped model", "without counters"])
 def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     """As PyTorch's collections publish them, and as its example of distributed training saves them."""
@@ -434,21 +415,6 @@ def test_evaluate_finds_what_the_training_found(
     assert "model_best.pt: no weights there; train the run first, with training.keep_best" in said(capfd)
     assert stage("evaluate", "p.s") == 2
     assert "p.s: no such run; expected PLAN.RUN, or a run's folder; there are: p.r" in said(capfd)
-
-
-@pytest.mark.slow
-def test_evaluate_of_a_split_that_is_not_there(era5: Make, era5_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """And of a run of several devices: one evaluates it."""
-    folder = era5(training={"epochs": 1})
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
-    (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "geometry": {"gpus_per_node": 4}}))
-    manifest = era5_data / "manifest.json"
-    assert stage("evaluate", folder, "--manifest", manifest, "--out", folder / "s.json") == 0
-    (found,) = json.loads((folder / "s.json").read_text())
-    assert found["loss"] == pytest.approx(records(folder)[0]["valid_loss"], rel=1e-6)
-    capfd.readouterr()
-    assert stage("evaluate", folder, "--manifest", manifest, "--split", "test") == 2
-    assert "the dataset has no test part; its splits: train, valid" in said(capfd)
 
 
 @pytest.mark.parametrize("valid", [None, 3])

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Memory, MemoryUse
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import Mesh, World
-from dlscale.train import exhaustion, memory
+from dlscale.train import around, memory
 from dlscale.train.build import build_step, open_session
 from dlscale.train.memory import FakeStep
 from dlscale.train.step import Step
@@ -107,22 +106,6 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
     held = found.parameters + found.optimizer + masters + batch
     assert found.peak is not None
     assert most == pytest.approx(found.peak - held, abs=64)
-
-
-def test_checkpointing_and_parts_keep_less() -> None:
-    plain, again, parts = (
-        predicted(VIT),
-        predicted(VIT, activation_checkpointing=True),
-        predicted(VIT, accumulation_steps=4),
-    )
-    assert (
-        (plain.parameters, plain.optimizer)
-        == (again.parameters, again.optimizer)
-        == (parts.parameters, parts.optimizer)
-    )
-    assert again.activations < 0.5 * plain.activations
-    assert again.peak and parts.peak and plain.peak
-    assert parts.peak < again.peak + plain.peak and parts.peak < 0.6 * plain.peak
 
 
 def test_several_ranks_hold_their_gradients() -> None:
@@ -247,47 +230,8 @@ def test_a_peak_sees_what_was_freed_and_forgets_it() -> None:
     assert memory.peak(CPU) < before + 50e6
 
 
-@pytest.mark.slow
-def test_a_peak_is_not_that_of_the_process_before() -> None:
-    """A large process starts another one: the system's `ru_maxrss` passes on, as the child sees itself."""
-    child = "import resource, torch; from dlscale.train import memory; cpu = torch.device('cpu'); "
-    child += "print(memory.in_use(cpu), memory.peak(cpu), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    parent = "import subprocess, sys; held = b'x' * 1_500_000_000; "
-    parent += "subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
-    done = subprocess.run([sys.executable, "-c", parent, child], capture_output=True, text=True, check=True)
-    in_use, peak, handed_on = map(int, done.stdout.split())
-    assert in_use <= peak < 1.2e9
-    if sys.platform == "linux":
-        assert handed_on > 1.5e9, "else this test shows nothing"
-
-
-@pytest.mark.slow
-def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
-    """`ulimit -v` is each process's own; what the machine has they share."""
-    limit = 6_000_000_000
-    code = "import torch; from dlscale.train import memory; cpu = torch.device('cpu'); "
-    code += "print(*(memory.total(cpu, count) for count in (1, 2, 1000)), memory.available(cpu))"
-    command = f"ulimit -v {limit // 1000}; exec {sys.executable} -c {shlex.quote(code)}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    one, two, many, free = map(int, done.stdout.split())
-    bound, machine = limit // 1000 * 1024, memory.total(CPU)
-    assert (one, two, many) == (min(bound, machine), min(bound, machine // 2), machine // 1000)
-    assert free < bound
-
-
-def test_memory_of_children() -> None:
-    """Their own, and what they share with others once."""
-    before = memory.of_children()
-    code = "held = b'x' * 200_000_000; print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout and child.stdout.readline()
-        assert 200e6 < memory.of_children() - before < 250e6
-        child.communicate(b"\n")
-
-
 # ---- out of memory -----------------------------------------------------------------------------------
 
-LOADING = "the loading of data"
 ASKED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes. Error code 12"
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 39.39 GiB of which 1 GiB is free."
@@ -316,7 +260,7 @@ CUDA = (
     ids=str,
 )
 def test_texts_of_too_little_memory(error: Exception) -> None:
-    assert exhaustion.is_exhaustion(error)
+    assert around.is_exhaustion(error)
 
 
 @pytest.mark.parametrize(
@@ -331,11 +275,7 @@ def test_texts_of_too_little_memory(error: Exception) -> None:
     ids=str,
 )
 def test_other_texts_are_not(error: Exception) -> None:
-    assert not exhaustion.is_exhaustion(error)
-
-
-class Wrapped(Exception):
-    """As a compiler's own error, which has neither the type nor the text of what it was raised from."""
+    assert not around.is_exhaustion(error)
 
 
 def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosmo_data: Path) -> None:
@@ -345,7 +285,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
     expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
     with (
         pytest.raises(UserError, match=expected),
-        exhaustion.explained(run, cosmo_data / "manifest.json", World()),
+        around.explained(run, cosmo_data / "manifest.json", World()),
         closing(session.loader("train")) as loader,  # which may hear of it when it is closed
     ):
         for number, _ in enumerate(loader.epoch(0)):
@@ -353,29 +293,11 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
                 os.kill(loader._loader._iterator._workers[0].pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_what_an_exception_was_raised_from_counts(tmp_path: Path, cosmo_data: Path) -> None:
-    run = tiny_run("cosmo_unet", tmp_path)
-    expected = "out of memory in what surrounds the steps: CUDA out of memory. Tried to allocate 20.00 MiB"
-    with pytest.raises(UserError, match=expected), exhaustion.explained(run, cosmo_data / "manifest.json", World()):
-        raise Wrapped("backend") from torch.OutOfMemoryError(CUDA)
-    assert not exhaustion.is_exhaustion(Wrapped("backend"))
-    for suppressed in (False, True):  # as at the end of a graph's recording, which fails in turn
-        with pytest.raises(Wrapped) as raised:
-            try:
-                raise torch.OutOfMemoryError(CUDA)
-            finally:
-                if suppressed:
-                    raise Wrapped("another matter") from None
-                raise Wrapped("the recording was left unfinished")
-        assert exhaustion.is_exhaustion(raised.value) != suppressed
-
-
 def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:
     run = tiny_run("cosmo_unet", tmp_path)
     with (
         pytest.raises(RuntimeError, match="shapes"),
-        exhaustion.explained(run, cosmo_data / "manifest.json", World()),
+        around.explained(run, cosmo_data / "manifest.json", World()),
     ):
         raise RuntimeError("shapes do not match")
 
@@ -392,7 +314,7 @@ def failing(tmp_path: Path, data: Path, limit: float, **over: Any) -> tuple[str,
     try:
         session.step(torch.zeros(16, 4, 16, 16, 16), torch.zeros(16, 5, 16, 16, 16))
     except RuntimeError as error:
-        return exhaustion.message(error, run, data / "manifest.json", World(), int(limit)), run
+        return around.message(error, run, data / "manifest.json", World(), int(limit)), run
     raise AssertionError("it did not fail")
 
 
@@ -408,7 +330,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
     full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
     assert full > halves > fourths
     limit = (halves + fourths) / 2  # parts of eight samples do not fit, those of four do
-    text, _ = failing(tmp_path, cosmo_data, limit / exhaustion.SHARE["cpu"] + exhaustion.RESERVE["cpu"])
+    text, _ = failing(tmp_path, cosmo_data, limit / around.SHARE["cpu"] + around.RESERVE["cpu"])
     assert "out of memory in the forward pass: CUDA out of memory. Tried to allocate 20.00 MiB" in text
     assert f"a step of 16 samples is predicted to take {size(full)}" in text
     _, options = text.split("predicted to fit: ")
@@ -431,34 +353,11 @@ def test_nothing_fits(tmp_path: Path, cosmo_data: Path) -> None:
     assert "choose a smaller model" in text and "predicted to fit" not in text
 
 
-def test_where_it_failed(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each place of a step has its name, told by a real traceback."""
-    opened = partial(open_session, tiny_run("cosmo_unet", tmp_path), cosmo_data / "manifest.json", World(), 1)
-    session, batch = opened(), (torch.zeros(4, 4, 16, 16, 16), torch.zeros(4, 5, 16, 16, 16))
-    loader = session.loader("train")
-
-    def fail(*arguments: Any, **more: Any) -> Any:
-        raise MemoryError
-
-    for name, call, place in (
-        ("dlscale.train.step.Network.losses", lambda: session.step(*batch), "the forward pass"),
-        ("torch.autograd.backward", lambda: session.step(*batch), "the backward pass"),
-        ("torch.optim.Adam.step", lambda: session.step(*batch), "the update"),
-        ("dlscale.train.build.Weights", opened, "the set-up"),
-        ("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", lambda: next(loader.epoch(0)), LOADING),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
-            patch.setattr(name, fail)
-            call()  # type: ignore[operator]
-        assert exhaustion.place(caught.value) == place
-    assert exhaustion.place(MemoryError()) == "what surrounds the steps"
-
-
 LIMITED = """
 import resource, sys
 import psutil, torch
 from dlscale import cli
-from dlscale.train import exhaustion, trainer
+from dlscale.train import around, trainer
 limit = psutil.Process().memory_info().vms + int(float(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 sys.exit(cli.main(sys.argv[2:]))

@@ -21,12 +21,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlscale.config import resolve as config
-from dlscale.config.run import Geometry, RunCore, load_run, stage_class
+from dlscale.config.run import Geometry, RunCore, stage_class
 from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
 from dlscale.data.loaders.base import Share
@@ -38,16 +37,13 @@ from dlscale.parallel.world import World
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.era5_vit.model import ViT
 from dlscale.train import attention
-from dlscale.train import build as build_
 from dlscale.train import step as step_
-from dlscale.train.attention import attention_context, trial
+from dlscale.train.attention import attention_context
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed
 from dlscale.train.optimizer import begin, build_optimizer
 from dlscale.train.precision import compute_dtype, weight_dtype
-from dlscale.train.step import Step
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, train
+from dlscale.train.step import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed, Step
 from tests.ranks import spawn
 
 CPU = torch.device("cpu")
@@ -389,22 +385,6 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
 # --- order in memory, few channels ------------------------------------------------------------------------------
 
 
-@studies
-def test_channels_last_reaches_the_convolutions(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_step(study, memory_format="channels_last")
-    layout = torch.channels_last_3d if study == "cosmo_unet" else torch.channels_last
-    seen = []
-    for module in step.model.modules():
-        if isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose3d):
-            module.register_forward_pre_hook(lambda m, inputs: seen.append((inputs[0], m.weight)))
-    step(*batch(study, 6))
-    assert seen
-    for x, weight in seen:
-        assert x.is_contiguous(memory_format=layout)
-        assert weight.is_contiguous(memory_format=layout)
-        assert weight.grad.is_contiguous(memory_format=layout)
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> None:
     """32 channels in, 40 out, kernels of 2; each is arranged in one copy, and in 16 bits the input is rounded first."""
@@ -439,10 +419,6 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
 SHAPE = (2, 2, 32, 8)
 
 
-def test_the_trial_finds_what_works_here() -> None:
-    assert set(trial(SHAPE, 0.0, torch.float32, CPU)) == {"flash", "math"}
-
-
 def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     seconds = {"flash": 3e-3, "math": 2e-3, "cudnn": 4e-3}
 
@@ -453,10 +429,10 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(attention, "_seconds", pretended)
     with caplog.at_level(logging.INFO):
-        context = attention_context("auto", SHAPE, 0.0, torch.bfloat16, CPU)
+        context = attention_context("auto", SHAPE, torch.bfloat16, CPU)
     assert context.args == ("math",)  # type: ignore[attr-defined]
     assert "attention math" in caplog.text
-    context = attention_context("auto", SHAPE, 0.0, torch.bfloat16, CPU, agreed=lambda mine: "flash")
+    context = attention_context("auto", SHAPE, torch.bfloat16, CPU, agreed=lambda mine: "flash")
     assert context.args == ("flash",), "all ranks compute alike"  # type: ignore[attr-defined]
     assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
 
@@ -472,30 +448,19 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
         log.append("flash")
     assert log == ["FA3", "tried", "restored", "flash"]
     with pytest.raises(UserError, match=r"attention: fa3 cannot compute .* or one of: flash, math"):
-        attention_context("fa3", SHAPE, 0.0, torch.bfloat16, CPU)
+        attention_context("fa3", SHAPE, torch.bfloat16, CPU)
     log.clear()
     monkeypatch.setattr(attention, "_seconds", lambda name, *rest: 1.0 if name == "fa3" else 2.0)
     for kind in ("fa3", "auto"):
-        context: Any = attention_context(kind, SHAPE, 0.0, torch.bfloat16, CPU)
+        context: Any = attention_context(kind, SHAPE, torch.bfloat16, CPU)
         assert context.args == ("fa3",)
     assert log == ["FA3", "FA3"]
-
-
-def test_math_is_not_tried_where_its_scores_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MOST_SCORES", math.prod(SHAPE[:3]) * SHAPE[2] - 1)
-    assert set(trial(SHAPE, 0.0, torch.float32, CPU)) == {"flash"}
 
 
 @pytest.mark.parametrize("kind", ["efficient", "cudnn"])
 def test_a_kernel_that_is_not_here_is_refused(kind: str) -> None:
     with pytest.raises(UserError, match=rf"attention: {kind} cannot compute .* or one of: flash, math"):
         make_step("era5_vit", attention=kind)
-
-
-def test_the_trial_leaves_the_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    trial(SHAPE, 0.1, torch.float32, CPU)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("kind", "flash"), [("default", True), ("flash", True), ("math", False)])
@@ -575,12 +540,8 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(cpp_builder, "get_cpp_compiler", none)
-        with pytest.raises(UserError, match=r"compile.mode default: .* no C\+\+ compiler; install g\+\+"):
+        with pytest.raises(UserError, match=r"compile.mode default: .* no C\+\+ compiler, or no .* install g\+\+"):
             make_step("era5_vit", compile=COMPILE)
-    need_compiler()
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
-    with pytest.raises(UserError, match=r"no Python headers \(/nowhere/Python.h\); install them"):
-        make_step("era5_vit", compile=COMPILE)
 
 
 # --- CUDA graphs ------------------------------------------------------------------------------------------------
@@ -715,16 +676,6 @@ def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
         assert ratios == {0.5, 1.0, 2.0}, "both overflow and growth were replayed"
 
 
-def test_ranks_decide_alike_what_is_a_graph() -> None:
-    """A rank's loss has weight 1 only where all ranks' have, and then all have as many samples."""
-    for size, batch_size, samples in itertools.product(range(1, 6), range(1, 13), range(1, 30)):
-        shares = [Share(batch_size, rank, size) for rank in range(size)]
-        for step in range(shares[0].steps(samples)):
-            weights = {share.weight(step, samples) for share in shares}
-            counts = {len(share.indices(step, samples)) for share in shares}
-            assert (1.0 in weights) == (len(counts) == 1) and (1.0 not in weights or len(weights) == 1)
-
-
 def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[Any] = []
 
@@ -742,27 +693,6 @@ def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytes
     two = strategy.strategy_of(settings("era5_vit"), World(0, 2))
     two.wrap(make_step("era5_vit").network, Sharding(), aside)
     assert log == ["aside", None, "back", 2**31 - 1] and two.exchanges
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_a_loss_outlives_the_next_replay(mode: str) -> None:
-    """As the compiler's own graphs leave it: in memory that the next step writes to."""
-    step = make_step("era5_vit")
-    step.compile(mode)
-    static, wrapped = torch.zeros(()), step.strategy.wrapped
-
-    def replayed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = wrapped(x, y)
-        static.copy_(loss.detach())
-        loss.data = static
-        return loss
-
-    step._loss_of = replayed
-    x, y = batch("era5_vit", 2)
-    first = step(x, y)
-    kept = float(first)
-    assert float(step(x, 2 * y)) != kept == float(first)
 
 
 def _train_graphed(rank: int, port: int, folder: str) -> None:
@@ -924,21 +854,6 @@ def test_the_optimiser_is_pytorchs_own(written: dict[str, Any], plain: Any) -> N
 # --- what goes in -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("over", [{}, {"precision": "bf16"}, {"memory_format": "channels_last"}], ids=str)
-def test_images_and_labels_go_in_as_they_are(over: dict[str, Any]) -> None:
-    """uint8 images become the model's numbers, integer labels stay integers; the loss is cross entropy's."""
-    run = settings("era5_vit", **over)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 10))
-    cross_entropy = partial(F.cross_entropy, reduction="none")
-    step = build_step(run, lambda: model, cross_entropy)
-    x = torch.randint(0, 256, (6, 1, 8, 8), dtype=torch.uint8)
-    y = torch.randint(0, 10, (6,))
-    expected = cross_entropy(step.predict(x), y).mean()
-    assert float(step(x, y)) == pytest.approx(float(expected), rel=1e-3)
-    assert step.predict(x).dtype == torch.float32
-    assert torch.equal(step.predict(x), step.predict(x.float()))
-
-
 def test_indices_reach_the_model_as_indices() -> None:
     step = build_step(
         settings("era5_vit", precision="bf16_pure"), lambda: nn.Embedding(9, 3), lambda p, t: p.mean((1, 2))
@@ -955,35 +870,3 @@ TOP: dict[str, Any] = {  # many rungs at once
     "accumulation_steps": 3,
     "activation_checkpointing": True,
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("study", "data", "over"),
-    [
-        ("cosmo_unet", "cosmo_data", {"samples": {"train": 10}, "model": {"space_to_depth": True}}),
-        ("era5_vit", "era5_data", {"samples": {"train": 10, "valid": 3}, "attention": "auto"}),
-    ],
-)
-def test_a_run_at_the_top_of_the_ladder_learns_what_the_plain_one_does(
-    tmp_path: Path, request: pytest.FixtureRequest, study: str, data: str, over: dict[str, Any]
-) -> None:
-    """10 samples in batches of 4: the last has 2, fewer than the parts."""
-    manifest = request.getfixturevalue(data) / "manifest.json"
-    base, dataset = (COSMO_RUN, COSMO) if study == "cosmo_unet" else (ERA5_RUN, ERA5)
-    losses, weights = {}, {}
-    for name, more in (("plain", {}), ("top", TOP | over)):
-        chosen = config.merge(copy.deepcopy(base), {"samples": over["samples"], **copy.deepcopy(more)})
-        make_run(tmp_path / name, study, chosen, dataset)
-        assert train(tmp_path / name, manifest) == 0
-        losses[name] = [record[key] for record in records(tmp_path / name) for key in ("train_loss", "valid_loss")]
-        weights[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
-    assert losses["top"] == pytest.approx(losses["plain"], rel=0.02)
-    assert losses["top"] != losses["plain"]
-    shapes = {key: (value.shape, torch.float32) for key, value in weights["plain"].items()}
-    assert {key: (value.shape, value.dtype) for key, value in weights["top"].items()} == shapes
-    run = load_run(tmp_path / "top" / "config.yaml", "train")
-    model: Any = build_.open_session(run, manifest, World(), 1).step.model
-    assert model.checkpointing
-    if study == "cosmo_unet":
-        assert type(model.down[0][0]) is not nn.Conv3d and type(model.last) is not nn.ConvTranspose3d

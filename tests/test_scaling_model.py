@@ -607,7 +607,7 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
     (unknown,) = planned(capsys, *both)
     found = {}
     for beta in (1e-11, 1e-6):
-        links = Links(backend="gloo", processes=2, nodes=2, seconds=1, levels=[level(beta)], all_reduce=[])
+        links = Links(backend="gloo", processes=2, nodes=2, seconds=1, levels=[level(beta)])
         Throughput.read(path).model_copy(update={"links": links}).write(path)
         (found[beta],) = planned(capsys, *both)
     assert found[1e-6]["samples_per_second"] < 0.6 * unknown["samples_per_second"]

@@ -7,7 +7,6 @@ import copy
 import errno
 import io
 import json
-import logging
 import math
 import os
 import pickle
@@ -33,11 +32,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
-from dlscale.config.run import Geometry, load_run
-from dlscale.core import progress
+from dlscale.config.run import load_run
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import sha256
-from dlscale.core.metrics import Epoch, Metric, Untrained, read_epochs
+from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
@@ -47,7 +45,6 @@ from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from dlscale.models.losses import l1, relative_l2
 from dlscale.parallel.pieces import Piece
-from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import World
 from dlscale.studies.base import PublishedLog
 from dlscale.studies.cosmo_unet.model import UNet3D
@@ -57,7 +54,6 @@ from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
 from dlscale.train.logs import RunLogs
-from dlscale.train.loop import Hook, run_steps
 from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
 from dlscale.train.train import fit, run_fingerprint
@@ -316,28 +312,6 @@ def test_validation_runs_without_drop_out(era5: Make) -> None:
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
-
-
-def noting(name: str, notes: list[str]) -> Hook:
-    return Hook(
-        before_step=lambda number: notes.append(f"{name} before {number}"),
-        after_step=lambda number, batch, result: notes.append(f"{name} after {number}: {batch} {result}"),
-    )
-
-
-def test_the_loop_tells_its_hooks_in_their_order() -> None:
-    notes: list[str] = []
-
-    def batches() -> Iterator[tuple[int, int]]:
-        for number in range(100):
-            notes.append(f"batch {number}")
-            yield number, 2 * number
-
-    run_steps(lambda x, y: x + y, batches(), range(7, 9), [noting("a", notes), Hook(), noting("b", notes)])
-    assert notes == [
-        *("a before 7", "b before 7", "batch 0", "a after 7: (0, 0) 0", "b after 7: (0, 0) 0"),
-        *("a before 8", "b before 8", "batch 1", "a after 8: (1, 2) 3", "b after 8: (1, 2) 3"),
-    ], "and not one batch more"
 
 
 # --- the trainer by itself --------------------------------------------------------------------------------------
@@ -726,35 +700,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         assert (folder / "executed").exists()
 
 
-def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: Path, weather: Path) -> None:
-    for file in checkpoint_folder(again).glob("step-*/*.safetensors"):
-        _cut(file)
-    assert train(again, weather / "manifest.json") == 0
-    assert provenance(again)["resumed_from_step"] is None
-    assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
-
-
-def test_a_finished_run_trained_again_only_writes_its_outputs_again(
-    finished: Path, tmp_path: Path, weather: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    (run / "model.pt").unlink()
-    assert train(run, weather / "manifest.json") == 0
-    assert provenance(run)["resumed_from_step"] == 30
-    assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
-    assert (run / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text(), "their times too"
-    assert scalars(run) == scalars(finished)
-    times = [[event.wall_time for event in events(folder).Scalars("loss/train")] for folder in (run, finished)]
-    first = records(run)[0]
-    assert times[0] == times[1]
-    assert times[0] == [first["wall_time"] - first["epoch_seconds"], *(record["wall_time"] for record in records(run))]
-    pictures = [[event.step for event in events(folder).Images("Visualization, t2m")] for folder in (run, finished)]
-    assert pictures == [[10, 20, 30]] * 2, "those that an earlier try drew are kept"
-    assert len(events(run).Images("valid/prediction")) == 1, "and nothing is there twice"
-    assert {path.name for path in run.iterdir()} == FILES, "and nothing else is left there"
-
-
 def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
     """The weights are the same; its samples/s would be those of the loader before."""
     run = tmp_path / "run"
@@ -766,20 +711,6 @@ def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Pat
     assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     assert [r["wall_time"] for r in records(run)] > [r["wall_time"] for r in records(finished)]
     assert [path.name for path in sorted(checkpoint_folder(run).glob("step-*"))] == ["step-00000020", "step-00000030"]
-
-
-def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
-    over = {"training": {"epochs": 3}, "model": DROPS}
-    old = checkpoint_folder(again)
-    make_era5(again, over | {"optimizer": {"lr": 1e30}})
-    assert train(again, weather / "manifest.json") == 2
-    assert old.is_dir(), "a change that fails can be taken back"
-    make_era5(again, over | {"optimizer": {"lr": 2e-3}})
-    assert train(again, weather / "manifest.json") == 0
-    assert provenance(again)["resumed_from_step"] is None
-    new = checkpoint_folder(again)
-    assert new != old, "of the old training nothing is left once the new one is done"
-    assert not same(weights(again), weights(finished))
 
 
 def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
@@ -859,17 +790,6 @@ def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) ->
     assert one.steps() == [2] and other.steps() == [1]
 
 
-def test_what_was_passed_over_stays(tmp_path: Path) -> None:
-    """A training that is to end earlier goes on from an earlier step, and leaves the later ones."""
-    checkpoints, w = Checkpoints(tmp_path, keep=3), torch.zeros(1)
-    for step in (2, 4, 6):
-        saved(checkpoints, step, w=w)
-    found = checkpoints.load(lambda record: {"w": Piece(torch.ones(1))}, until=3)
-    assert found and found[0].step == 2
-    saved(checkpoints, 3, w=w)
-    assert checkpoints.steps() == [2, 3, 4, 6]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) -> None:
     def make() -> nn.Module:
@@ -929,12 +849,6 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
     assert len({own, *others}) == 1 + 13
 
 
-@pytest.mark.slow
-def test_the_two_newest_checkpoints_are_kept(era5: Make) -> None:
-    folder = era5("a", training={"epochs": 5}, samples={"train": 4, "valid": 2}, batch_size=4)
-    assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == ["step-00000004", "step-00000005"]
-
-
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     saved(checkpoints, 7, w=torch.ones(1))
@@ -948,16 +862,6 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypa
             saved(checkpoints, step, w=torch.zeros(1))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert loaded(checkpoints, w=torch.zeros(1)) == (7, {"w": torch.ones(1)})
-
-
-def test_what_a_killed_process_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".step-00000009.elsewhere.123.part").mkdir()
-    (tmp_path / ".step-00000009.elsewhere.123.part" / "state.pt").write_bytes(b"half")
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    assert list(tmp_path.iterdir()), "another process may be writing it"
-    checkpoints.tidy()
-    assert not list(tmp_path.iterdir())
-    assert loaded(checkpoints) is None
 
 
 # --- what a run leaves ------------------------------------------------------------------------------------------
@@ -1035,63 +939,10 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     assert found["steps_per_second"] == {80: 40.0, 160: 40.0}
 
 
-def test_steps_are_logged_and_go_on_after_a_resume(tmp_path: Path) -> None:
-    """What an earlier try logged beyond the checkpoint is made again, and stands there once."""
-    common: dict[str, Any] = {"learning_rate": 0.1, "samples_per_second": 9.0, "epoch_seconds": 2.0, "wall_time": 99.0}
-    record = Epoch(epoch=1, step=10, samples=99, train_loss=3.0, valid_loss=2.0, **common)
-    logs = RunLogs(tmp_path, [])
-    logs.add_steps(5, {"loss": 4.0, "samples/s": 100.0})
-    logs.add(record, ("t", np.zeros((4, 4, 3), np.uint8)))
-    for step in (15, 18):
-        logs.add_steps(step, {"loss": 3.5, "samples/s": 110.0})
-    last = sorted((tmp_path / "tensorboard").iterdir())[-1]
-    with last.open("ab") as file:
-        file.write(last.read_bytes()[:20])  # half a record
-    RunLogs(tmp_path, [record], step=15).add_steps(17, {"loss": 3.25, "samples/s": 90.0})
-    found = scalars(tmp_path)
-    assert found["steps/loss"] == {5: 4.0, 15: 3.5, 17: 3.25}
-    assert found["steps/samples_per_second"] == {5: 100.0, 15: 110.0, 17: 90.0}
-    assert [image.step for image in events(tmp_path).Images("Visualization, t")] == [10]
-    shutil.rmtree(tmp_path / "tensorboard")
-    RunLogs(tmp_path, [record], step=15)
-    assert scalars(tmp_path)["loss/train"] == {10: 3.0}, "what is lost is written again, as far as it is known"
-    RunLogs(tmp_path, [])
-    assert not scalars(tmp_path)
-
-
-def test_a_training_tells_its_loss_and_pace_by_steps(
-    again: Path, weather: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Here at each step, else every ten seconds; the mean of an epoch's losses is what its record says."""
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    shutil.rmtree(again / "checkpoints")
-    assert train(again, weather / "manifest.json") == 0
-    losses = scalars(again)["steps/loss"]
-    (first, *_) = read_epochs(again / "metrics.jsonl")
-    assert set(range(1, first.step + 1)) <= set(losses)
-    left, rates = (scalars(again)[f"steps/{name}"] for name in ("seconds_left", "samples_per_second"))
-    total, step = max(losses), 3
-    assert left[step] == pytest.approx((total - step) * 4 / rates[step], rel=1e-5) and left[total] == 0
-    mean = np.average([losses[step] for step in range(1, 11)], weights=[4] * 9 + [2])  # 38 samples
-    assert mean == pytest.approx(first.train_loss, rel=1e-5)
-    assert re.search(r"training: 2 of \d+ \(\d+ %\) steps, .*loss \d.*, samples/s \d.* left", caplog.text)
-
-
 def test_the_figure_is_a_picture(finished: Path) -> None:
     picture = matplotlib.image.imread(finished / "prediction.png")
     assert min(picture.shape[:2]) > 150
     assert picture[..., :3].std() > 0.05
-
-
-def test_a_study_without_a_figure_has_a_plain_picture(
-    again: Path, finished: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Era5ViT, "figure", lambda *arguments: None)
-    assert train(again, weather / "manifest.json") == 0
-    picture = matplotlib.image.imread(again / "prediction.png")
-    assert min(picture.shape[:2]) > 150 and picture[..., :3].std() > 0.02
-    assert not np.array_equal(picture, matplotlib.image.imread(finished / "prediction.png"))
 
 
 def test_metrics_jsonl_is_plain_json(finished: Path) -> None:
@@ -1169,22 +1020,6 @@ def test_a_loss_that_explodes_ends_in_one_message(
     assert "lower optimizer.lr" in said
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
     assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "NaN is not worth a checkpoint"
-
-
-@pytest.mark.parametrize(
-    ("cuda", "driver", "why"),
-    [
-        ("13.0", "570.195.03", "needs NVIDIA's driver 580 or later, and this is 570.195.03; take a newer driver"),
-        ("13.0", "580.65.06", "the driver is 580.65.06, for CUDA 13.0; ask for a GPU"),
-        ("12.6", None, "there is no NVIDIA driver"),
-    ],
-)
-def test_why_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str, driver: str | None, why: str) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("dlscale.parallel.rendezvous.driver", lambda: driver)
-    with pytest.raises(UserError, match=re.escape(why)), join(Geometry(), "cuda"):
-        pass
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused(

@@ -15,13 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlscale.config.run import Geometry
-from dlscale.config.site import Limits, Site
+from dlscale.config.site import Limits
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.machine import WATCHDOG
 from dlscale.core.process import LOST, MEET
-from dlscale.launch.launcher import Place, launch
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
@@ -61,7 +59,7 @@ if WHERE == "forward":
 elif WHERE == "writing":
     before(RunLogs, "add")
 elif WHERE == "checkpoint":
-    before(checkpoint, "_digest")
+    before(checkpoint, "sha256")
 else:
     epoch = TorchLoader.epoch
     def slow(self, *arguments):
@@ -256,7 +254,7 @@ def test_a_request_to_end_does_not_cut_off_the_last_word(tmp_path: Path, era5_da
         """
 import os, signal, sys
 from dlscale import cli
-from dlscale.train.interruption import Interruption
+from dlscale.train.train import Interruption
 
 leave = Interruption.__exit__
 def cut(self, kind, *details):
@@ -275,20 +273,6 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 # ---- limits ------------------------------------------------------------------------------------------
-
-
-def test_limits_come_from_the_site() -> None:
-    """By the environment: the site is in no run, so that no other limit makes anything run again."""
-    four, here = Geometry(gpus_per_node=4), Place(folder="/work", sources="/work/workflow_scripts", uid=1, gid=1)
-
-    def words(**watchdog: Any) -> list[str]:
-        return launch(Site.model_validate({"starter": "torchrun", **watchdog}), here, four)
-
-    assert not any(WATCHDOG in word for word in words())
-    changed = words(watchdog={"silent": 60})
-    assert changed[:2] == ["env", f"{WATCHDOG}=silent=60:stuck=45:between=600"]
-    assert words(watchdog=None)[1] == f"{WATCHDOG}=off"
-    assert launch(Site.model_validate({"watchdog": None}), here) == ["python", "-P", "-m", "dlscale"], "of no run"
 
 
 def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,32 +388,6 @@ def test_the_verdict_on_silence() -> None:
     assert "process 0 on nid0 (backward): it is" in verdict(GOES_ON, sees(watchdog.THERE, 0), silent={0: 46}, rank=1)
     assert not verdict(at(100, "", OPENING, 1), sees(watchdog.THERE, 0), silent={0: 1000}, rank=1)
     assert not verdict(WAITS, BEHIND, rank=1), "it judges no other"
-
-
-def test_signs_are_shown_and_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing is judged."""
-    monkeypatch.setenv(MEET, str(tmp_path / "meet"))
-    monkeypatch.setattr(watchdog, "BEAT", 0.05)
-    first, second = (Watchdog(rank, 2, per_node=2, limits=None) for rank in range(2))
-    try:
-        until(
-            "a sign of the other", lambda: first._seen[1].sees.get("0") == watchdog.THERE and first._seen[1].number > 5
-        )
-        second.tell(ValueError("none"))
-        second.close()
-        assert first.culprit(RuntimeError("Broken pipe")).endswith(" ended: ValueError: none")
-    finally:
-        first.close()
-
-
-def test_the_state_of_a_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert watchdog.state(child.pid) == watchdog.THERE
-        child.send_signal(signal.SIGSTOP)
-        until("it is stopped", lambda: watchdog.state(child.pid) == watchdog.STOPPED)
-        child.kill()
-        until("it is gone, though nobody has asked how it ended", lambda: watchdog.state(child.pid) == watchdog.ENDED)
-    assert watchdog.state(child.pid) == watchdog.ENDED
 
 
 def test_what_a_thread_exchanges_beside_the_steps_is_counted_apart(tmp_path: Path) -> None:

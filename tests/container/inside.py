@@ -42,7 +42,7 @@ def main(packages: list[str]) -> None:
     strategy.wrapped(torch.randn(4, 3)).backward()
     if any(p.grad is None for p in strategy.wrapped.parameters()):
         sys.exit("DistributedDataParallel leaves no gradients")
-    if wrong := selftest.collected(selftest.Group("all processes", None, (0,), 0, torch.device("cpu"))):
+    if wrong := selftest.collected(World(), selftest.Group("all processes", None, (0,))):
         sys.exit(f"the self-test's operations give wrong values: {wrong}")
     dist.destroy_process_group()
     print(f"ok: PyTorch {torch.__version__} (CUDA {torch.version.cuda}), {', '.join(packages) or 'no other package'}")

@@ -153,7 +153,7 @@ def extended(module: str, record: str) -> Edit:
 
 
 #: Modules of training that enter it, tell of it, or end it.
-AROUND = ("train", "interruption", "logs")
+AROUND = ("train", "logs")
 
 
 def file_of(module: str) -> str:

@@ -184,7 +184,7 @@ class _Several(Strict):
     selftest: bool = Field(
         True,
         description="Before anything else, test what the processes exchange: values, and latency and bandwidth of the "
-        "links between them. A process or node that sends wrong values ends the run, and a slow one is told.",
+        "links between them. A process or node that sends wrong values ends the run.",
     )
 
 

@@ -83,11 +83,6 @@ def gpus() -> int:
     return int(_nvml("nvmlDeviceGetCount") or 0)
 
 
-def driver() -> str | None:
-    """Return the version of NVIDIA's driver; None where there is none."""
-    return _nvml("nvmlSystemGetDriverVersion")
-
-
 def _nvml(function: str) -> Any:
     """Call a function of NVIDIA's driver; return None where there is no driver."""
     import pynvml

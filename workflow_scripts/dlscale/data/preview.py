@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlscale.core.figures import save_png
+from dlscale.core.files import save_png
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader

@@ -35,9 +35,8 @@ from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory
-from dlscale.train.around import entered
+from dlscale.train.around import entered, is_exhaustion
 from dlscale.train.build import Session, open_session, own_threads
-from dlscale.train.exhaustion import is_exhaustion
 from dlscale.train.loop import Hook, run_steps
 
 #: From a setting's number and the seconds to measure for, to its samples/s; None where it cannot be measured.
@@ -55,7 +54,7 @@ DUEL = 0.5
 #: Uncounted steps of a trial, beside one for each of the loader's workers: each has a batch ready when the first comes.
 WARM_UP = 2
 #: And of the first trial of a step: compilation, choice of kernels, recording of a graph
-#: (`dlscale.train.graph.EAGER_STEPS_OF_RANKS`).
+#: (`dlscale.train.step.EAGER_STEPS_OF_RANKS`).
 FIRST_WARM_UP = 12
 
 

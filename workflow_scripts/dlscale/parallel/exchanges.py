@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlscale.config.run import DDP, FSDP, RunCore
-from dlscale.parallel.model import named
+from dlscale.parallel.model import cut_layers, named
 from dlscale.parallel.sharding import Sharding
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -47,31 +47,14 @@ def _size(values: Any) -> int:
     return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, torch.Tensor))
 
 
-def _shard(run: RunCore) -> int:
-    if not isinstance(run.parallel, FSDP) or not run.averages:
-        return 1
-    return run.parallel.shard or run.geometry.dp * run.geometry.cp
-
-
-def _cut(model: nn.Module, sharding: Sharding) -> dict[str, int]:
-    """Return the dimension in which tensor-parallel devices cut a weight, by name."""
-    layers = [(name, module, 0) for name, module in named(model, sharding.columns).items()]
-    layers += [(name, module, 1) for name, module in named(model, sharding.rows).items()]
-    return {
-        f"{name}.{own}": dim
-        for name, module, dim in layers
-        for own, p in module.named_parameters(recurse=False)
-        if p.dim() > dim
-    }
-
-
 def _local_shapes(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, list[int]]:
     """Return the shapes of the first tensor-parallel device's trained weights."""
-    cut = _cut(model, sharding) if run.geometry.tp > 1 else {}
     shapes = {name: list(p.shape) or [1] for name, p in model.named_parameters() if p.requires_grad}
-    for name, dim in cut.items():
-        if name in shapes:
-            shapes[name][dim] = -(-shapes[name][dim] // run.geometry.tp)
+    for layer_name, layer, dim in cut_layers(model, sharding) if run.geometry.tp > 1 else ():
+        for own, p in layer.named_parameters(recurse=False):
+            name = f"{layer_name}.{own}"
+            if p.dim() > dim and name in shapes:
+                shapes[name][dim] = -(-shapes[name][dim] // run.geometry.tp)
     return shapes
 
 
@@ -93,7 +76,8 @@ def averaged(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, Av
         return {name: Averaged(0, 0, math.prod(shape) * (width or own[name])) for name, shape in local.items()}
     if not isinstance(parallel, FSDP):
         return {}  # one process has all copies
-    shard, formats, found = _shard(run), {"fp32": 4, "bf16": 2}, dict[str, Averaged]()
+    shard = (parallel.shard or run.geometry.dp * run.geometry.cp) if run.averages else 1
+    formats, found = {"fp32": 4, "bf16": 2}, dict[str, Averaged]()
     units = list(named(model, sharding.units))
     for name, shape in local.items():
         numbers = shard * -(-shape[0] // shard) * math.prod(shape[1:])  # filled up so that it divides

@@ -47,6 +47,12 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if matches(name)}
 
 
+def cut_layers(model: nn.Module, sharding: Sharding) -> list[tuple[str, nn.Module, int]]:
+    """Return the layers that tensor-parallel devices cut, with names, and the dimension in which they cut weights."""
+    columns = [(name, module, 0) for name, module in named(model, sharding.columns).items()]
+    return columns + [(name, module, 1) for name, module in named(model, sharding.rows).items()]
+
+
 def tied(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
@@ -108,10 +114,8 @@ class ModelParallel:
 
     def _cut(self, model: nn.Module) -> None:
         assert self._tp is not None
-        layers = [(module, name, 0) for name, module in named(model, self._sharding.columns).items()]
-        layers += [(module, name, 1) for name, module in named(model, self._sharding.rows).items()]
         shared = {name: names for names in tied(model) for name in names}
-        for layer, layer_name, dim in layers:
+        for layer_name, layer, dim in cut_layers(model, self._sharding):
             for name, p in layer.named_parameters(recurse=False):
                 if p.dim() > dim:  # the bias of rows is added once, to the sum
                     if names := shared.get(f"{layer_name}.{name}"):
@@ -163,7 +167,6 @@ class ModelParallel:
         return _gathered(y_BNE, self._both, TOKENS, Replicate())[:, : self._sharding.tokens]
 
     def _gather(self, x_BNE: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of the tensor-parallel devices."""
         assert self._tp is not None
         kind = x_BNE.device.type
         if torch.is_autocast_enabled(kind):  # what follows would compute in 16 bits: half as much is sent
@@ -223,7 +226,7 @@ def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> tor
     `gradient` tells whether the gradients of the result are summands (`Partial`) or equal (`Replicate`).
     """
     if isinstance(mesh, PretendedAxes):
-        whole: torch.Tensor = _PretendToGather.apply(x, mesh.size(), dim, gradient.is_partial())
+        whole: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, True, gradient.is_partial())
         return whole
     parts = DTensor.from_local(x, mesh, [Shard(dim)] * mesh.ndim, run_check=False)
     replicated = parts.redistribute(placements=[Replicate()] * mesh.ndim)
@@ -233,40 +236,36 @@ def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> tor
 def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:
     """Return this device's part, along a dimension, of the sum over a mesh's devices."""
     if isinstance(mesh, PretendedAxes):
-        part: torch.Tensor = _PretendToScatter.apply(x, mesh.size(), dim)
+        part: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, False, True)
         return part
     summands = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     return summands.redistribute(placements=[Shard(dim)]).to_local()
 
 
-class _PretendToGather(torch.autograd.Function):
-    """Has the shapes and the memory of `_gathered`."""
+class _Pretend(torch.autograd.Function):
+    """Has the shapes and the memory of `_gathered`, or else of `_scattered`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
-        ctx.parts, ctx.dim, ctx.summed = parts, dim, summed
-        return torch.cat(x.new_empty((parts * len(x), *x.shape[1:])).chunk(parts), dim)
+    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, gather: bool, summed: bool) -> torch.Tensor:
+        ctx.parts, ctx.dim, ctx.gather, ctx.summed = parts, dim, gather, summed
+        return _whole_like(x, parts, dim) if gather else _part_like(x, parts, dim, True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pieces = gradients[0].chunk(ctx.parts, ctx.dim)
-        if ctx.summed:
-            torch.cat(pieces)
-        return torch.empty_like(pieces[0]), None, None, None
+        y, parts, dim = gradients[0], ctx.parts, ctx.dim
+        x = _part_like(y, parts, dim, ctx.summed) if ctx.gather else _whole_like(y, parts, dim)
+        return x, None, None, None, None
 
 
-class _PretendToScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-        ctx.parts, ctx.dim = parts, dim
-        pieces = x.chunk(parts, dim)
+def _whole_like(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+    return torch.cat(x.new_empty((parts * len(x), *x.shape[1:])).chunk(parts), dim)
+
+
+def _part_like(x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
+    pieces = x.chunk(parts, dim)
+    if summed:  # they are sent side by side
         torch.cat(pieces)
-        return torch.empty_like(pieces[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        y = gradients[0]
-        return torch.cat(y.new_empty((ctx.parts * len(y), *y.shape[1:])).chunk(ctx.parts), ctx.dim), None, None
+    return torch.empty_like(pieces[0])
 
 
 class _Rows(nn.Module):

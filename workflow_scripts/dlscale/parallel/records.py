@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from dlscale.core.record import Measured, Record
-from dlscale.core.text import number, size
+from dlscale.core.text import number
 
 
 class Device(Record):
@@ -20,17 +20,10 @@ class LinkLevel(Record):
     """Links of one kind between devices: a message of n bytes takes alpha + n beta seconds (Hockney 1994)."""
 
     name: Literal["node", "switch", "network"]  #: Level that both ends have in common.
-    size: int  #: Units joined: devices of a node, nodes below a switch, nodes or switches in all.
+    size: int  #: Units joined: devices of a node, nodes in all.
     links: int  #: Couples of processes that measured.
     alpha: Measured  #: Median latency, s: half of a small message's round trip.
     beta: Measured  #: Median seconds a byte, one way, while others of the level talk, too.
-
-
-class AllReduce(Record):
-    """A sum of so many bytes over all processes."""
-
-    bytes: int
-    seconds: float  #: Median of the slowest process.
 
 
 class Links(Record):
@@ -41,20 +34,14 @@ class Links(Record):
     nodes: int
     seconds: float  #: Duration of the test.
     levels: list[LinkLevel]  #: The nearest first.
-    all_reduce: list[AllReduce]  #: A small sum, and one of gradients' size.
-    slow: list[str] = []  #: Processes much slower than others of their level, in words.
 
     def line(self) -> str:
         """Return the levels in a line."""
-        found = [
+        return "; ".join(
             f"{level.name}: {number(1e6 * level.alpha)} µs"
             + (f", {number(1e-9 / level.beta)} GB/s" if level.beta else "")
             for level in self.levels
-        ]
-        found += [
-            f"all_reduce of {size(sum_.bytes, ' ')}: {number(1e3 * sum_.seconds)} ms" for sum_ in self.all_reduce[-1:]
-        ]
-        return "; ".join([*found, *self.slow])
+        )
 
 
 class MemoryUse(Record):

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from dlscale.config.run import Geometry
 from dlscale.config.site import Limits
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
-from dlscale.core.machine import driver, too_old
 from dlscale.core.process import LOST, MEET, end, ranks
 from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
@@ -36,7 +35,10 @@ TIMEOUT = dt.timedelta(minutes=30)
 def join(geometry: Geometry, device: str) -> Iterator[World]:
     """Join the other ranks of the run in this context; `device` is `cpu`, `cuda`, or `auto` (CUDA if it is there)."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device cuda: PyTorch sees no CUDA device here: {_why_no_cuda()}")
+        raise UserError(
+            "--device cuda: PyTorch sees no CUDA device here; use a machine with a GPU, or --device cpu (site.gpu: "
+            "false in the workflow); `dlscale doctor` looks for the reason"
+        )
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if geometry.world_size == 1:
         yield World(device=torch.device(kind))
@@ -108,17 +110,6 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
     own = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(own)
     return own
-
-
-def _why_no_cuda() -> str:
-    cuda, version = torch.version.cuda, driver()
-    if cuda is None:
-        return f"PyTorch {torch.__version__} computes on processors only; install one for CUDA, or use --device cpu"
-    if version is None:
-        return "there is no NVIDIA driver; use a machine with a GPU, or --device cpu (site.gpu: false in the workflow)"
-    if old := too_old(version, cuda):
-        return f"{old}; take a newer driver, CUDA's compat libraries (LD_LIBRARY_PATH), or PyTorch for an older CUDA"
-    return f"the driver is {version}, for CUDA {cuda}; ask for a GPU, or see whether CUDA_VISIBLE_DEVICES hides it"
 
 
 def _meet(geometry: Geometry, rank: int) -> Any:

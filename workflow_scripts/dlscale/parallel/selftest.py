@@ -5,13 +5,12 @@ results are exact. A wrong one ends the run on all processes and names those at 
 
 Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Couples of
 processes send a small and a large message to and fro, in O(log n) rounds in which all measure at once, as in a
-collective operation. Slow processes are a warning in the log.
+collective operation.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import statistics
 import time
@@ -24,14 +23,12 @@ import torch.distributed as dist
 
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
-from dlscale.parallel.records import AllReduce, LinkLevel, Links
+from dlscale.parallel.records import LinkLevel, Links
 from dlscale.parallel.world import AXES, World, synchronize
 
 #: Numbers of a collective operation: few, and many (4 MiB), for which libraries use other algorithms.
 FEW, MANY = 5, 2**20
 
-#: Bytes of the sums that are timed: a number, and gradients (a bucket of PyTorch's; less on a CPU).
-SUMS = {"cpu": (8, 2**22), "cuda": (8, 25 * 2**20)}
 
 #: Number of processes of a node, or nodes, up to which each measures with each other; of more, at distances 1, 2, 4, …
 ALL = 8
@@ -41,25 +38,11 @@ LARGE = {"cpu": 2**22, "cuda": 2**24}  #: Bytes of a large one.
 TRIPS = {"cpu": 1, "cuda": 5}  #: Round trips between two looks at the clock.
 SAMPLES = 9  #: Size of the samples whose median counts.
 
-#: Multiple of its level's median beyond which a link is slow,
-SLOW = {"latency": 3.0, "time a byte": 1.6}
-DEVIATIONS = 6.0  #: if it is so many standard deviations (by the median absolute deviation) beyond it,
-ENOUGH = 3  #: and its level has so many links.
 SHOWN = 8  #: Processes that a message names.
-
-Name = Literal["node", "switch", "network"]
-NAMES: tuple[Name, ...] = ("node", "switch", "network")
 
 #: As PyTorch calls them since 2.13, or before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Place(NamedTuple):
-    """Place of a process: its host, and the switches above it, if Slurm knows them."""
-
-    host: str
-    switch: str = ""
 
 
 class Link(NamedTuple):
@@ -97,57 +80,42 @@ def self_test(world: World, wanted: bool = True) -> Links | None:
     """
     if world.size == 1:
         return None
-    found = world.gather((place(), wanted))
-    if not all(each for _, each in found):
+    if not all(world.gather(wanted)):
         return None
     with ranges.part(ranges.REHEARSAL, ranges.REHEARSAL):
-        links_found = _tested(world, [place for place, _ in found])
+        links = _tested(world, world.gather(socket.gethostname().split(".")[0]))
     if world.device.type == "cuda":  # the run's own memory is measured without this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    return links_found
+    return links
 
 
-def _tested(world: World, places: list[Place]) -> Links:
+def _tested(world: World, hosts: list[str]) -> Links:
     start = time.perf_counter()
     reports = world.gather([wrong for group in groups(world) for wrong in collected(world, group)])
     if any(reports):
         world.barrier()  # the first rank may hold the store
-        raise PeerLost(verdict(places, reports))
-    rounds = schedule(world.size, per_node(places))
-    links = measure(world, rounds)
-    if slow(links, places):  # once more: a moment in which others were at work passes
-        again = measure(world, rounds)
-        links = [Link(a.ranks, min(a.alpha, b.alpha), min(a.beta, b.beta)) for a, b in zip(links, again, strict=True)]
+        raise PeerLost(verdict(hosts, reports))
+    links = measure(world, schedule(world.size, per_node(hosts)))
     record = Links(
         backend=dist.get_backend(),
         processes=world.size,
-        nodes=len({place.host for place in places}),
-        levels=levels(links, places),
-        all_reduce=[summed_in(world, count) for count in SUMS[world.device.type]],
-        slow=slow(links, places),
+        nodes=len({*hosts}),
+        levels=levels(links, hosts),
         seconds=time.perf_counter() - start,
     )
     if world.main:
-        line = record.model_copy(update={"slow": []}).line()
-        logging.info("self-test: %d processes exchange right values; %s (%.1f s)", world.size, line, record.seconds)
-        for text in record.slow:
-            logging.warning("self-test: %s", text)
+        text = "self-test: %d processes exchange right values; %s (%.1f s)"
+        logging.info(text, world.size, record.line(), record.seconds)
     return record
 
 
-def place() -> Place:
-    """Return the place of this process. Slurm's topology plugin names a node as `SWITCH.SWITCH.NODE`."""
-    switch = os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
-    return Place(socket.gethostname().split(".")[0], switch)
-
-
-def per_node(places: Sequence[Place]) -> int:
+def per_node(hosts: Sequence[str]) -> int:
     """Return the number of consecutive ranks of each node; where it differs, all count as one node."""
-    counts = Counter(place.host for place in places)
-    first = counts[places[0].host]
-    regular = all(place.host == places[rank - rank % first].host for rank, place in enumerate(places))
-    return first if regular and set(counts.values()) == {first} else len(places)
+    counts = Counter(hosts)
+    first = counts[hosts[0]]
+    regular = all(host == hosts[rank - rank % first] for rank, host in enumerate(hosts))
+    return first if regular and set(counts.values()) == {first} else len(hosts)
 
 
 # ---- values ----------------------------------------------------------------------------------------
@@ -215,43 +183,36 @@ def collected(world: World, group: Group) -> list[Wrong]:
     return wrong
 
 
-def verdict(places: Sequence[Place], reports: Sequence[Sequence[Wrong]]) -> str:
+def verdict(hosts: Sequence[str], reports: Sequence[Sequence[Wrong]]) -> str:
     """Return who sends or gets wrong values, from what each rank saw."""
     seen, first = next((rank, report[0]) for rank, report in enumerate(reports) if report)
-    culprits, words = at_fault(reports)
-    hosts = sorted({places[rank].host for rank in culprits})
+    culprits = at_fault(reports)
+    bad = sorted({hosts[rank] for rank in culprits})
     return (
-        f"the self-test of collective operations got wrong values: {words.format(named(culprits, places))}. First "
-        f"seen: {first.what}, where {first.example}, by {named([seen], places)}. Memory, device or network is at "
-        f"fault: leave {', '.join(hosts)} out (under Slurm: --exclude={','.join(hosts)}) and start again. `parallel: "
+        f"the self-test of collective operations got wrong values: {named(culprits, hosts)} took part in "
+        f"most. First seen: {first.what}, where {first.example}, by {named([seen], hosts)}. Memory, device or network "
+        f"is at fault: leave {', '.join(bad)} out (under Slurm: --exclude={','.join(bad)}) and start again. `parallel: "
         "{selftest: false}` would leave the test out, and compute with wrong values"
     )
 
 
-def at_fault(reports: Sequence[Sequence[Wrong]]) -> tuple[list[int], str]:
-    """Return the ranks most often at the ends of wrong messages, or in groups whose sums are wrong, and why."""
+def at_fault(reports: Sequence[Sequence[Wrong]]) -> list[int]:
+    """Return the ranks most often at the ends of wrong messages, or else in wrong sums.
+
+    Who got a wrong sum counts twice in it: others that add the same numbers may have got the right one.
+    """
     every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
-    if messages := {(sender, rank) for rank, wrong in every for sender in wrong.senders}:
-        most, count = _most(rank for message in messages for rank in {*message})
-        return most, f"{{}} at an end of {count} of {len(messages)} wrong messages"
-    saw: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, wrong in every:
-        saw.setdefault((wrong.what, wrong.ranks), []).append(rank)
-    if few := [own for (_, ranks), own in saw.items() if 2 * len(own) <= len(ranks)]:
-        return few[0], "the sums that {} got are wrong, those of the others right"
-    most, _ = _most(rank for ranks in {ranks for _, ranks in saw} for rank in ranks)
-    return most, "sums are wrong with {}" + " together, one of which adds wrong numbers" * (len(most) > 1)
+    messages = {(sender, rank) for rank, wrong in every for sender in wrong.senders}
+    sums = {(rank, *wrong.ranks) for rank, wrong in every}
+    counts = Counter[int]()
+    for ranks in messages or sums:
+        counts.update(ranks)
+    return sorted(rank for rank, count in counts.items() if count == max(counts.values()))
 
 
-def _most(ranks: Iterable[int]) -> tuple[list[int], int]:
-    counts = Counter(ranks)
-    greatest = max(counts.values())
-    return sorted(rank for rank, count in counts.items() if count == greatest), greatest
-
-
-def named(ranks: Sequence[int], places: Sequence[Place]) -> str:
+def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return the names of ranks in messages."""
-    return ", ".join(f"process {rank} on {places[rank].host}" for rank in ranks[:SHOWN]) + ", …" * (len(ranks) > SHOWN)
+    return ", ".join(f"process {rank} on {hosts[rank]}" for rank in ranks[:SHOWN]) + ", …" * (len(ranks) > SHOWN)
 
 
 # ---- links -----------------------------------------------------------------------------------------
@@ -276,17 +237,8 @@ def _couples(count: int) -> list[list[tuple[int, int]]]:
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
 
 
-def send(tensor: torch.Tensor, peer: int) -> None:
-    """Send a tensor; of a device, its stream waits for that, and not the host."""
-    _exchange(dist.isend, tensor, peer)
-
-
-def receive(tensor: torch.Tensor, peer: int) -> None:
-    """Receive a tensor in place, as `send` sends."""
-    _exchange(dist.irecv, tensor, peer)
-
-
-def _exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
+def exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
+    """Send or receive a tensor (`way`: isend or irecv); of a device, its stream waits for that, and not the host."""
     # As a batch: NCCL then uses the connections of all ranks, and warns of nothing.
     for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
         work.wait()
@@ -309,7 +261,7 @@ def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[L
 def _measure(world: World, peer: int) -> Link:
     """Measure the link to another rank; of the two, the lower one's times count."""
     device, trips = world.device, TRIPS[world.device.type]
-    ways = (send, receive) if world.rank < peer else (receive, send)
+    ways = (dist.isend, dist.irecv) if world.rank < peer else (dist.irecv, dist.isend)
 
     def one_way(bytes_: int) -> list[float]:
         message, times = torch.zeros(bytes_, dtype=torch.uint8, device=device), list[float]()
@@ -317,7 +269,7 @@ def _measure(world: World, peer: int) -> Link:
             synchronize(device)
             start = time.perf_counter()
             for way in ways * trips:
-                way(message, peer)
+                exchange(way, message, peer)
             synchronize(device)
             times.append((time.perf_counter() - start) / trips / 2)
         return times[1:]
@@ -328,67 +280,27 @@ def _measure(world: World, peer: int) -> Link:
     return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(small), beta)
 
 
-def summed_in(world: World, bytes_: int) -> AllReduce:
-    """Time the sum of so many bytes over all processes."""
-    ranges.advance(ranges.REHEARSAL)
-    values, times = torch.zeros(bytes_ // 4, device=world.device), list[float]()
-    for _ in range(1 + SAMPLES):  # the first makes buffers
-        synchronize(world.device)
-        start = time.perf_counter()
-        dist.all_reduce(values)
-        synchronize(world.device)
-        times.append(time.perf_counter() - start)
-    return AllReduce(bytes=bytes_, seconds=world.max(statistics.median(times[1:]))[0])
-
-
-def _by_level(links: Iterable[Link], places: Sequence[Place]) -> dict[Name, list[Link]]:
-    """Return the links of each level that both ends have in common, the nearest first."""
-    found: dict[Name, list[Link]] = {name: [] for name in NAMES}
+def levels(links: Iterable[Link], hosts: Sequence[str]) -> list[LinkLevel]:
+    """Return latency and bandwidth within nodes and between them."""
+    within: list[Link] = []
+    between: list[Link] = []
     for link in links:
-        a, b = (places[rank] for rank in link.ranks)
-        switch: Name = "switch" if a.switch and a.switch == b.switch else "network"
-        found["node" if a.host == b.host else switch].append(link)
-    return {name: own for name, own in found.items() if own}
-
-
-def levels(links: Iterable[Link], places: Sequence[Place]) -> list[LinkLevel]:
-    """Return latency and bandwidth of each level, the nearest first."""
-    hosts = {each.host: each.switch for each in places}
-    joined = {
-        "node": max(Counter(each.host for each in places).values()),
-        "switch": max(Counter(switch for switch in hosts.values() if switch).values(), default=0),
-        "network": len({switch or host for host, switch in hosts.items()}),  # nodes without a switch count themselves
-    }
-    return [
-        LinkLevel(
-            name=name,
-            size=joined[name],
-            links=len(own),
-            alpha=statistics.median(link.alpha for link in own),
-            beta=statistics.median(link.beta for link in own),
-        )
-        for name, own in _by_level(links, places).items()
-    ]
-
-
-def slow(links: Iterable[Link], places: Sequence[Place]) -> list[str]:
-    """Return in words which processes have slow links only, of those of a level."""
+        a, b = link.ranks
+        (within if hosts[a] == hosts[b] else between).append(link)
+    counts = Counter(hosts)
     found = []
-    for level in _by_level(links, places).values():
-        ends = Counter(rank for link in level for rank in link.ranks)
-        for what, values in (
-            ("latency", {link: link.alpha for link in level}),
-            ("time a byte", {link: link.beta for link in level}),
-        ):
-            median = statistics.median_low(values.values())
-            spread = 1.4826 * statistics.median_low(abs(value - median) for value in values.values())
-            limit = max(SLOW[what] * median, median + DEVIATIONS * spread)
-            late = [link for link in level if values[link] > limit]
-            count = Counter(rank for link in late for rank in link.ranks)
-            blamed = [rank for rank in count if 1 < count[rank] == ends[rank]]
-            if blamed and len(level) >= ENOUGH:
-                ratio = statistics.median(values[link] for link in late if {*link.ranks} & {*blamed}) / median
-                found.append(
-                    f"{named(blamed, places)}: links with {ratio:.1f} times the {what} of the median of their level"
-                )
+    if within:
+        found.append(_level("node", max(counts.values()), within))
+    if between:
+        found.append(_level("network", len(counts), between))
     return found
+
+
+def _level(name: Literal["node", "network"], size: int, links: Sequence[Link]) -> LinkLevel:
+    return LinkLevel(
+        name=name,
+        size=size,
+        links=len(links),
+        alpha=statistics.median(link.alpha for link in links),
+        beta=statistics.median(link.beta for link in links),
+    )

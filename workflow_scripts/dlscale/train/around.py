@@ -1,21 +1,60 @@
-"""The context of every stage of a run: ranks meet and test their exchanges, and data are verified."""
+"""The context of every stage of a run: ranks meet and test their exchanges, and data are verified.
+
+An allocation that fails in it ends as one message, with settings that would fit.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import itertools
+import logging
+import re
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
 
 from dlscale.config.run import RunCore
-from dlscale.core.errors import UserError
-from dlscale.data import staging
+from dlscale.core import registry
+from dlscale.core.errors import UserError, brief
+from dlscale.core.text import size
+from dlscale.data import loaders, staging
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World
-from dlscale.train.exhaustion import explained
+from dlscale.train.memory import available, predict, total
+
+#: Share of free memory that a predicted step may take, by device, and bytes that are left to others first. Workspaces,
+#: threads and unused blocks are not predicted; on a CPU they were seen to be up to 0.6 of what is.
+SHARE = {"cpu": 0.6, "cuda": 0.9}
+RESERVE = {"cpu": 300_000_000, "cuda": 0}
+
+#: Parts of a stage, by the function at work; the first that is found counts.
+PLACES = {
+    "Tensor.backward": "the backward pass",
+    "Step._backward": "the forward pass",
+    "Step._train_eagerly": "the update",
+    "Step.predict": "a prediction",
+    "build_step": "the set-up",
+    "open_session": "the set-up",
+}
+
+#: Folders of the code that loads data: ours and PyTorch's.
+LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
+
+#: Words of libraries that have no exception of their own for too little memory: CUDA and NCCL, statuses of cuBLAS,
+#: cuDNN and others, and a CPU's.
+_TEXTS = r"out of memory|_ALLOC_FAILED|_ALLOCATION_FAILED|can't allocate memory|std::bad_alloc"
+
+#: Words of PyTorch's DataLoader where a process of it was killed.
+_KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly(?! with))"
 
 
 @contextlib.contextmanager
@@ -41,3 +80,115 @@ def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
         raise UserError("; ".join(itertools.chain(*messages)))
     if world.main:
         staging.remember(manifest, files)
+
+
+# ---- too little memory -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
+    """Turn an allocation that fails within this context, which includes the set-up, into a `UserError`."""
+    free = available(world.device)
+    try:
+        yield
+    except Exception as error:
+        if any(re.search(_KILLED, str(each)) for each in chain(error)):
+            raise UserError(
+                "a process of the loader was killed, as systems do where memory is short: use fewer `loader.workers`, "
+                "a smaller `loader.prefetch` or batch_size, or ask for more memory (--mem of a Slurm job)"
+            ) from None
+        if isinstance(error, UserError) or not is_exhaustion(error):
+            raise
+        text = message(error, run, Path(manifest), world, free)
+        raise UserError(text) from None
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Return whether an exception, or one that it was raised from, says that there is not enough memory."""
+    return any(map(_says, chain(error)))
+
+
+def _says(error: BaseException) -> bool:
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or re.search(_TEXTS, str(error)) is not None
+    )
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """Return an exception and those that it was raised from, or while they were handled."""
+    found: list[BaseException] = []
+    more: BaseException | None = error
+    while more and more not in found:
+        found.append(more)
+        more = more.__cause__ or (None if more.__suppress_context__ else more.__context__)
+    return found
+
+
+def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
+    """Return where memory was asked for, how much the device has, and which settings would fit.
+
+    `free` are the bytes that this process could take on its device when it began.
+    """
+    kind, where, cause = world.device.type, place(error), next(filter(_says, chain(error)))
+    said = brief(cause) or type(cause).__name__
+    for each in chain(error):  # the failed step still holds memory
+        traceback.clear_frames(each.__traceback__)
+    gc.collect()
+    rank = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""
+    text = (
+        f"out of memory in {where}{rank}: {said}; the {'GPU' if kind == 'cuda' else 'machine'} has "
+        f"{size(total(world.device))}, and {size(free)} were free for this process"
+    )
+    try:
+        data = Manifest.read(manifest)
+        needed = predict(run, data, world.device).peak or 0
+        # It failed: no more than it needs was there, however much seemed to be.
+        fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
+    except Exception as failure:  # a model may do what fake tensors cannot follow
+        logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
+        return f"{text}; try a smaller batch_size, or accumulation_steps"
+    each_ = " on each device" if world.size > 1 else ""
+    text += f"; a step of {run.batch_size} samples is predicted to take {size(needed)}{each_}"
+    if not fitting:
+        return f"{text}; no smaller batch fits either: choose a smaller model, or a device with more memory"
+    return f"{text}; predicted to fit: " + ", or ".join(f"{shown(over)} ({size(bytes_)})" for over, bytes_ in fitting)
+
+
+def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -> list[tuple[dict[str, Any], int]]:
+    """Return settings under which a step is predicted to take at most `limit` bytes, and its bytes.
+
+    The cheapest come first: micro-batches, recomputation, and a smaller batch, which is another training.
+    """
+    halvings = range(1, run.local_batch_size.bit_length())
+    parts = [{"accumulation_steps": 2**n * run.accumulation_steps} for n in halvings]
+    again = [{"activation_checkpointing": True, **more} for more in ({}, *parts)]
+    if "activation_checkpointing" not in registry.study(run.study).supports or run.activation_checkpointing:
+        again = []
+    batches = [{"batch_size": (run.local_batch_size >> n) * run.geometry.dp} for n in halvings]
+    found = []
+    for candidates in (parts, again, batches):
+        for over in candidates:
+            with contextlib.suppress(ValidationError):  # they may contradict the run's other settings
+                other = type(run).model_validate({**run.model_dump(mode="json"), **over})
+                bytes_ = predict(other, manifest, world.device).peak or 0
+                if bytes_ <= limit:
+                    found.append((over, bytes_))
+                    break
+    return found
+
+
+def shown(over: dict[str, Any]) -> str:
+    """Return settings as a user writes them."""
+    return ", ".join(f"{key}: {str(value).lower()}" for key, value in over.items())
+
+
+def place(error: BaseException) -> str:
+    """Return the part of a stage in which an exception was raised, by its traceback."""
+    codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
+    names = {code.co_qualname for code in codes}
+    if found := [place for function, place in PLACES.items() if function in names]:
+        return found[0]
+    loading = any(code.co_filename.startswith(LOADING) for code in codes)
+    return "the loading of data" if loading else "what surrounds the steps"

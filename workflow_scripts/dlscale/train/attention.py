@@ -35,7 +35,6 @@ Context = Callable[[], AbstractContextManager[object]]
 def attention_context(
     kind: str,
     shape: tuple[int, int, int, int],
-    dropout: float,
     dtype: torch.dtype,
     device: torch.device,
     agreed: Callable[[str], str] = lambda kind: kind,
@@ -48,15 +47,15 @@ def attention_context(
     if kind == "default":
         return nullcontext
     if kind == "auto":
-        times = trial(shape, dropout, dtype, device)
+        times = trial(shape, dtype, device)
         kind = agreed(min(times, key=times.__getitem__))
         shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
         logging.info("attention %s for %s, %s: %s", kind, "x".join(map(str, shape)), dtype, shown)
     else:
         try:
-            _seconds(kind, shape, dropout, dtype, device)
+            _seconds(kind, shape, dtype, device)
         except (RuntimeError, ImportError):
-            usable = trial(shape, dropout, dtype, device, repeats=1)
+            usable = trial(shape, dtype, device, repeats=1)
             raise UserError(
                 f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
                 f"use default, auto or one of: {', '.join(usable)}"
@@ -80,7 +79,7 @@ def only(kind: str) -> Iterator[None]:
 
 
 def trial(
-    shape: tuple[int, int, int, int], dropout: float, dtype: torch.dtype, device: torch.device, repeats: int = 5
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, repeats: int = 5
 ) -> dict[str, float]:
     """Return the seconds (the least of `repeats`) of a forward and a backward pass with each kernel that works."""
     times: dict[str, float] = {}
@@ -88,8 +87,8 @@ def trial(
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MOST_SCORES:
             continue
         with suppress(RuntimeError, ImportError):  # there is no such kernel, or not the memory for it
-            _seconds(name, shape, dropout, dtype, device)  # warms up
-            times[name] = min(_seconds(name, shape, dropout, dtype, device) for _ in range(repeats))
+            _seconds(name, shape, dtype, device)  # warms up
+            times[name] = min(_seconds(name, shape, dtype, device) for _ in range(repeats))
     if device.type == "cuda":  # the trial is not the run's memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -113,7 +112,7 @@ def registered(name: str, device: torch.device) -> Iterator[None]:
         restore_flash_attention_impl()
 
 
-def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dtype, device: torch.device) -> float:
+def _seconds(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> float:
     """Time one forward and backward pass of random values, in memory as a linear layer leaves them."""
     samples, heads, tokens, width = shape
 
@@ -128,6 +127,6 @@ def _seconds(name: str, shape: tuple[int, ...], dropout: float, dtype: torch.dty
             x.requires_grad_()
         synchronize(device)
         start = time.perf_counter()
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).backward(gradient)
+        F.scaled_dot_product_attention(q, k, v).backward(gradient)
         synchronize(device)
         return time.perf_counter() - start

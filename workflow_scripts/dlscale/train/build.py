@@ -20,17 +20,15 @@ from dlscale.core.errors import Refused, UserError
 from dlscale.data.loaders.base import Loader, Share, open_loader
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples
-from dlscale.parallel.batchnorm import synchronised
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.strategy import Gradients, strategy_of
+from dlscale.parallel.strategy import Gradients, strategy_of, synchronised
 from dlscale.parallel.world import AXES, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
-from dlscale.train.graph import CudaBackend
 from dlscale.train.optimizer import build_optimizer
 from dlscale.train.precision import Weights, compute_dtype, convert, set_matmul_precision
-from dlscale.train.step import Network, Step
+from dlscale.train.step import CudaBackend, Network, Step
 
 
 def build_step(
@@ -121,13 +119,12 @@ def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
 
 
 def _attention(model: Any, run: RunCore, world: World) -> Context:
-    """Return the context of the model's attention, if it has any."""
     if run.attention == "default":
         return nullcontext
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads // run.geometry.tp, tokens, width)
-    dtype, drop = compute_dtype(run.precision), 0.0
-    return attention_context(run.attention, shape, drop, dtype, world.device, lambda kind: world.gather(kind)[0])
+    dtype = compute_dtype(run.precision)
+    return attention_context(run.attention, shape, dtype, world.device, lambda kind: world.gather(kind)[0])
 
 
 def _each(loss: SampleLoss, study: str) -> SampleLoss:

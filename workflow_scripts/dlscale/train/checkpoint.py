@@ -52,16 +52,6 @@ logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
 
 
-class Places(Record):
-    """Devices of a training; random numbers go on where they are the same."""
-
-    ranks: int = 1
-    tp: int = 1
-    cp: int = 1
-    order: str = ""
-    device: str = ""
-
-
 class CheckpointRecord(Record):
     """`checkpoint.json`: the progress of a training."""
 
@@ -73,7 +63,7 @@ class CheckpointRecord(Record):
     #: Settings that decide times and no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: scores before the first step, in the first epoch
-    places: Places = Places()
+    places: dict[str, Any] = {}  #: devices of the training; random numbers go on where they are the same
     scaler: dict[str, float] = {}  #: state of the loss scaler
     best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
     files: dict[str, str] = {}  #: SHA-256 of each other file
@@ -116,17 +106,17 @@ class Checkpoints:
     def tidy(self) -> None:
         """Repair the folder after a process was killed while it saved."""
         for torn in self.folder.glob(".step-*.part"):
-            _remove(torn)
+            shutil.rmtree(torn, ignore_errors=True)
         for former in self.folder.glob(".step-*.old"):  # was about to be replaced by one of the same step
             path = self.folder / former.name.split(".")[1]
             if path.exists():
-                _remove(former)
+                shutil.rmtree(former, ignore_errors=True)
             else:
                 former.rename(path)
 
     def clear(self) -> None:
         for step in self.steps():
-            _remove(self._path(step))
+            shutil.rmtree(self._path(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Return the saved steps, oldest first."""
@@ -181,7 +171,7 @@ class Checkpoints:
                 cause = _cause(error)
                 raise explained(cause, path) if isinstance(cause, Exception) else cause from None
             own = folder.glob(f"shard-{self._world.rank + 1:05d}-*")
-            files = self._beside.gather({file.name: _digest(file) for file in own})
+            files = self._beside.gather({file.name: sha256(file) for file in own})
             if main:
                 names = [name for each in files for name in each]
                 if missing := [name for name in names if not (folder / name).exists()]:
@@ -194,7 +184,7 @@ class Checkpoints:
             earlier = [step for step in known if step < record.step]
             later = [step for step in known if step > record.step]  # which this training has left behind
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
-                _remove(self._path(old))
+                shutil.rmtree(self._path(old), ignore_errors=True)
 
     # ---- load ------------------------------------------------------------------------------------
 
@@ -238,7 +228,7 @@ class Checkpoints:
             _check(path, list(record.files.items()), self._world.rank, self._world.size)
             checked = True
             if (record.run or self.folder.name, record.step) != (self.folder.name, step):
-                raise Misfit(f"it is of another training, {record.run}, or of another step, {record.step}")
+                raise ValueError(f"it is of another training, {record.run}, or of another step, {record.step}")
             state = wanted(record)
             fill(path, state)
         except (Exception, CheckpointException) as error:  # there is an earlier one
@@ -249,13 +239,6 @@ class Checkpoints:
         return (record, state), "", False
 
 
-def _digest(file: Path) -> str:
-    try:
-        return sha256(file)
-    except OSError as error:
-        raise explained(error, file) from None
-
-
 def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: int = 1) -> None:
     """Compare every `step`-th file of a checkpoint with its digest."""
     if not files:
@@ -263,13 +246,6 @@ def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: i
     for name, digest in files[first::step]:
         if sha256(path / Path(name).name) != digest:
             raise UserError(f"{path / name}: not as it was written")
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 SHARED = "all nodes need the same file system"
@@ -307,20 +283,16 @@ def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     return {name: piece.tensor for name, piece in state.items()}
 
 
-class Misfit(ValueError):
-    """A tensor of a checkpoint is missing, or has another shape."""
-
-
 def fill(path: Path, state: State) -> None:
-    """Fill the pieces from a checkpoint, or raise a `Misfit`."""
+    """Fill the pieces from a checkpoint, or raise a `ValueError`."""
     reader = HuggingFaceStorageReader(str(path))
     there = reader.read_metadata().state_dict_metadata
     for name, piece in state.items():
         entry = there.get(name)
         if not isinstance(entry, TensorStorageMetadata) or entry.size != piece.shape:
-            raise Misfit(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(piece.shape)}")
+            raise ValueError(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(piece.shape)}")
         if sum(_common(piece, chunk) for chunk in entry.chunks) != piece.tensor.numel():
-            raise Misfit(f"{name}: not all of it is there, or some more than once")
+            raise ValueError(f"{name}: not all of it is there, or some more than once")
     load(
         dict(state),
         storage_reader=reader,

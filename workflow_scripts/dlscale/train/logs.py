@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
 #: Prefix of the tag of a study's picture after each epoch.
 PICTURE = "Visualization, "
-#: Prefix of the tags of single steps.
-STEPS = "steps/"
 
 
 class RunLogs:
     """The logs in a run's folder `out`, which begin with what there was until `step`.
 
-    Where TensorBoard's files are gone, the epochs are written again, without pictures and single steps.
+    Where TensorBoard's files are gone, the epochs are written again, without pictures.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
@@ -64,12 +62,6 @@ class RunLogs:
         if picture:
             name, pixels = picture
             self._board.add_image(PICTURE + name, pixels, record.step, record.wall_time, dataformats="HWC")
-        self._board.flush()
-
-    def add_steps(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the loss of a step, and the samples/s of those before it."""
-        for name, value in values.items():
-            self._board.add_scalar(STEPS + name.replace("/s", "_per_second"), value, step)
         self._board.flush()
 
     def _epoch(self, record: Epoch) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlscale.parallel.pieces import Cut, Piece, cut, local
-
-_NONE: Mapping[str, tuple[Cut, ...]] = MappingProxyType({})
 
 #: Precisions that scale the loss.
 SCALED = ("fp16", "fp16_master")
@@ -80,11 +77,14 @@ class Weights:
     """
 
     def __init__(
-        self, model: nn.Module, exact: Mapping[str, torch.Tensor], cuts: Mapping[str, tuple[Cut, ...]] = _NONE
+        self,
+        model: nn.Module,
+        exact: Mapping[str, torch.Tensor],
+        cuts: Mapping[str, tuple[Cut, ...]] | None = None,
     ) -> None:
         named = dict(model.named_parameters())
         self.model, self.parameters, self.named = model, list(named.values()), named
-        self._cuts = {name: (*cuts.get(name, ()), *cut(p)) for name, p in named.items()}
+        self._cuts = {name: (*(cuts or {}).get(name, ()), *cut(p)) for name, p in named.items()}
         self._masters = {name: nn.Parameter(value, named[name].requires_grad) for name, value in exact.items()}
         trained = [name for name, p in self._masters.items() if p.requires_grad]
         self._rounded: list[torch.Tensor] = [named[name] for name in trained]
@@ -167,7 +167,6 @@ def whole(pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Ten
 
 
 def _convert(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
-    """Convert a model in place; `keep_norms` leaves normalisation layers in float32."""
     for module in model.modules():
         if keep_norms and isinstance(module, nn.LayerNorm | nn.GroupNorm | _BatchNorm):
             module.register_forward_pre_hook(lambda module, inputs: tuple(x.float() for x in inputs))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,7 +21,6 @@ from dlscale.parallel.pieces import Piece
 from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
-from dlscale.train.graph import EAGER_STEPS, EAGER_STEPS_OF_RANKS, CudaBackend, Graphed
 from dlscale.train.optimizer import begin, set_learning_rate
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
@@ -214,6 +215,93 @@ class Step:
             self._train.reset()
 
 
+# ---- CUDA graphs -------------------------------------------------------------------------------------
+#
+# A whole step is recorded once, then replayed with one call from the host. Some ordinary steps on a side stream come
+# first: libraries choose their kernels, and the optimiser makes its state. All ranks must record, replay or run a step
+# alike ("Using NCCL with CUDA Graphs" in NCCL's user guide), so that this must not depend on what one rank sees.
+
+Body = Callable[..., torch.Tensor]
+
+#: Ordinary steps of a shape before it is recorded, on one rank and on several: DistributedDataParallel orders its
+#: buckets after its first backward pass, and times its first ten with events.
+EAGER_STEPS, EAGER_STEPS_OF_RANKS = 3, 11
+
+
+class Graphed:
+    """Calls `body(x, y)`, a whole training step, by a graph for each shape of batch.
+
+    The first `eager_steps` batches of a shape train without a graph, so that a rare shape gets none.
+    """
+
+    def __init__(self, body: Body, backend: CudaBackend, eager_steps: int = EAGER_STEPS) -> None:
+        self._body, self._backend, self._eager_steps = body, backend, eager_steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all graphs, as is needed when memory that they use is replaced."""
+        self._backend.reset()
+        self._seen: Counter[Any] = Counter()
+        self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        """Train on one batch and return its loss; a batch that ranks share unequally gets no graph.
+
+        A rank's weight is 1 if and only if all ranks' are (`Share`): all decide alike.
+        """
+        if weight != 1.0:
+            return self._backend.run(partial(self._body, weight=weight), x, y)
+        shape = (x.shape, y.shape)
+        if shape not in self._graphs:
+            self._seen[shape] += 1
+            if self._seen[shape] <= self._eager_steps:
+                return self._backend.run(self._body, x, y)
+            static_x, static_y = x.clone(), y.clone()
+            self._graphs[shape] = (*self._backend.record(self._body, static_x, static_y), static_x, static_y)
+        replay, loss, static_x, static_y = self._graphs[shape]
+        static_x.copy_(x)
+        static_y.copy_(y)
+        replay()
+        return loss.clone()  # the next replay writes there
+
+
+class CudaBackend:
+    """CUDA graphs on one side stream, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Take a new pool of memory for the next graphs."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work on the side stream, in the order of the current one."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Run a body now, on the side stream."""
+        with self.aside():
+            return body(x, y)
+
+    def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
+        """Record a body without running it; return its replay, and the memory of its result."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a loader's thread may pin memory meanwhile, which is none of the graph's business.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            loss = body(x, y)
+        return graph.replay, loss
+
+
+# ---- compilation -------------------------------------------------------------------------------------
+
+
 def compiled(function: Function, mode: str, device: torch.device) -> Function:
     """Return the function compiled in this mode (the run's `compile.mode`), once for each shape of batch."""
     if mode == "none":
@@ -228,12 +316,13 @@ def check_compiler(mode: str) -> None:
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    what = f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no"
-    todo = "or set compile: {mode: none}"
     try:
         get_cpp_compiler()
+        usable = Path(sysconfig.get_path("include"), "Python.h").exists()
     except exc.InvalidCxxCompiler:
-        raise UserError(f"{what} C++ compiler; install g++, or name another in CXX, {todo}") from None
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").exists():
-        raise UserError(f"{what} Python headers ({headers}/Python.h); install them (python3-dev), {todo}")
+        usable = False
+    if not usable:
+        raise UserError(
+            f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no C++ compiler, or "
+            "no Python headers; install g++ (or name another in CXX) and python3-dev, or set compile: {mode: none}"
+        )

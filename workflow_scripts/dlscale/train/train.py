@@ -13,9 +13,12 @@ import logging
 import math
 import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,14 +34,14 @@ from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import describe_device
+from dlscale.parallel.world import World
 from dlscale.studies import figures
 from dlscale.train import provenance
 from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.interruption import Interruption
 from dlscale.train.logs import RunLogs, Wandb
-from dlscale.train.loop import Batch, Hook
+from dlscale.train.loop import Batch, Hook, Request
 from dlscale.train.memory import total
 from dlscale.train.trainer import Trainer, training
 from dlscale.train.weights import weights_digest
@@ -58,6 +61,17 @@ NOT_FINGERPRINTED: Any = {
     "loader": True,
 }
 
+
+#: Request of each signal. A warning may come long before the limit: training goes on.
+REQUESTS = {
+    signal.SIGUSR1: Request.SAVE,
+    signal.SIGUSR2: Request.SAVE,
+    signal.SIGTERM: Request.END,
+    signal.SIGINT: Request.END,
+}
+
+#: Greatest number of steps between two agreements: steps may become slow all at once.
+MAX_STEPS = 16
 
 #: Settings of `parallel` that change weights.
 LEARNT = ("sync_batchnorm", "compression", "param_dtype", "reduce_dtype")
@@ -106,9 +120,6 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
     tracked = [Wandb(out, settings, trainer.history) for name in run.training.trackers if name == "wandb"]
     shown = _Shown(session, trainer.epochs)
 
-    def on_begin(untrained: Untrained) -> None:
-        logs.begin(untrained, time.time())
-
     def on_epoch(record: Epoch) -> None:
         session.manifest.check_files()  # HDF5 reads what was cut off as zeros
         prediction = shown.predict() if shown.drawn(record) else None
@@ -117,7 +128,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         for each in tracked:
             each.add(record)
 
-    history = fit(trainer, on_epoch, on_begin, logs.add_steps)
+    history = fit(trainer, on_epoch, lambda untrained: logs.begin(untrained, time.time()))
     import matplotlib
 
     with ranges.part("writing", ranges.BETWEEN):
@@ -174,16 +185,12 @@ def fit(
     trainer: Trainer,
     on_epoch: Callable[[Epoch], object] = lambda record: None,
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
-    on_steps: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
 ) -> list[Epoch]:
-    """Train to the last epoch with progress and signals; return the records of all epochs.
-
-    `on_steps` gets every ten seconds the step, its loss, the samples/s of all since, and the seconds left.
-    """
+    """Train to the last epoch with progress and signals; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # the first with a naive answer, or else the first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer than a batch
-    latest = _Latest(samples, trainer.total_steps, on_steps)
+    latest = _Latest(samples)
 
     def tell(record: Epoch) -> None:
         shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
@@ -208,30 +215,72 @@ def fit(
     return history
 
 
+class Interruption:
+    """A context in which signals are requests, on which all ranks agree.
+
+    A signal may reach them at different steps, and all must save at the same one: they exchange their requests about
+    every `seconds`, on the host.
+    """
+
+    def __init__(self, world: World, seconds: float = 1.0) -> None:
+        self._world, self._seconds = world, seconds
+        self._received = Request.NONE
+        self._interval = self._left = 1
+        self._agreed = 0.0
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._receive) for number in REQUESTS}
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        request = REQUESTS[signal.Signals(number)]
+        if number == signal.SIGINT:  # a second Ctrl-C ends the process without saving
+            signal.signal(number, signal.default_int_handler)
+        self._received = max(self._received, request)
+
+    def poll(self) -> Request:
+        """Return the most urgent request of any rank, once. Every rank calls it before each batch."""
+        if self._world.size == 1:
+            request, self._received = self._received, Request.NONE
+            return request
+        self._left -= 1
+        if self._left > 0:
+            return Request.NONE
+        now = time.monotonic()
+        urgency, elapsed = self._world.max(self._received, now - self._agreed)
+        # All ranks compute the same next interval, from the slowest rank's time.
+        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first says nothing of steps
+        self._interval = self._left = min(max(1, int(self._interval * min(ratio, 4.0))), MAX_STEPS)
+        self._agreed = time.monotonic()
+        if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next time
+            self._received = Request.NONE
+        return Request(int(urgency))
+
+
 class _Latest:
     """The last step's loss on this rank, and the samples/s of all since the last call of `values`."""
 
-    def __init__(self, samples: int, steps: int, tell: Callable[[int, Mapping[str, float]], None]) -> None:
-        self._samples, self._total, self._tell = samples, steps, tell  # of a step, of all
-        self._step, self._loss = 0, torch.tensor(math.nan)
-        self._before = time.perf_counter(), 0
-        self._steps = 0  # of this process
+    def __init__(self, samples: int) -> None:
+        self._samples, self._loss = samples, torch.tensor(math.nan)  # of a step
+        self._steps, self._before = 0, (time.perf_counter(), 0)  # steps of this process
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
-        self._step, self._loss = number + 1, loss
+        self._loss = loss
         self._steps += 1
 
     def values(self) -> dict[str, float]:
-        """Return both by name, and tell them with the seconds left; this waits for the device."""
+        """Return both by name; this waits for the device."""
         loss, now = float(self._loss), time.perf_counter()
         before, steps = self._before
         self._before = now, self._steps
         rate = (self._steps - steps) * self._samples / (now - before)
-        values = {"loss": loss, "samples/s": rate} if self._steps > steps else {}
-        if values:
-            left = (self._total - self._step) * self._samples / rate
-            self._tell(self._step, {**values, "seconds_left": left})
-        return values
+        return {"loss": loss, "samples/s": rate} if self._steps > steps else {}
 
 
 class _Shown:

@@ -21,7 +21,7 @@ from dlscale.parallel.pieces import Piece, share
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.build import Session
-from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, Places
+from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.loop import Batch, Hook, Request, run_steps
 from dlscale.train.optimizer import begin
 from dlscale.train.schedule import learning_rate, peak_rate
@@ -74,8 +74,13 @@ class Trainer:
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
         at = run.geometry
-        order = at.order if at.model_size > 1 else ""
-        self._places = Places(ranks=world.size, tp=at.tp, cp=at.cp, order=order, device=world.device.type)
+        self._places = {
+            "ranks": world.size,
+            "tp": at.tp,
+            "cp": at.cp,
+            "order": at.order if at.model_size > 1 else "",
+            "device": world.device.type,
+        }
         self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
@@ -280,7 +285,6 @@ class Trainer:
         return None
 
     def _obey(self, request: Request, sums: _EpochSums, made_with: dict[str, Any] | None) -> None:
-        """Save, or save and end, as a signal asks."""
         if not request:
             return
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}

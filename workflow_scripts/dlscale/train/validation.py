@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 
@@ -34,7 +33,7 @@ def validate(
     loader: Loader,
     world: World,
     hooks: Sequence[Hook] = (),
-    naive: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    naive: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[float, dict[str, float]]:
     """Return loss and metrics on all ranks, each sample counted once; `naive` is from `naive_means`."""
     sums = MetricSum()
@@ -53,7 +52,7 @@ def validate(
         sums.add(losses | values)
 
     run_steps(add, loader.epoch(0), range(len(loader)), hooks)
-    means = {**naive, **sums.means(world.sum)}
+    means = {**(naive or {}), **sums.means(world.sum)}
     loss = float(means.pop(VALID_LOSS.name))
     numbers = metrics.summarise(means)
     if missing := {metric.name for metric in metrics.described} - numbers.keys():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from dlscale.train.precision import Weights
 PLACES = ("state_dict", "model_state", "model_state_dict", "model")
 #: Prefixes that wrappers for several devices and `torch.compile` give to names.
 PREFIXES = ("module.", "_orig_mod.")
-#: Number of names in a message.
-NAMED = 3
 
 State = dict[str, torch.Tensor]
 
@@ -85,7 +83,7 @@ def load_weights(weights: Weights, path: str | Path) -> None:
     ]
     missing, foreign = [n for n in expected if n not in state], [n for n in state if n not in expected]
     wrong = [
-        f"{what}: {_first(names)}"
+        f"{what}: {', '.join(names[:3])}{' …' * (len(names) > 3)}"
         for what, names in (
             (f"{many(len(missing), 'tensor')} of the model that it lacks", missing),
             (f"{many(len(foreign), 'tensor')} that the model lacks", foreign),
@@ -97,11 +95,6 @@ def load_weights(weights: Weights, path: str | Path) -> None:
     if wrong:
         raise UserError(f"{path}: not the weights of this model; {'; '.join(wrong)}; see the run's `model`")
     weights.load_state_dict(state)
-
-
-def _first(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:NAMED]) + (" …" if len(names) > NAMED else "")
 
 
 def _load(path: str | Path) -> Any:
