@@ -30,7 +30,8 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.measure.records import Throughput, Trials
-from dlscale.measure.scaling import model, validation
+from dlscale.measure.scaling import fit as fitting
+from dlscale.measure.scaling import model
 from dlscale.measure.scaling.fit import BAND, MISFIT, PRIORS, Point, fit
 from dlscale.measure.scaling.machine import Level, Machine, named, shipped
 from dlscale.measure.scaling.model import (
@@ -393,17 +394,17 @@ def test_nothing_to_start_from() -> None:
 
 
 @pytest.fixture(scope="module")
-def checks() -> list[validation.Check]:
+def checks() -> list[fitting.Check]:
     return [
         check
         for file in study_files().values()
         for name, series in file.series.items()
-        for check in validation.check(name, series, file.published)
+        for check in fitting.check(name, series, file.published)
     ]
 
 
 @pytest.mark.slow
-def test_every_series_holds_figures_out(checks: list[validation.Check]) -> None:
+def test_every_series_holds_figures_out(checks: list[fitting.Check]) -> None:
     titles = [series.title for file in study_files().values() for series in file.series.values()]
     assert sorted({each.series for each in checks}) == sorted(set(titles)) and len(titles) == len(set(titles)) == 9
     assert all(each.figure.gpus > max(each.fitted) for each in checks)
@@ -422,17 +423,17 @@ def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
     file = study_files()[study]
     for name, series in file.series.items():
         changed = [tripled(figure) if figure.gpus > series.fit else figure for figure in file.published]
-        ours, theirs = (validation.check(name, series, figures) for figures in (file.published, changed))
+        ours, theirs = (fitting.check(name, series, figures) for figures in (file.published, changed))
         assert [each.ours for each in ours] == [each.ours for each in theirs] and ours
         assert [each.published for each in ours] != [each.published for each in theirs]
 
 
-def test_the_model_beats_amdahls_law(checks: list[validation.Check]) -> None:
+def test_the_model_beats_amdahls_law(checks: list[fitting.Check]) -> None:
     ours, amdahl = np.median([np.abs(each.errors) for each in checks if each.amdahl is not None], axis=0)
     assert ours <= 0.10 and ours < amdahl
 
 
-def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> None:
+def test_the_misfit_is_that_of_the_series(checks: list[fitting.Check]) -> None:
     """The most probable one, given the errors."""
 
     def unlikely(misfit: float) -> float:
@@ -448,9 +449,9 @@ def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> Non
 
 def test_amdahls_law() -> None:
     truth = {n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}
-    assert validation.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
-    assert validation.amdahl({4: 80.0}, 16) == 320
-    assert validation.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
+    assert fitting.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
+    assert fitting.amdahl({4: 80.0}, 16) == 320
+    assert fitting.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
 
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:

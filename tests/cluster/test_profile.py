@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlscale.core import telemetry
-from dlscale.measure.profiling import Profile
+from dlscale.measure.profilers import Profile
 from dlscale.report.compare import read_rows
 from tests.cluster.flow import Flow
 from tests.cluster.test_containers import flow as flow  # a fixture

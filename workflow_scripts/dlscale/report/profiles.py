@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
-from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
+from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, some, table

@@ -20,23 +20,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+import nvtx
 import pandas as pd
+import torch
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.machine import answer
+from dlscale.core.machine import answer, let_threads_wait
 from dlscale.core.process import MEET
-from dlscale.core.ranges import RANGES
-from dlscale.measure.profilers import Found, child, overhead, report
+from dlscale.core.ranges import RANGES, marking
+from dlscale.launch.contain import hold_on
+from dlscale.measure.profilers import Found, ProfiledTool, overhead
 from dlscale.measure.profilers.trace import summarise
-from dlscale.measure.profiling import ProfiledTool
+from dlscale.measure.window import Window
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.strategy import CommHook
 from dlscale.parallel.world import World
+from dlscale.train.build import open_session
 
 NOT_FOUND = (
     "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool, or "
@@ -44,10 +51,14 @@ NOT_FOUND = (
 )
 #: Begin of a traceback's last line after a user's mistake.
 USER_ERROR = f"{UserError.__module__}.{UserError.__name__}: "
+#: What a child runs.
+MODULE = "dlscale.measure.profilers.nsys"
 #: Status of a child that was ended because another one failed.
 ENDED = -1000
 #: Seconds between asking a child to end and ending it.
 GRACE = 10.0
+#: Range within which nsys records a run that has no CUDA.
+CAPTURE = "dlscale capture"
 #: Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
 ENVIRONMENT = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
 
@@ -73,10 +84,10 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
     if not all(world.gather(tool is not None or not profiled)):
         return ProfiledTool(name="nsys", problem=NOT_FOUND), []
     with tempfile.TemporaryDirectory() as scratch:
-        kept, times = report(folder, "nsys", world.rank, "nsys-rep"), Path(scratch) / "times.json"
+        kept, times = folder / f"nsys.rank{world.rank}.nsys-rep", Path(scratch) / "times.json"
         studies = [(study.name, str(study.file)) for study in registry.added().values()]
-        asked = child.Asked(run_json, manifest, device, threads, studies, str(times) if profiled else None)
-        words = [sys.executable, "-m", child.__name__, json.dumps(asdict(asked))]
+        asked = Asked(run_json, manifest, device, threads, studies, str(times) if profiled else None)
+        words = [sys.executable, "-m", MODULE, json.dumps(asdict(asked))]
         if profiled and tool:
             folder.mkdir(parents=True, exist_ok=True)
             words = [*recording(tool, kept, world.device.type == "cuda"), *words]
@@ -99,14 +110,88 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
     """Return the words that have a command recorded into a report while its window is open."""
     traces = "cuda,nvtx,osrt,cublas,cudnn" if cuda else "nvtx,osrt"
-    window = (
-        ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={child.CAPTURE}"]
-    )
+    window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
         *(tool, "profile", f"--trace={traces}", "--sample=none", "--cpuctxsw=none"),
         *(*window, "--capture-range-end=stop", "--kill=none", *(["--cuda-graph-trace=node"] if cuda else [])),
         *("--force-overwrite=true", f"--output={kept.with_suffix('')}"),
     ]
+
+
+# ---- a child: a process of its own, for nsys looks at whole processes ---------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Task of a child, as JSON on its command line."""
+
+    config: str  #: The run's settings, or their file.
+    manifest: str
+    device: str
+    threads: int | None
+    studies: list[tuple[str, str]]  #: From outside: names and files.
+    times: str | None  #: File for the seconds of the steps: before, recorded, after; None of one that is not recorded.
+
+
+def main() -> None:
+    """Make the steps that the only word on the command line asks for."""
+    let_threads_wait()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    hold_on()  # the stage holds the other end of standard input
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    profiled(Asked(**json.loads(sys.argv[1])))
+
+
+def profiled(asked: Asked) -> None:
+    """Warm up, then make plain steps, those that are recorded, and plain ones again."""
+    for study in asked.studies:
+        registry.add(*study)
+    run = load_run(asked.config, "profile")
+    with join(run.processes, asked.device) as world:
+        session = open_session(run, asked.manifest, world, asked.threads)
+        if asked.times and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
+            session.step.strategy.around_averaging(averaged)
+        with contextlib.closing(Window(run.profile, session)) as window:
+            window.run(run.profile.skip)
+            times = [window.run()]
+            world.barrier()  # all have come so far
+            with recorded(world.device) if asked.times else contextlib.nullcontext():
+                times.append(window.run())
+            times.append(window.run())
+            if asked.times:
+                Path(asked.times).write_text(json.dumps(times))
+
+
+@contextlib.contextmanager
+def recorded(device: torch.device) -> Iterator[None]:
+    """Have nsys, which waits for it, record this context (`nsys.recording`)."""
+    with marking(nvtx.annotate), contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.profiler.start()
+            stack.callback(torch.cuda.profiler.stop)
+        else:
+            stack.enter_context(nvtx.annotate(CAPTURE))
+        yield
+
+
+def averaged(hook: CommHook) -> CommHook:
+    """Return `hook`, which averages a bucket of gradients, in a range `comm`.
+
+    The range lasts from the launch until the sum is there; with NCCL until the device has been told to make it.
+    """
+
+    def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        opened = nvtx.start_range("comm")  # it may end in another thread
+
+        def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            nvtx.end_range(opened)
+            return done.value()
+
+        # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until
+        # the thread that makes the steps, which then goes on, gives it away.
+        return hook(group, bucket).then(ended)
+
+    return within
 
 
 # ---- the children ------------------------------------------------------------------------------------
@@ -244,3 +329,7 @@ def events(path: Path) -> pd.DataFrame:
         return rows.assign(thread=pd.factorize(rows.thread)[0], name=rows.name.fillna("unknown")).astype(numbers)
     except (sqlite3.Error, pd.errors.DatabaseError, ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: not a database of Nsight Systems that can be read ({error})") from None
+
+
+if __name__ == "__main__":
+    main()

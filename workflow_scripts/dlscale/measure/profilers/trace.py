@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from dlscale.core.ranges import RANGES
-from dlscale.measure.profiling import Activity, ProfiledTool, RangeTime, TopEntry
+from dlscale.measure.profilers import Activity, ProfiledTool, RangeTime, TopEntry
 
 #: Columns of a table of events; times are nanoseconds from any zero.
 #:
@@ -176,7 +176,6 @@ def summarise(events: pd.DataFrame, tool: str, rank: int = 0) -> tuple[ProfiledT
     summary = ProfiledTool(
         name=tool,
         steps=trace.count,
-        complete=True,
         seconds_per_step=trace.step_seconds if len(trace.work) else usual,
         ranges={
             row.name: RangeTime(seconds=row.seconds, std=row.std, device_seconds=trace.device_seconds(row.name))
