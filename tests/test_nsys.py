@@ -256,14 +256,13 @@ def test_a_run_on_a_processor(real_nsys: Path, cosmo_data: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
-    """Both are profiled, and their sums of gradients are ranges that overlap the backward pass."""
+    """Both are profiled, and their sums of gradients are ranges."""
     configure(tmp_path, 2, ranks=[0, 1])
     starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, cosmo_data, real_nsys, *starter)
     tool, _ = found(tmp_path)
     assert tool.problem is None and left(tmp_path) == ["nsys.rank0.nsys-rep", "nsys.rank1.nsys-rep"]
     assert "comm" in tool.ranges and tool.activity.comm_seconds == pytest.approx(tool.ranges["comm"].seconds)
-    assert tool.activity.comm_overlap is not None and 0 <= tool.activity.comm_overlap <= 1
     for rank in (0, 1):
         agrees(real_nsys, tmp_path, rank)
 

@@ -105,18 +105,14 @@ def test_a_graph_gives_out_all_of_its_work_at_once(tmp_path: Path) -> None:
 
 
 def test_a_processor_shows_its_ranges_alone(tmp_path: Path) -> None:
-    """Nothing of a device is known; sums overlap what the thread does as long as it does not wait."""
+    """Nothing of a device is known."""
     ranges = [(0, 100, "step", 0, True), (20, 80, "backward", 0, True), (40, 80, "comm", 9, False)]
     ranges += [(110, 210, "step", 0, True), (130, 190, "backward", 0, True), (150, 190, "comm", 8, False)]
-    system = [(50, 80, 0, "pthread_cond_wait"), (150, 190, 9, "pthread_cond_wait"), (180, 190, 0, "read")]
-    tool, top = summarize(Recording(ranges=ranges, system=system).write(tmp_path / "nsys.sqlite"))
+    tool, top = summarize(Recording(ranges=ranges).write(tmp_path / "nsys.sqlite"))
     assert tool.activity.comm_seconds == pytest.approx(40e-9)
-    assert tool.activity.comm_overlap == pytest.approx(1 - 30 / 80)
     known = {name for name, value in tool.activity.model_dump().items() if value is not None}
-    assert known == {"comm_seconds", "comm_overlap"}
+    assert known == {"comm_seconds"}
     assert {one.device_seconds for one in tool.ranges.values()} == {None} and {row.kind for row in top} == {"range"}
-    tool, _ = summarize(Recording(ranges=ranges).write(tmp_path / "untraced.sqlite"))
-    assert tool.activity.comm_overlap is None
 
 
 def test_a_host_ahead_of_its_device(tmp_path: Path) -> None:
@@ -172,7 +168,7 @@ def test_a_cut_database_is_one_message(tmp_path: Path) -> None:
 
 def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
     """As with an `nvtx` that nsys cannot see."""
-    path = Recording(system=[(1, 2, 0, "read")]).write(tmp_path / "nsys.sqlite")
+    path = Recording(calls=[(1, 2, 0, 1, "cudaLaunchKernel")]).write(tmp_path / "nsys.sqlite")
     with pytest.raises(ValueError, match="no step is in it"):
         summarize(path)
     with sqlite3.connect(path) as connection:
@@ -217,7 +213,6 @@ def recordings(draw: st.DrawFn) -> Recording:
     recording.copies = [(start, end, call, *kind) for start, end, call, kind in spans(5, number, kinds)]
     recording.memsets = spans(2, number)
     recording.waits = spans(4, st.sampled_from([1, 2, 3, 4]), st.sampled_from([0, 5, 6, 7]))
-    recording.system = spans(4, st.sampled_from([0, 5]), st.sampled_from(["pthread_cond_wait", "read"]))
     return recording
 
 
@@ -304,13 +299,7 @@ class Truth:
         if not self.work:
             comm = [r for r in self.r.ranges if r[2] == "comm" and self.step(r[0]) is not None]
             sums = self.covered(comm)
-            system = [row for row in self.r.system if self.step(row[0]) is not None]
-            blocked = self.covered([row for row in system if row[2] == 0 and row[3] == "pthread_cond_wait"])
-            known = bool(sums) and bool(system)
-            return {
-                "comm_seconds": len(sums) / self.n if sums else None,
-                "comm_overlap": 1 - len(sums & blocked) / len(sums) if known else None,
-            }
+            return {"comm_seconds": len(sums) / self.n if sums else None}
         copies = [work for work in self.work if work[3] == "copy" and work[5][1] == 1]
         copied, computed = self.covered(copies), self.covered(kernels)
         sums = self.covered([work for work in kernels if work[4].startswith("nccl")])

@@ -395,9 +395,6 @@ class FakeNvml(SimpleNamespace):
         return 84
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
-        raise NVMLError("Function Not Found")  # an older driver
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
         return 0x4 | 0x20 | 0x2 if handle else 0x1
 
 

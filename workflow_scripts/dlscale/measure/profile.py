@@ -76,8 +76,12 @@ def measure(
         All rows of the summary.
     """
     world, found = session.world, dict(found or {})
-    names: list[str] = [name for name in settings.tools if name != "nsys"]
-    tools = {name: _tool(name, settings, session, folder) if world.rank in settings.ranks else None for name in names}
+    tools: dict[str, LineProfiler | TorchProfiler | None] = {name: None for name in settings.tools if name != "nsys"}
+    if world.rank in settings.ranks:
+        if "lines" in tools:
+            tools["lines"] = LineProfiler(folder, world.rank, session, settings.functions)
+        if "torch" in tools:
+            tools["torch"] = TorchProfiler(folder, world.rank, world.device)
     with contextlib.closing(Window(settings, session)) as window:
         batch = window.batch()
         # Before any other step: what is set up is then all that there is.
@@ -148,13 +152,6 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
         assert folder is not None
         yield folder
         world.barrier()
-
-
-def _tool(name: str, settings: Settings, session: Session, folder: Path) -> LineProfiler | TorchProfiler:
-    rank = session.world.rank
-    if name == "lines":
-        return LineProfiler(folder, rank, session, settings.functions)
-    return TorchProfiler(folder, rank, session.world.device)
 
 
 def _profile(name: str, tool: LineProfiler | TorchProfiler | None, window: Window) -> tuple[Found, list[float]]:

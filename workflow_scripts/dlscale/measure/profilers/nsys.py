@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -49,14 +48,8 @@ NOT_FOUND = (
     "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool, or "
     "leave nsys out of profile.tools"
 )
-#: Begin of a traceback's last line after a user's mistake.
-USER_ERROR = f"{UserError.__module__}.{UserError.__name__}: "
-#: What a child runs.
-MODULE = "dlscale.measure.profilers.nsys"
 #: Status of a child that was ended because another one failed.
 ENDED = -1000
-#: Seconds between asking a child to end and ending it.
-GRACE = 10.0
 #: Range within which nsys records a run that has no CUDA.
 CAPTURE = "dlscale capture"
 #: Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
@@ -85,9 +78,10 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
         return ProfiledTool(name="nsys", problem=NOT_FOUND), []
     with tempfile.TemporaryDirectory() as scratch:
         kept, times = folder / f"nsys.rank{world.rank}.nsys-rep", Path(scratch) / "times.json"
-        studies = [(study.name, str(study.file)) for study in registry.added().values()]
-        asked = Asked(run_json, manifest, device, threads, studies, str(times) if profiled else None)
-        words = [sys.executable, "-m", MODULE, json.dumps(asdict(asked))]
+        asked = {"config": run_json, "manifest": manifest, "device": device, "threads": threads}
+        asked |= {"studies": [(study.name, str(study.file)) for study in registry.added().values()]}
+        asked |= {"times": str(times) if profiled else None}
+        words = [sys.executable, "-m", __name__, json.dumps(asked)]
         if profiled and tool:
             folder.mkdir(parents=True, exist_ok=True)
             words = [*recording(tool, kept, world.device.type == "cuda"), *words]
@@ -121,45 +115,43 @@ def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
 # ---- a child: a process of its own, for nsys looks at whole processes ---------------------------------
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Task of a child, as JSON on its command line."""
-
-    config: str  #: The run's settings, or their file.
-    manifest: str
-    device: str
-    threads: int | None
-    studies: list[tuple[str, str]]  #: From outside: names and files.
-    times: str | None  #: File for the seconds of the steps: before, recorded, after; None of one that is not recorded.
-
-
 def main() -> None:
-    """Make the steps that the only word on the command line asks for."""
+    """Make the steps that the only word on the command line, JSON, asks for."""
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     hold_on()  # the stage holds the other end of standard input
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    profiled(Asked(**json.loads(sys.argv[1])))
+    profiled(**json.loads(sys.argv[1]))
 
 
-def profiled(asked: Asked) -> None:
-    """Warm up, then make plain steps, those that are recorded, and plain ones again."""
-    for study in asked.studies:
+def profiled(
+    config: str, manifest: str, device: str, threads: int | None, studies: list[tuple[str, str]], times: str | None
+) -> None:
+    """Warm up, then make plain steps, those that are recorded, and plain ones again.
+
+    Parameters
+    ----------
+    studies
+        From outside: names and files.
+    times
+        File for the seconds of the steps: before, recorded, after; None of a process that is not recorded.
+    """
+    for study in studies:
         registry.add(*study)
-    run = load_run(asked.config, "profile")
-    with join(run.processes, asked.device) as world:
-        session = open_session(run, asked.manifest, world, asked.threads)
-        if asked.times and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
+    run = load_run(config, "profile")
+    with join(run.processes, device) as world:
+        session = open_session(run, manifest, world, threads)
+        if times and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
             session.step.strategy.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
             window.run(run.profile.skip)
-            times = [window.run()]
+            seconds = [window.run()]
             world.barrier()  # all have come so far
-            with recorded(world.device) if asked.times else contextlib.nullcontext():
-                times.append(window.run())
-            times.append(window.run())
-            if asked.times:
-                Path(asked.times).write_text(json.dumps(times))
+            with recorded(world.device) if times else contextlib.nullcontext():
+                seconds.append(window.run())
+            seconds.append(window.run())
+            if times:
+                Path(times).write_text(json.dumps(seconds))
 
 
 @contextlib.contextmanager
@@ -243,7 +235,7 @@ def _free_port() -> int:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it started."""
-    for number, seconds in [(signal.SIGTERM, GRACE), (signal.SIGKILL, None)]:
+    for number, seconds in [(signal.SIGTERM, 10.0), (signal.SIGKILL, None)]:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
@@ -257,7 +249,9 @@ def _last(said: str) -> str:
     """Return the last line of a traceback, after which nsys says more; else the last line of all."""
     lines = [line.rpartition("\r")[2].strip() for line in said.split("\n")]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(USER_ERROR)
+    return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(
+        f"{UserError.__module__}.{UserError.__name__}: "
+    )
 
 
 # ---- the report --------------------------------------------------------------------------------------
@@ -286,18 +280,12 @@ COPIES[11] = "Unified Host-to-Device"
 MEMORIES = {0: "pageable", 1: "pinned", 2: "device", 4: "managed"}
 PLACES = [_case(column, MEMORIES, "'unknown'") for column in ("srcKind", "dstKind")]
 COPY = f"{_case('copyKind', COPIES, 'copyKind')} || ' (' || {PLACES[0]} || ' to ' || {PLACES[1]} || ')'"
-#: Functions of the C library in which a thread waits for another.
-BLOCKING = ("pthread_cond_%wait", "pthread_join", "sem_%wait", "pthread_barrier_wait")
 STRING = "(SELECT value FROM StringIds WHERE id = {})".format
 CALLED = STRING("nameId")
 #: By table: kind, name and bytes of its events, whether they have a thread and a correlation, and which of them count.
 #: Of NVTX ranges those that one thread pushed and popped (59), and those that perhaps another one ended (60).
 TABLES = {
     "NVTX_EVENTS": ("'range'", f"COALESCE(text, {STRING('textId')})", "0", "globalTid", "0", "eventType IN (59, 60)"),
-    "OSRT_API": (
-        f"CASE WHEN {' OR '.join(f'{CALLED} LIKE {name!r}' for name in BLOCKING)} THEN 'blocked' ELSE 'system' END",
-        *(CALLED, "0", "globalTid", "0", "1"),
-    ),
     "CUPTI_ACTIVITY_KIND_RUNTIME": ("'call'", CALLED, "0", "globalTid", "correlationId", "1"),
     "CUPTI_ACTIVITY_KIND_KERNEL": ("'kernel'", STRING("demangledName"), "0", "NULL", "correlationId", "1"),
     "CUPTI_ACTIVITY_KIND_MEMCPY": ("'copy'", COPY, "bytes", "NULL", "correlationId", "1"),

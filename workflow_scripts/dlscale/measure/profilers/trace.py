@@ -18,10 +18,9 @@ from dlscale.measure.profilers import Activity, ProfiledTool, RangeTime, TopEntr
 
 #: Columns of a table of events; times are nanoseconds from any zero.
 #:
-#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), `blocked` and `system` (calls of
-#: the operating system, those in which a thread waits for another, and others), or one of `DEVICE`. `thread`: any
-#: number. `correlation`: what a call and the work that it launched share, 0 if none. `own`: time of an operator without
-#: that of those within it.
+#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), or one of `DEVICE`. `thread`:
+#: any number. `correlation`: what a call and the work that it launched share, 0 if none. `own`: time of an operator
+#: without that of those within it.
 COLUMNS = ("kind", "name", "begin", "end", "thread", "correlation", "bytes", "own")
 #: Kinds of work on the device.
 DEVICE = ("kernel", "copy", "memset")
@@ -196,7 +195,10 @@ def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
     if idle is None:
         sums = spans(trace.ranges[trace.ranges.name == "comm"])
         seconds = total(sums) / each if len(sums) else None
-        return Activity(items=items, comm_seconds=seconds, comm_overlap=_beside_the_host(trace, sums))
+        computed = spans(named(trace.operators, re.compile("^aten::")))
+        return Activity(
+            items=items, comm_seconds=seconds, comm_overlap=overlap(sums, computed) if len(trace.operators) else None
+        )
     kernels, copies = work[work.kind == "kernel"], named(work[work.kind == "copy"], TO_DEVICE)
     nccl = named(kernels, NCCL)
     return Activity(
@@ -213,16 +215,6 @@ def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
         comm_seconds=total(spans(nccl)) / each if len(spans(nccl)) else None,
         comm_overlap=overlap(spans(nccl), spans(kernels.drop(nccl.index))),
     )
-
-
-def _beside_the_host(trace: Trace, sums: Intervals) -> float | None:
-    """Return the share of communication in which a host without a device computed as well; None if nothing tells."""
-    if len(trace.operators):
-        return overlap(sums, spans(named(trace.operators, re.compile("^aten::"))))
-    if len(trace.of("blocked", "system")) and len(sums):
-        blocked = trace.of("blocked")
-        return 1 - (overlap(sums, spans(blocked[blocked.thread == trace.main])) or 0.0)
-    return None
 
 
 def _items(trace: Trace, waits: pd.DataFrame) -> int:
@@ -256,7 +248,7 @@ def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list
         groups = dict(iter(events.groupby("name")))
         for name in order:
             values = {"calls": len(groups[name]) / trace.count, "seconds": means[name], "std": spread[name]}
-            note = _note(trace, kind, name, groups[name], kernels)
+            note = _note(trace, kind, groups[name], kernels)
             share = means[name] / trace.step_seconds
             found.append(TopEntry(tool=tool, rank=rank, kind=kind, name=name, note=note, share=share, **values))
 
@@ -274,11 +266,10 @@ def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list
     return found
 
 
-def _note(trace: Trace, kind: str, name: str, events: pd.DataFrame, kernels: Intervals) -> str:
+def _note(trace: Trace, kind: str, events: pd.DataFrame, kernels: Intervals) -> str:
     if kind == "gap":
         return f"longest {events.length.max() / 1e6:.4g} ms"
     if kind == "copy":
         beside, size = 100 * (overlap(spans(events), kernels) or 0.0), events.bytes.sum() / trace.count / 1e6
         return f"{size:.4g} MB a step, {beside:.0f} % of the time beside kernels"
-    device = trace.device_seconds(name) if kind == "range" else None
-    return "" if device is None else f"{1e3 * device:.4g} ms of work on the device"
+    return ""
