@@ -306,7 +306,7 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
     era5("third", status=2, model={"embed_dim": 8}, training={"epochs": 1, "weights": given})
     assert "first/model.pt: not the weights of this model; other shapes: " in said(capfd)
     era5("fourth", status=2, training={"epochs": 1, "weights": str(tmp_path / "none.pt")})
-    assert "none.pt: no weights there" in said(capfd)
+    assert "none.pt: no such file" in said(capfd)
 
 
 def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 from dlscale.config.run import load_run
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
-from dlscale.core.ranges import mark, marking
+from dlscale.core.ranges import marking
 from dlscale.measure import profile
 from dlscale.measure.profilers import Profile, TopEntry, Unavailable, lines
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
@@ -200,24 +200,6 @@ def test_ranges_are_balanced_and_nested(window: Window) -> None:
     assert seen == ["step", *data, *part, *part, "optimizer", "/optimizer", "/step"] * 2
     assert len(seconds) == 2 and window.number == 3
     assert set(seen) <= {*ranges.RANGES, *(f"/{name}" for name in ranges.RANGES)}
-
-
-def test_without_a_profiler_no_range_is_made(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a step's marks are the one context that does nothing."""
-
-    class Nothing:
-        entered = 0
-
-        def __enter__(self) -> None:
-            self.entered += 1
-
-        def __exit__(self, *details: object) -> None:
-            pass
-
-    monkeypatch.setattr(ranges, "_OFF", nothing := Nothing())
-    window.run(1)
-    assert nothing.entered == 8, "step, data, copy, two parts of forward and backward, optimizer"
-    assert all(mark(name) is nothing for name in ranges.RANGES)
 
 
 def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None:

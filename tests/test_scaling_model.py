@@ -172,19 +172,6 @@ def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None
     assert machine.members(ranks, stride) == truth == expected
 
 
-def test_members_of_nodes_that_are_used_in_part() -> None:
-    """Two devices of four a node: as many nodes more, and what is between them costs more."""
-    assert CLUSTER.used(2).members(8) == [2, 4] and CLUSTER.used() == CLUSTER
-    smaller = Machine((replace(NODE, size=2), NETWORK))
-    for work, job in ((UNET, Job(8, 10)), (VIT, Job(8, 10, tp=4)), (replace(UNET, gathered=(1e9, 1e9)), Job(8, 10))):
-        whole, used = (step(CLUSTER, work, COSTS, each) for each in (job, replace(job, per_node=2)))
-        assert used.exposed == pytest.approx(step(smaller, work, COSTS, job).exposed)
-        assert used.exposed > whole.exposed * 1.05
-    # Four devices that share a model are no longer neighbours of one node.
-    alone = [rate(CLUSTER, VIT, COSTS, Job(8, 10, tp=4, per_node=each), Measure("ALONE")) for each in (2, 4)]
-    assert alone[0] < 0.9 * alone[1]
-
-
 # ---- overlap, order statistics ---------------------------------------------------------------------------------------
 
 
@@ -401,15 +388,6 @@ def checks() -> list[fitting.Check]:
         for name, series in file.series.items()
         for check in fitting.check(name, series, file.published)
     ]
-
-
-@pytest.mark.slow
-def test_every_series_holds_figures_out(checks: list[fitting.Check]) -> None:
-    titles = [series.title for file in study_files().values() for series in file.series.values()]
-    assert sorted({each.series for each in checks}) == sorted(set(titles)) and len(titles) == len(set(titles)) == 9
-    assert all(each.figure.gpus > max(each.fitted) for each in checks)
-    points = [each for file in study_files().values() for each in file.published if each.series]
-    assert not any(each.samples_per_second == 5595.4 for each in points)  # an epoch that warmed up
 
 
 def tripled(figure: Published) -> Published:

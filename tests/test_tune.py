@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from scipy import stats
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
@@ -127,16 +125,6 @@ def test_what_fails_drops_out_and_what_is_left_goes_on() -> None:
     assert search(Machine([100], 0)) is None
     assert search(Machine([100, nan], 0)) == 1, "it meets the run's own at once"
     assert tune.in_turns([1, 0], Machine([100, nan], 0), 8, 1).keys() == {0}
-
-
-def test_the_interval_is_students() -> None:
-    draw = np.random.default_rng(0)
-    pairs = [(float(a), float(b)) for a, b in draw.uniform(50, 100, (4, 2))]  # of so few none is cut off
-    ratio, low, high = ratio_interval(pairs)
-    test = stats.ttest_rel(*np.log(pairs).T)
-    expected = test.confidence_interval(0.95)
-    assert (math.log(low), math.log(high)) == pytest.approx((expected.low, expected.high))
-    assert math.log(ratio) == pytest.approx(np.log(pairs).mean(0) @ (1, -1))
 
 
 def verdicts(rates: tuple[float, float], duels: int, rounds: int) -> tuple[float, float]:
