@@ -275,16 +275,6 @@ def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
     assert free < bound
 
 
-def test_memory_of_children() -> None:
-    """Their own, and what they share with others once."""
-    before = memory.of_children()
-    code = "held = b'x' * 200_000_000; print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout and child.stdout.readline()
-        assert 200e6 < memory.of_children() - before < 250e6
-        child.communicate(b"\n")
-
-
 # ---- out of memory -----------------------------------------------------------------------------------
 
 LOADING = "the loading of data"

@@ -26,7 +26,6 @@ from dlscale.measure.tune import Measure
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.trials import tried
-from dlscale.train import memory
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results
@@ -311,7 +310,6 @@ def test_the_stage_from_end_to_end(
     own = found.candidates[0]
     assert own.changes == {} and own.problem is None
     assert all(len(rung) == tune.TURNS for rung in own.rates)
-    assert own.peak_memory_bytes and own.peak_memory_bytes > 50e6
     dropped = {each.problem for each in found.candidates if each.changes.get("batch_size") == 6}
     assert dropped == {"out of memory"}
     assert all(not rung for each in found.candidates if each.problem for rung in each.rates)
@@ -325,22 +323,6 @@ def test_the_stage_from_end_to_end(
     rows = tried(found).rows
     assert rows[0][0].text == "the run's own" and "loader.kind: direct" in rows[1][0].text
     assert {row[-1].text for row in rows} == {"–", "out of memory"}
-
-
-@pytest.mark.slow
-def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak is that of the trial: an earlier one does not count, the loader's processes do."""
-    peaks = iter([100, 100, 700, 100, 100, 100, 100, 100])
-    monkeypatch.setattr(memory, "total", lambda device, processes: 1000)
-    monkeypatch.setattr(memory, "peak", lambda device: 0)
-    monkeypatch.setattr(memory, "of_children", lambda: next(peaks, 100))
-    space = {**QUICK, "workers": [0, 1], "prefetch": [1, 2], "memory": 0.5}
-    found = tune_run(tmp_path, cosmo_data, tune=space)
-    assert [each.problem for each in found.candidates].count(None) == len(found.candidates) - 1
-    assert (
-        found.candidates[2].problem
-        == "takes 700\N{NO-BREAK SPACE}B of memory; at most 500\N{NO-BREAK SPACE}B is allowed"
-    )
 
 
 @pytest.mark.slow
@@ -383,7 +365,7 @@ def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
     folder = results.run("mine", "first", epochs=0, triplet=None)
     found = Tuning(
         candidates=[
-            Tried(changes={}, rates=[[100.0, 100.0], [90.0, 90.0]], peak_memory_bytes=10**9),
+            Tried(changes={}, rates=[[100.0, 100.0], [90.0, 90.0]]),
             Tried(changes={"threads": 4}, problem="no <threads> left"),
             Tried(changes={"loader.workers": 1}, rates=[[120.0, 120.0]]),
             Tried(changes={"loader.workers": 2}, rates=[[110.0, 110.0], [180.0, 180.0]]),

@@ -87,7 +87,7 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
     parent, start = os.getppid(), time.monotonic()
     node = Node(root, ranks, gpus)
     # A line in one go: whatever ends this process leaves whole lines.
-    os.write(1, telemetry.header(len(node.gpus)).encode())
+    os.write(1, telemetry.header(len(node.gpus.handles)).encode())
     ended = False
     while not ended:
         wait = SECONDS - (time.monotonic() - start) % SECONDS
@@ -125,7 +125,8 @@ class Gpus:
     """The first `count` CUDA devices; none where there is no driver."""
 
     def __init__(self, count: int) -> None:
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
+        self._first: list[float | None] = []
         if not (addresses := bus_ids(count) if count else []):
             return
         import pynvml
@@ -133,15 +134,12 @@ class Gpus:
         self._nvml = pynvml
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            self._handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
-        self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self._handles]
-
-    def __len__(self) -> int:
-        return len(self._handles)
+            self.handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
+        self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
 
     def sample(self) -> tuple[GpuSample, ...]:
         """Return what each of them does now."""
-        return tuple(self._sample(*known) for known in zip(self._handles, self._first, strict=True)) if self else ()
+        return tuple(map(self._sample, self.handles, self._first))
 
     def _sample(self, handle: Any, first: float | None) -> GpuSample:
         rates, memory = (self._ask(f"nvmlDeviceGet{name}", handle) for name in ("UtilizationRates", "MemoryInfo"))

@@ -28,12 +28,10 @@ from dlscale.core.files import write_text
 from dlscale.core.noise import halved, ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import nested, validate
-from dlscale.core.text import size
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.measure.window import training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
-from dlscale.train import memory
 from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.exhaustion import is_exhaustion
@@ -100,7 +98,6 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
             Tried(
                 changes=change,
                 rates=[rung[number] for rung in found if number in rung],
-                peak_memory_bytes=trials.peaks.get(number),
                 problem=trials.problems.get(number),
             )
             for number, change in enumerate(changes)
@@ -207,9 +204,7 @@ class _Trials:
         changes: list[dict[str, Any]],
         progress: Progress,
     ) -> None:
-        self.peaks: dict[int, int] = {}  #: Bytes by setting.
         self.problems: dict[int, str] = {}
-        self.limit = memory.total(world.device, run.processes.gpus_per_node) * run.tune.memory
         self._run, self._manifest, self._world, self._changes, self._progress = run, manifest, world, changes, progress
         self._threads = cores * run.processes.gpus_per_node
         self._session: Session | None = None
@@ -220,10 +215,9 @@ class _Trials:
 
         A problem of the run's own setting is raised. A rank that fails while the others wait for it ends the stage.
         """
-        rate, peak, error, problem = 0.0, 0, None, ""
-        memory.reset_peak(self._world.device)
+        rate, error, problem = 0.0, None, ""
         try:
-            rate, peak = self._trial(changed(self._run, self._changes[number]), seconds)
+            rate = self._trial(changed(self._run, self._changes[number]), seconds)
         except Exception as raised:  # whatever it is, the other settings do not depend on it
             error = raised
             problem = "out of memory" if is_exhaustion(error) else brief(error) or type(error).__name__
@@ -231,11 +225,6 @@ class _Trials:
         problem = next(filter(None, self._world.gather(problem)), "")
         if problem and number == 0:
             raise error or UserError(f"another process failed: {problem}")
-        if not problem:
-            peak = int(*self._world.max(peak))
-            self.peaks[number] = max(peak, self.peaks.get(number, 0))
-            if number and peak > self.limit:
-                problem = f"takes {size(peak)} of memory; at most {size(self.limit)} is allowed"
         if problem:
             self.problems[number] = problem
             logging.info("%s is left out: %s", self._changes[number], problem)
@@ -249,8 +238,8 @@ class _Trials:
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _trial(self, run: RunCore, seconds: float) -> tuple[float, int]:
-        """Return samples/s of steps that take about so long, and bytes in use; each trial has samples of its own."""
+    def _trial(self, run: RunCore, seconds: float) -> float:
+        """Return samples/s of steps that take about so long; each trial has samples of its own."""
         warm_up = WARM_UP + getattr(run.loader, "workers", 0)
         if self._session is None or self._session.run.batch_size != run.batch_size:
             self.close()
@@ -275,10 +264,7 @@ class _Trials:
                 done += steps
                 synchronize(world.device)
                 (elapsed,) = world.max(time.perf_counter() - start)
-            peak = memory.peak(world.device)
-            if world.device.type == "cpu":
-                peak += memory.of_children()  # while the loader's are there
-        return sum(world.gather(sum(counts))) / elapsed, peak
+        return sum(world.gather(sum(counts))) / elapsed
 
 
 # ---- what is written -------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ class Tried(Record):
 
     changes: dict[str, Any]  #: What it changes of the run's own setting, by dotted key; of that one itself nothing.
     rates: list[list[float]] = []  #: Samples/s of its trials, by rung; the duel is not among them.
-    peak_memory_bytes: int | None = None  #: The greatest of any process, on its device; on a CPU with its loader's.
     problem: str | None = None  #: Why it was dropped, if not for its speed.
 
 

@@ -196,7 +196,8 @@ def _run(words: list[str], world: World) -> tuple[int, str]:
     """
     # Through RANK or Slurm's variables the children know who they are, as their parents do; they meet elsewhere.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")} | ENVIRONMENT
-    number = world.gather(_free_port() if world.main else 0)[0]
+    with socket.create_server(("", 0)) as free:
+        number = world.gather(free.getsockname()[1])[0]
     environment["MASTER_PORT"] = str(number)
     if MEET in environment:
         environment[MEET] += f"-{number}"
@@ -225,12 +226,6 @@ def _run(words: list[str], world: World) -> tuple[int, str]:
         said = output.read().decode(errors="replace")
     logging.info("nsys: status %d\n%s", process.returncode, re.sub(r"[^\n]*\r(?!\n)", "", said).rstrip())
     return ENDED if ended else process.returncode, said
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

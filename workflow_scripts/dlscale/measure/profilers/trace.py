@@ -104,6 +104,8 @@ class Trace:
         inside = (number >= 0) & (events.launch <= self.end)
         self.events = events.assign(step=number)[inside]
         self.ranges, self.work, self.operators = self.of("range"), self.of(*DEVICE), self.of("operator")
+        #: Ranges that nest on their thread; communication overlaps others.
+        self.pushed = self.ranges[self.ranges.name != "comm"]
         self.engine = self._engine()
         #: From the first step until the last is done on host and device.
         self.window = int(self.starts[0]), max([self.end, *self.work.end])
@@ -125,14 +127,9 @@ class Trace:
         passes, found = spans(backward), set[int]()
         for thread, calls in self.of("call").groupby("thread"):
             within = set(index_at(passes, calls.begin.to_numpy()).tolist())
-            if within == set(range(len(passes))) and thread not in self._pushed.thread.to_numpy():
+            if within == set(range(len(passes))) and thread not in self.pushed.thread.to_numpy():
                 found.add(thread)  # type: ignore[arg-type]
         return found
-
-    @property
-    def _pushed(self) -> pd.DataFrame:
-        """Ranges that nest on their thread; communication overlaps others."""
-        return self.ranges[self.ranges.name != "comm"]
 
     def device_seconds(self, name: str) -> float | None:
         """Return the seconds a step of the device's work that was launched within a range; None without a device."""
@@ -148,7 +145,7 @@ class Trace:
 
     def idle(self) -> pd.DataFrame:
         """Return when the device did nothing as events, named by the innermost range that the main thread was in."""
-        busy, rows = spans(self.work), self._pushed[self._pushed.thread == self.main]
+        busy, rows = spans(self.work), self.pushed[self.pushed.thread == self.main]
         edges = np.unique(np.r_[self.window, rows.begin, rows.end, busy.ravel()]).clip(*self.window)
         begins, ends, names = edges[:-1], edges[1:], np.full(len(edges) - 1, OUTSIDE, object)
         # An inner range begins later, or ends earlier: of those that are open the last one counts.

@@ -80,7 +80,7 @@ class Point:
 
     @property
     def noise(self) -> float:
-        """Its relative error."""
+        """Relative error of the rate."""
         return VALIDATION_NOISE if self.of.mode == "VALIDATION" else NOISE
 
 
@@ -126,9 +126,8 @@ class Fit:
 
     def rate(self, job: Job, of: Measure = STEPS, misfit: float = MISFIT) -> Prediction:
         """Return samples/s over all devices, as measured."""
-        noise = VALIDATION_NOISE if of.mode == "VALIDATION" else NOISE
         found = self.predict(lambda costs: rate(self.machine, self.work, costs, job, of))
-        return found.widened(math.hypot(noise, misfit * math.sqrt(self.doublings(job))))
+        return found.widened(math.hypot(Point(job, found.value, of).noise, misfit * math.sqrt(self.doublings(job))))
 
 
 def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:

@@ -133,7 +133,6 @@ class MachineSettings(Strict):
 
     @property
     def machine(self) -> Machine:
-        """The machine."""
         return Machine(
             tuple(
                 Level(each.name, each.size, each.latency, 1 / (each.bandwidth * each.efficiency))

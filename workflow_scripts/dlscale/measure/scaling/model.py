@@ -79,11 +79,6 @@ class Workload:
     storage: float = math.inf  #: Samples/s that the storage serves to all devices together.
     memory: Memory | None = None
 
-    @property
-    def sharded(self) -> bool:
-        """Whether weights and optimiser are shared by all devices, too."""
-        return self.gathered is not None
-
 
 def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
     """Return the shares of DistributedDataParallel's buckets, a small one first.
@@ -297,5 +292,5 @@ def memory(work: Workload, job: Job) -> float | None:
     """
     if work.memory is None:
         return None
-    shared = job.tp * (job.dp * job.cp if work.sharded else 1)
+    shared = job.tp * (job.dp * job.cp if work.gathered else 1)
     return work.memory.state / shared + job.batch * work.memory.activations / job.shared
