@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import gpu_checks, training
+from bench import training
 from bench.cases import Case, sizes
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.gpu_kernels import (
@@ -224,26 +224,6 @@ def test_a_check_fails_where_it_should() -> None:
     wrong: Any = {"model": {"init_std": 0.1}}
     with pytest.raises(AssertionError, match=r"cosmo_unet, batch of 6, .* is off by"):
         rung_equals_plain(bench, (wrong, (1e-5, 1e-4), (UNET,)))
-
-
-def test_samples_that_a_loader_writes_over_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one would that gives out a buffer before a step has read it."""
-    bench, loader_of = Bench(torch.device("cpu"), True, tmp_path), gpu_checks.loader_of
-
-    class TooEarly:
-        """Delivers the target of a batch that comes later in the place of one."""
-
-        def __init__(self, loader: Any) -> None:
-            self._loader, self.close = loader, loader.close
-
-        def epoch(self, epoch: int) -> Any:
-            batches = [(x.clone(), y.clone()) for x, y in self._loader.epoch(epoch)]
-            batches[3] = batches[3][0], batches[5][1]
-            return iter(batches)
-
-    monkeypatch.setattr(gpu_checks, "loader_of", lambda *arguments, **more: TooEarly(loader_of(*arguments, **more)))
-    with pytest.raises(AssertionError, match="cosmo_unet is off by"):
-        gpu_checks.samples_ahead(bench, "streamed", {})
 
 
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)

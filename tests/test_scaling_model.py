@@ -537,15 +537,6 @@ def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFix
     assert any(line.startswith("Fastest: 64 devices,") for line in other)
 
 
-def test_reasons_are_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "era5_vit.one", "--devices", 1, 3, 4, "--tp", 2)
-    assert [line for line in lines if line.startswith("Left out")] == [
-        "Left out: 1 device: not divided by tp x cp = 2",
-        "Left out: 3 devices: not divided by tp x cp = 2",
-    ]
-    assert "The memory of devices that share a model is rough" in "".join(lines)
-
-
 def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Node-hours are those of whole nodes; --memory is in GB, 10^9 bytes."""
     asked = ["cosmo_unet.one", "--devices", 8, "--target-samples", 3600000]

@@ -426,7 +426,7 @@ def test_a_driver_that_refuses_leaves_no_gpus(monkeypatch: pytest.MonkeyPatch, b
 
     monkeypatch.setattr(FakeNvml, broken, refuse)
     found = Gpus(2)
-    assert len(found) == 0 and found.sample() == ()
+    assert found.sample() == ()
 
 
 @pytest.mark.gpu

@@ -126,7 +126,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         peaks = at_least(peaks, fastest * work.flops / session.devices)
     known = run, session.manifest, world.device, cached[:2], step.attention
     memory_use = attempt("memory is not predicted", lambda: memory.predict(*known)) if world.main else None
-    results = Throughput(
+    return Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,
         device=describe_device(world.device),
@@ -139,9 +139,6 @@ def measure(settings: Settings, session: Session) -> Throughput:
         peak_memory_bytes=peak_memory,
         predicted=memory_use,
     )
-    if (mfu := results.mfu()) is not None:
-        logging.info("FULL: %.2g of the device's peak FLOP/s (MFU)", mfu)
-    return results
 
 
 def trials(

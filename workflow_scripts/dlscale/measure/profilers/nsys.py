@@ -48,12 +48,8 @@ NOT_FOUND = (
     "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool, or "
     "leave nsys out of profile.tools"
 )
-#: Status of a child that was ended because another one failed.
-ENDED = -1000
 #: Range within which nsys records a run that has no CUDA.
 CAPTURE = "dlscale capture"
-#: Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
-ENVIRONMENT = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
 
 
 def profile(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
@@ -88,7 +84,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
         status, said = _run(words, world)
         failed = f"the profiled process ended with status {status}: {_last(said)}"
         # A process that others waited for says why; they say nothing.
-        problem = next(filter(None, world.gather("" if status in (0, ENDED) else failed)), None)
+        problem = next(filter(None, world.gather("" if status in (0, None) else failed)), None)
         if problem or not profiled or not tool:
             return ProfiledTool(name="nsys", problem=problem), []
         if not kept.exists():
@@ -189,13 +185,15 @@ def averaged(hook: CommHook) -> CommHook:
 # ---- the children ------------------------------------------------------------------------------------
 
 
-def _run(words: list[str], world: World) -> tuple[int, str]:
+def _run(words: list[str], world: World) -> tuple[int | None, str]:
     """Run this rank's child to its end together with those of the others; return its status and its output.
 
-    Where one fails the others, which would wait for it, are ended.
+    Where one fails the others, which would wait for it, are ended: their status is None.
     """
     # Through RANK or Slurm's variables the children know who they are, as their parents do; they meet elsewhere.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")} | ENVIRONMENT
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    # Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
+    environment["NSYS_NVTX_PROFILER_REGISTER_ONLY"] = "0"
     with socket.create_server(("", 0)) as free:
         number = world.gather(free.getsockname()[1])[0]
     environment["MASTER_PORT"] = str(number)
@@ -225,7 +223,7 @@ def _run(words: list[str], world: World) -> tuple[int, str]:
         output.seek(0)
         said = output.read().decode(errors="replace")
     logging.info("nsys: status %d\n%s", process.returncode, re.sub(r"[^\n]*\r(?!\n)", "", said).rstrip())
-    return ENDED if ended else process.returncode, said
+    return None if ended else process.returncode, said
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -184,7 +184,6 @@ def summarise(events: pd.DataFrame, tool: str, rank: int = 0) -> tuple[ProfiledT
 
 
 def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
-    """Return means over the steps."""
     each, work = trace.count * SECOND, trace.work
     waits = named(trace.of("call"), WAIT)
     waits = waits[waits.thread.isin([trace.main, *trace.engine])]
