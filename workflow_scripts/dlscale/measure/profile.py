@@ -19,12 +19,11 @@ from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
-from dlscale.measure.profilers import Exchanged, Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
+from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
 from dlscale.measure.profilers.lines import LineProfiler
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
 from dlscale.measure.roofline import attempt
 from dlscale.measure.window import Window
-from dlscale.parallel import exchanges
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
 from dlscale.train import memory
@@ -86,7 +85,6 @@ def measure(
         batch = window.batch()
         # Before any other step: what is set up is then all that there is.
         used = attempt("memory cannot be predicted", lambda: memory.measure(session, batch))
-        exchanged = _exchanged(session, window)
         window.run(settings.skip)
         seconds = list[float]()
         for name, tool in tools.items():
@@ -104,21 +102,9 @@ def measure(
         seconds_per_step=seconds,
         tools=seen,
         memory=used,
-        exchanged=exchanged,
         top=first_rows(rows, min(settings.ranks)),
     )
     return record, rows
-
-
-def _exchanged(session: Session, window: Window) -> Exchanged | None:
-    """Return the bytes that a rank exchanges, counted in one step; None if it is alone, or compiled code hides them."""
-    run = session.run
-    if session.world.size == 1 or run.cuda_graph or run.compile.mode != "none":
-        return None
-    window.run(1)  # DDP arranges its buckets after its first step
-    with exchanges.Counting() as counting:
-        window.run(1)
-    return Exchanged(counted=dict(counting.bytes))
 
 
 def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[ProfiledTool], list[TopEntry]]:

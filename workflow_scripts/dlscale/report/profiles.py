@@ -185,16 +185,9 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
         ],
         "tables": [_top_table(run, top)] if top else [],
         "memory": profile.memory,
-        "exchanged": _exchanged(profile),
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
-
-
-def _exchanged(profile: Profile) -> list[str]:
-    """Return the bytes that a rank exchanges in a step, kind by kind."""
-    counted = profile.exchanged.counted if profile.exchanged else {}
-    return [f"{kind.replace('_', '-')} {text.size(bytes_)}" for kind, bytes_ in sorted(counted.items())]
 
 
 def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:

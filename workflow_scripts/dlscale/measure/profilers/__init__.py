@@ -90,12 +90,6 @@ class TopEntry(Record):
     note: str = ""
 
 
-class Exchanged(Record):
-    """Bytes that a rank exchanges with others in a step, by kind (`all_reduce`, …), as nccl-tests count them."""
-
-    counted: dict[str, int]
-
-
 class Profile(Record):
     """`profile.json`: what a run's profilers saw, each in steps of its own."""
 
@@ -106,7 +100,6 @@ class Profile(Record):
     seconds_per_step: list[float] = []  #: Of steps with no profiler at work, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
-    exchanged: Exchanged | None = None
     top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.
 
 
