@@ -33,10 +33,11 @@ from dlscale.measure.records import Throughput, Trials
 from dlscale.measure.scaling import fit as fitting
 from dlscale.measure.scaling import model
 from dlscale.measure.scaling.fit import BAND, MISFIT, PRIORS, Point, fit
-from dlscale.measure.scaling.machine import Level, Machine, named, shipped
 from dlscale.measure.scaling.model import (
     Costs,
     Job,
+    Level,
+    Machine,
     Measure,
     Memory,
     Mode,
@@ -45,7 +46,9 @@ from dlscale.measure.scaling.model import (
     buckets,
     expected_maximum,
     finish,
+    named,
     rate,
+    shipped,
     step,
 )
 from dlscale.parallel.model import named as named_modules

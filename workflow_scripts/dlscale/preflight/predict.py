@@ -27,7 +27,6 @@ from dlscale.core.text import NONE, aligned, duration, many, number, percent, sh
 from dlscale.measure.records import Throughput
 from dlscale.measure.scaling import fit as fitting
 from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
-from dlscale.measure.scaling.machine import for_device, named
 from dlscale.measure.scaling.model import (
     STEPS,
     Job,
@@ -38,7 +37,9 @@ from dlscale.measure.scaling.model import (
     Tokens,
     Workload,
     buckets,
+    for_device,
     memory,
+    named,
     seconds,
     step,
 )

@@ -18,8 +18,20 @@ from scipy.optimize import least_squares, nnls
 from dlscale.config.records import Published, Series
 from dlscale.core.errors import UserError
 from dlscale.core.text import NONE
-from dlscale.measure.scaling.machine import Machine, named
-from dlscale.measure.scaling.model import STEPS, Costs, Job, Measure, Mode, Tokens, Workload, buckets, evenly, rate
+from dlscale.measure.scaling.model import (
+    STEPS,
+    Costs,
+    Job,
+    Machine,
+    Measure,
+    Mode,
+    Tokens,
+    Workload,
+    buckets,
+    evenly,
+    named,
+    rate,
+)
 
 NAMES = tuple(field.name for field in fields(Costs))
 
