@@ -30,7 +30,6 @@ from dlscale.core.progress import Progress
 from dlscale.core.settings import nested, validate
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.measure.window import training_batches
-from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session, own_threads
@@ -91,8 +90,6 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
         ratio, low, high = ratio_interval(rounds)
         duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high)
     tuning = Tuning(
-        device=describe_device(world.device),
-        settings=settings.model_dump(mode="json"),
         seconds=time.perf_counter() - began,
         candidates=[
             Tried(

@@ -7,7 +7,6 @@ from typing import Any
 from pydantic import Field
 
 from dlscale.core.record import Record
-from dlscale.parallel.records import Device
 
 
 class Tried(Record):
@@ -37,8 +36,6 @@ class Tuning(Record):
     """`tune.json`: the trials of a run's settings, and the duel."""
 
     run: str = ""  #: PLAN.RUN.
-    device: Device = Device()
-    settings: dict[str, Any] = {}  #: The run's `tune`.
     seconds: float = 0.0  #: That all of it took.
     candidates: list[Tried] = Field(min_length=1)  #: The first one is the run's own setting.
     duel: Duel | None = None  #: None where no other setting could be measured.
