@@ -14,16 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from bench import training
-from bench.cases import Case, sizes
+from bench.cases import Case
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
-from bench.gpu_kernels import (
-    convolution,
-    convolutions,
-    table_of_convolutions,
-)
 from bench.measure import Row, in_turns, table
 from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
 from tests.conftest import ROOT
@@ -138,27 +132,6 @@ def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     command = [sys.executable, str(ROOT / "bench/gpu.py"), "--device", "cpu", "--quick", *words]
     known = {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
-
-
-@pytest.mark.parametrize("case", [sizes(False)[0], sizes(True)[0]], ids=["published", "small"])
-def test_the_table_of_convolutions_is_the_whole_model(case: Case) -> None:
-    """Its FLOPs are the model's, however the ends are padded, and its layers compute what the model's do."""
-    searching = torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit
-    found = convolutions(case)
-    plain = [layer for layer in found if "padded" not in layer.name]
-    assert 3 * sum(layer.flops for layer in plain) == case.flops()
-    assert all(size % 8 == 0 for layer in found if "padded" in layer.name for size in layer.weight[:2])
-    if case.model:
-        bench = Bench(torch.device("cpu"), True, Path())
-        table = table_of_convolutions(bench, case, torch.channels_last_3d, 0)
-        assert [row["layer"] for row in table["layers"]] == [layer.name for layer in found]
-        padded = [row for row in table["layers"] if "padded" in row["layer"]]
-        assert table["forward ms"] == pytest.approx(sum(row["forward ms"] for row in padded))
-        assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit) == searching
-        with FlopCounterMode(display=False) as counter:
-            convolution(bench, plain[0], 2, torch.contiguous_format)
-        calls = 1 + 1 + 3 * 2  # once for the gradient's shape, once to warm up, and three tries of two
-        assert counter.get_total_flops() >= calls * 2 * plain[0].flops
 
 
 def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
