@@ -32,7 +32,7 @@ from dlscale.core import telemetry as record
 from dlscale.data.store import Field
 from dlscale.measure import throughput
 from dlscale.measure.profile import measure as profiled
-from dlscale.measure.profiling import Activity, RangeTime, TopEntry
+from dlscale.measure.profilers import Activity, RangeTime, TopEntry
 from dlscale.measure.roofline import measure_peaks
 from dlscale.parallel.records import Memory
 from dlscale.parallel.world import World

@@ -22,11 +22,11 @@ from bench.training import CPU, FULL_UNET, FULL_VIT, adam, counts, label, one_th
 from dlscale.config.run import Geometry
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.metrics import Untrained
-from dlscale.parallel.exchanges import Counting
 from dlscale.parallel.pieces import share
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
+from tests.exchanged import Counting
 
 RANKS = 2
 #: Times the samples of a case that a process has in a step: enough to hide what it sends.

@@ -589,7 +589,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ring_sends_all",
-        "measure/scaling/machine.py",
+        "measure/scaling/model.py",
         "around = sweeps * (count - 1) / count * size",
         "around = sweeps * size",
         "test_scaling_model.py::test_rings_are_the_messages",

@@ -1,7 +1,7 @@
 """Databases as `nsys export --type sqlite` writes them, made by hand: tables and columns as NVIDIA documents them.
 
 "SQLite Schema Reference" of https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html; a real one of 2022.4 has
-the same `NVTX_EVENTS` and `OSRT_API`. A table is there only if it has a row.
+the same `NVTX_EVENTS`. A table is there only if it has a row.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ SCHEMA = {
     "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL,"
     " globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL",
     "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": f"{DEVICE} syncType INTEGER NOT NULL, eventId INTEGER NOT NULL",
-    "OSRT_API": "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER,"
-    " nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL, nestingLevel INTEGER, callchainId INTEGER NOT NULL",
 }
 PROCESS = 281605453119488  # as a real one is: hardware, virtual machine, process; the thread in the lower 24 bits
 SYNC_CALLS = {1: "cudaEventSynchronize_v3020", 2: "cudaStreamWaitEvent_v3020", 3: "cudaStreamSynchronize_v3020"}
@@ -60,7 +58,6 @@ class Recording:
     copies: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     memsets: list[tuple[int, int, int]] = field(default_factory=list)  #: start, end, correlation
     waits: list[tuple[int, int, int, int]] = field(default_factory=list)  #: start, end, syncType, thread
-    system: list[tuple[int, int, int, str]] = field(default_factory=list)  #: start, end, thread, function
 
     def write(self, path: Path, version: str = "2022") -> Path:
         strings: dict[str, int] = {}
@@ -101,9 +98,6 @@ class Recording:
             tables["CUPTI_ACTIVITY_KIND_MEMSET"].append(device(start, end, correlation, value=0, bytes=4))
         for start, end, kind, _ in self.waits:
             tables["CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"].append(device(start, end, 0, syncType=kind, eventId=0))
-        for start, end, thread, name in self.system:
-            row = {"start": start, "end": end, "eventClass": 27, "globalTid": PROCESS + thread, "nameId": text(name)}
-            tables["OSRT_API"].append(row | {"returnValue": 0, "callchainId": 0})
         tables["StringIds"] = [{"id": number, "value": value} for value, number in strings.items()]
 
         path.unlink(missing_ok=True)

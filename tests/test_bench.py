@@ -14,25 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from bench import gpu_checks, gpu_whole, training
-from bench.cases import Case, sizes
+from bench import training
+from bench.cases import Case
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
-from bench.gpu_kernels import (
-    Launch,
-    busy,
-    convolution,
-    convolutions,
-    kind_of,
-    outermost,
-    shares,
-    table_of_convolutions,
-)
 from bench.measure import Row, in_turns, table
 from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
-from dlscale.parallel.world import World
-from dlscale.train.step import Step
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE
 
@@ -147,79 +134,6 @@ def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
 
 
-@pytest.mark.slow
-def test_rows_are_chosen_by_name_and_done_once(tmp_path: Path) -> None:
-    words = ["--only", "machine", "attention: flash", "--skip", "copy", "--json", "out.json"]
-    listed = gpu("--list", *words, cwd=tmp_path)
-    wanted = ["names and versions", "bf16 matrix product", "pinned host to device", "flash"]
-    assert [line.rpartition(": ")[2] for line in listed.stdout.splitlines()] == wanted
-    assert not (tmp_path / "out.json").exists()
-    first = gpu(*words, "--seconds", "0", cwd=tmp_path)
-    assert first.returncode == 0 and "4 not run (machine: names and versions; " in first.stdout
-    assert "it takes some 1 s, and 0 s are left" in first.stdout
-    assert gpu(*words[:2], "--json", "out.json", "--continue", cwd=tmp_path).returncode == 0
-    before = (tmp_path / "out.json").read_text()
-    last = gpu(*words, "--continue", cwd=tmp_path)
-    done = [line for line in last.stdout.splitlines() if line.startswith(("ok ", "skipped "))]
-    assert len(done) == 1 and "attention: flash" in done[0], "the others were there"
-    results, old = (json.loads(text)["results"] for text in ((tmp_path / "out.json").read_text(), before))
-    assert [each for each in results if each["group"] == "machine" and each["name"] != "copy in memory"] == [
-        each for each in old if each["name"] != "copy in memory"
-    ]
-    assert gpu("--only", "nonsense", cwd=tmp_path).returncode == 2
-    assert "from which file?" in gpu("--continue", cwd=tmp_path).stderr
-
-
-def test_what_a_trace_says() -> None:
-    """Idle time is where nothing runs; what lies in another operation counts once; kinds go by the kernels' names."""
-
-    def event(name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
-        return {"name": name, "ts": ts, "dur": dur, "tid": tid}
-
-    found = outermost([event("b", 1, 2), event("a", 0, 10), event("c", 10, 5), event("d", 2, 10, tid=2)])
-    assert [(each.name, each.start, each.duration) for each in found] == [("a", 0, 10), ("d", 2, 10), ("c", 10, 5)]
-    assert busy(found) == (15, 15)
-    assert busy([*found, Launch("e", 20, 5)]) == (20, 25)
-    names = {
-        "void cudnn::ops::nchwToNhwcKernel<__half>": "layout",
-        "sm90_xmma_fprop_implicit_gemm_bf16bf16": "convolutions, products",
-        "nvjet_hsh_128x256": "convolutions, products",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
-        "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimiser",
-        "Memcpy HtoD (Pinned -> Device)": "copies",
-        "aten::conv_transpose3d": "convolutions, products",
-        "triton_poi_fused_tanh_0": "elementwise, sums",
-    }
-    assert {name: kind_of(name) for name in names} == names
-    tables = shares([Launch("aten::mm", 0, 3000), Launch("aten::mm", 0, 1000), Launch("aten::tanh", 0, 4000)], 2)
-    assert tables["kinds"] == [
-        {"kind": "convolutions, products", "ms/step": 2.0, "%": 50.0},
-        {"kind": "elementwise, sums", "ms/step": 2.0, "%": 50.0},
-    ]
-    assert tables["kernels"][0] == {"kernel": "aten::mm", "ms/step": 2.0, "%": 50.0, "launches/step": 1.0}
-
-
-@pytest.mark.parametrize("case", [sizes(False)[0], sizes(True)[0]], ids=["published", "small"])
-def test_the_table_of_convolutions_is_the_whole_model(case: Case) -> None:
-    """Its FLOPs are the model's, however the ends are padded, and its layers compute what the model's do."""
-    searching = torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit
-    found = convolutions(case)
-    plain = [layer for layer in found if "padded" not in layer.name]
-    assert 3 * sum(layer.flops for layer in plain) == case.flops()
-    assert all(size % 8 == 0 for layer in found if "padded" in layer.name for size in layer.weight[:2])
-    if case.model:
-        bench = Bench(torch.device("cpu"), True, Path())
-        table = table_of_convolutions(bench, case, torch.channels_last_3d, 0)
-        assert [row["layer"] for row in table["layers"]] == [layer.name for layer in found]
-        padded = [row for row in table["layers"] if "padded" in row["layer"]]
-        assert table["forward ms"] == pytest.approx(sum(row["forward ms"] for row in padded))
-        assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit) == searching
-        with FlopCounterMode(display=False) as counter:
-            convolution(bench, plain[0], 2, torch.contiguous_format)
-        calls = 1 + 1 + 3 * 2  # once for the gradient's shape, once to warm up, and three tries of two
-        assert counter.get_total_flops() >= calls * 2 * plain[0].flops
-
-
 def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that fails, one that cannot be done here and one without time lose no other; what is done is on disk."""
     seen = []
@@ -283,40 +197,6 @@ def test_a_check_fails_where_it_should() -> None:
     wrong: Any = {"model": {"init_std": 0.1}}
     with pytest.raises(AssertionError, match=r"cosmo_unet, batch of 6, .* is off by"):
         rung_equals_plain(bench, (wrong, (1e-5, 1e-4), (UNET,)))
-
-
-def test_samples_that_a_loader_writes_over_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one would that gives out a buffer before a step has read it."""
-    bench, loader_of = Bench(torch.device("cpu"), True, tmp_path), gpu_checks.loader_of
-
-    class TooEarly:
-        """Delivers the target of a batch that comes later in the place of one."""
-
-        def __init__(self, loader: Any) -> None:
-            self._loader, self.close = loader, loader.close
-
-        def epoch(self, epoch: int) -> Any:
-            batches = [(x.clone(), y.clone()) for x, y in self._loader.epoch(epoch)]
-            batches[3] = batches[3][0], batches[5][1]
-            return iter(batches)
-
-    monkeypatch.setattr(gpu_checks, "loader_of", lambda *arguments, **more: TooEarly(loader_of(*arguments, **more)))
-    with pytest.raises(AssertionError, match="cosmo_unet is off by"):
-        gpu_checks.samples_ahead(bench, "streamed", {})
-
-
-def test_a_wrapped_step_that_is_another_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, made = Bench(torch.device("cpu"), True, tmp_path), gpu_whole.made
-    found = gpu_whole.one_rank(bench, {})
-    assert found["loss"] < 1e-6 and found["cosmo_unet exchanges"] >= 15 <= found["era5_vit exchanges"]
-
-    def other(case: Case, world: World, over: dict[str, Any]) -> Step:
-        return made(case, world, {**over, "seed": 1} if world.data_size > 1 else over)
-
-    monkeypatch.setattr(gpu_whole, "made", other)
-    with pytest.raises(AssertionError, match="loss is off by"):
-        gpu_whole.one_rank(bench, {})
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)

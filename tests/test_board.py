@@ -18,7 +18,6 @@ from dlscale.core import board as boards
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.process import only_writer
-from dlscale.measure.profiling import Profile
 from dlscale.measure.records import Throughput
 from tests.conftest import ROOT, stage
 from tests.test_counting import tiny_run
@@ -78,17 +77,13 @@ def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> 
     board = EventMultiplexer()
     board.AddRunsFromDirectory(str(tmp_path / "plans")).Reload()
     place = "p/r/tensorboard"
-    runs = [f"{place}/profile", f"{place}/telemetry/profile", f"{place}/telemetry/throughput", f"{place}/throughput"]
+    runs = [f"{place}/telemetry/profile", f"{place}/telemetry/throughput", f"{place}/throughput"]
     assert sorted(board.Runs()) == runs
 
     rates = Throughput.read(folder / "throughput.json")
-    assert rates.full and scalars(board, runs[3])["throughput/full"] == pytest.approx(rates.full.mean)
-    (tool,) = Profile.read(folder / "profile" / "profile.json").tools
-    assert scalars(board, runs[0]) == {
-        f"profile_torch_ms/{name}": pytest.approx(1e3 * time.seconds) for name, time in tool.ranges.items()
-    }
+    assert rates.full and scalars(board, runs[2])["throughput/full"] == pytest.approx(rates.full.mean)
     seen = telemetry.summary(telemetry.read(folder / "telemetry" / "profile.csv"))
-    assert scalars(board, runs[1])["telemetry/cpu_run"] == pytest.approx(seen.means["cpu_run"], rel=1e-5)
+    assert scalars(board, runs[0])["telemetry/cpu_run"] == pytest.approx(seen.means["cpu_run"], rel=1e-5)
 
 
 @pytest.mark.slow

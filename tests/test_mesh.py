@@ -27,7 +27,6 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
 from dlscale.parallel import pieces
-from dlscale.parallel.exchanges import Counting
 from dlscale.parallel.model import drawing
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import Sharded
@@ -38,7 +37,7 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin
 from dlscale.train.precision import compute_dtype, convert
 from dlscale.train.step import Step
-from tests.exchanged import formula
+from tests.exchanged import Counting, formula
 from tests.ranks import spawn
 from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import RANGES
+from dlscale.measure.profilers import ProfiledTool, TopEntry
 from dlscale.measure.profilers.nsys import events
 from dlscale.measure.profilers.trace import OUTSIDE, WAIT, summarise
-from dlscale.measure.profiling import ProfiledTool, TopEntry
 from tests.nsys_databases import VERSIONS, Recording
 
 
@@ -93,55 +93,6 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     assert sum(idle.values()) * 2 == pytest.approx(205 * (1 - seen.device_busy))
 
 
-def test_a_graph_gives_out_all_of_its_work_at_once(tmp_path: Path) -> None:
-    """All of its nodes have the number of the one call that launched it."""
-    step = [(0, 100, "step", 0, True), (0, 5, "data", 0, True)]
-    call = [(10, 12, 0, 7, "cudaGraphLaunch_v10000")]
-    nodes = Recording(ranges=step, calls=call, kernels=[(20, 30, 7, "a"), (30, 50, 7, "b"), (55, 60, 7, "a")])
-    tool, top = summarize(nodes.write(tmp_path / "nodes.sqlite"))
-    assert tool.activity.launches == 1 and tool.activity.device_busy == pytest.approx(0.35)
-    assert tool.ranges["step"].device_seconds == pytest.approx(35e-9) and tool.ranges["data"].device_seconds == 0
-    assert {row.name: row.calls for row in top if row.kind == "kernel"} == {"a": 2, "b": 1}
-
-
-def test_a_processor_shows_its_ranges_alone(tmp_path: Path) -> None:
-    """Nothing of a device is known; sums overlap what the thread does as long as it does not wait."""
-    ranges = [(0, 100, "step", 0, True), (20, 80, "backward", 0, True), (40, 80, "comm", 9, False)]
-    ranges += [(110, 210, "step", 0, True), (130, 190, "backward", 0, True), (150, 190, "comm", 8, False)]
-    system = [(50, 80, 0, "pthread_cond_wait"), (150, 190, 9, "pthread_cond_wait"), (180, 190, 0, "read")]
-    tool, top = summarize(Recording(ranges=ranges, system=system).write(tmp_path / "nsys.sqlite"))
-    assert tool.activity.comm_seconds == pytest.approx(40e-9)
-    assert tool.activity.comm_overlap == pytest.approx(1 - 30 / 80)
-    known = {name for name, value in tool.activity.model_dump().items() if value is not None}
-    assert known == {"comm_seconds", "comm_overlap"}
-    assert {one.device_seconds for one in tool.ranges.values()} == {None} and {row.kind for row in top} == {"range"}
-    tool, _ = summarize(Recording(ranges=ranges).write(tmp_path / "untraced.sqlite"))
-    assert tool.activity.comm_overlap is None
-
-
-def test_a_host_ahead_of_its_device(tmp_path: Path) -> None:
-    """Ten steps of 10 ns on the host and of 100 on the device, which is at work from 5 to 1005 ns."""
-    steps = [(10 * n, 10 * n + 10, "step", 0, True) for n in range(10)]
-    calls = [(10 * n + 2, 10 * n + 3, 0, n + 1, "cudaLaunchKernel") for n in range(10)]
-    kernels = [(100 * n + 5, 100 * n + 105, n + 1, "a") for n in range(10)]
-    tool, top = summarize(Recording(ranges=steps, calls=calls, kernels=kernels).write(tmp_path / "nsys.sqlite"))
-    assert tool.seconds_per_step == pytest.approx(100.5e-9)
-    assert [row.share for row in top if row.kind == "kernel"] == [pytest.approx(100 / 100.5)]
-    assert tool.activity.idle_seconds == {"step": pytest.approx(0.5e-9)}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_loader_may_wait(version: str, tmp_path: Path) -> None:
-    """Thread 77 gives out work and waits as it likes; the steps' own thread waits once, autograd's (5) twice."""
-    ranges = [(0, 1000, "step", 0, True), (100, 900, "backward", 0, True)]
-    calls = [(10, 11, 77, 1, "cudaLaunchKernel"), (150, 151, 5, 2, "cudaLaunchKernel")]
-    waits = [(120, 920, 1, 77), (910, 920, 4, 0), (200, 203, 3, 5), (300, 303, 3, 5)]
-    one = Recording(ranges=ranges, calls=calls, waits=waits, kernels=[(20, 30, 1, "decode"), (160, 190, 2, "gradient")])
-    tool, _ = summarize(one.write(tmp_path / "nsys.sqlite", version))
-    assert (tool.activity.syncs, tool.activity.sync_seconds) == (3, pytest.approx(16e-9))
-    assert tool.ranges["backward"].device_seconds == pytest.approx(30e-9), "autograd's work, not the loader's"
-
-
 def test_calls_that_wait() -> None:
     for name in ("cudaStreamSynchronize_v3020", "cuCtxSynchronize", "cudaDeviceSynchronize", "cuEventSynchronize"):
         assert WAIT.match(name)
@@ -172,7 +123,7 @@ def test_a_cut_database_is_one_message(tmp_path: Path) -> None:
 
 def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
     """As with an `nvtx` that nsys cannot see."""
-    path = Recording(system=[(1, 2, 0, "read")]).write(tmp_path / "nsys.sqlite")
+    path = Recording(calls=[(1, 2, 0, 1, "cudaLaunchKernel")]).write(tmp_path / "nsys.sqlite")
     with pytest.raises(ValueError, match="no step is in it"):
         summarize(path)
     with sqlite3.connect(path) as connection:
@@ -217,7 +168,6 @@ def recordings(draw: st.DrawFn) -> Recording:
     recording.copies = [(start, end, call, *kind) for start, end, call, kind in spans(5, number, kinds)]
     recording.memsets = spans(2, number)
     recording.waits = spans(4, st.sampled_from([1, 2, 3, 4]), st.sampled_from([0, 5, 6, 7]))
-    recording.system = spans(4, st.sampled_from([0, 5]), st.sampled_from(["pthread_cond_wait", "read"]))
     return recording
 
 
@@ -304,13 +254,7 @@ class Truth:
         if not self.work:
             comm = [r for r in self.r.ranges if r[2] == "comm" and self.step(r[0]) is not None]
             sums = self.covered(comm)
-            system = [row for row in self.r.system if self.step(row[0]) is not None]
-            blocked = self.covered([row for row in system if row[2] == 0 and row[3] == "pthread_cond_wait"])
-            known = bool(sums) and bool(system)
-            return {
-                "comm_seconds": len(sums) / self.n if sums else None,
-                "comm_overlap": 1 - len(sums & blocked) / len(sums) if known else None,
-            }
+            return {"comm_seconds": len(sums) / self.n if sums else None}
         copies = [work for work in self.work if work[3] == "copy" and work[5][1] == 1]
         copied, computed = self.covered(copies), self.covered(kernels)
         sums = self.covered([work for work in kernels if work[4].startswith("nccl")])

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlscale.measure.profilers import overhead
-from dlscale.measure.profiling import Overhead
+from dlscale.measure.profilers import Overhead, overhead
 
 
 def test_an_even_drift_falls_out() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
+from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.report.compare import Summary, compare, extremes, unmatched
 from tests.conftest import stage
 

@@ -31,7 +31,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
-from dlscale.measure.profiling import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
+from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import collect, curves, profiles, published, report, sections
@@ -1028,7 +1028,6 @@ def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> 
                 steps=3,
                 seconds_per_step=1.2 * seconds,
                 overhead=Overhead(ratio=1.2, noise=0.05),
-                complete=True,
                 ranges=ranges,
                 files=files,
             ),

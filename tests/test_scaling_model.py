@@ -30,12 +30,14 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.measure.records import Throughput, Trials
-from dlscale.measure.scaling import model, validation
+from dlscale.measure.scaling import fit as fitting
+from dlscale.measure.scaling import model
 from dlscale.measure.scaling.fit import BAND, MISFIT, PRIORS, Point, fit
-from dlscale.measure.scaling.machine import Level, Machine, named, shipped
 from dlscale.measure.scaling.model import (
     Costs,
     Job,
+    Level,
+    Machine,
     Measure,
     Memory,
     Mode,
@@ -44,7 +46,9 @@ from dlscale.measure.scaling.model import (
     buckets,
     expected_maximum,
     finish,
+    named,
     rate,
+    shipped,
     step,
 )
 from dlscale.parallel.model import named as named_modules
@@ -169,19 +173,6 @@ def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None
     nodes, groups = {rank // 4 for rank in own}, {rank // 32 for rank in own}
     truth = [len(own) // len(nodes), len(nodes) // len(groups), len(groups)]
     assert machine.members(ranks, stride) == truth == expected
-
-
-def test_members_of_nodes_that_are_used_in_part() -> None:
-    """Two devices of four a node: as many nodes more, and what is between them costs more."""
-    assert CLUSTER.used(2).members(8) == [2, 4] and CLUSTER.used() == CLUSTER
-    smaller = Machine((replace(NODE, size=2), NETWORK))
-    for work, job in ((UNET, Job(8, 10)), (VIT, Job(8, 10, tp=4)), (replace(UNET, gathered=(1e9, 1e9)), Job(8, 10))):
-        whole, used = (step(CLUSTER, work, COSTS, each) for each in (job, replace(job, per_node=2)))
-        assert used.exposed == pytest.approx(step(smaller, work, COSTS, job).exposed)
-        assert used.exposed > whole.exposed * 1.05
-    # Four devices that share a model are no longer neighbours of one node.
-    alone = [rate(CLUSTER, VIT, COSTS, Job(8, 10, tp=4, per_node=each), Measure("ALONE")) for each in (2, 4)]
-    assert alone[0] < 0.9 * alone[1]
 
 
 # ---- overlap, order statistics ---------------------------------------------------------------------------------------
@@ -393,22 +384,13 @@ def test_nothing_to_start_from() -> None:
 
 
 @pytest.fixture(scope="module")
-def checks() -> list[validation.Check]:
+def checks() -> list[fitting.Check]:
     return [
         check
         for file in study_files().values()
         for name, series in file.series.items()
-        for check in validation.check(name, series, file.published)
+        for check in fitting.check(name, series, file.published)
     ]
-
-
-@pytest.mark.slow
-def test_every_series_holds_figures_out(checks: list[validation.Check]) -> None:
-    titles = [series.title for file in study_files().values() for series in file.series.values()]
-    assert sorted({each.series for each in checks}) == sorted(set(titles)) and len(titles) == len(set(titles)) == 9
-    assert all(each.figure.gpus > max(each.fitted) for each in checks)
-    points = [each for file in study_files().values() for each in file.published if each.series]
-    assert not any(each.samples_per_second == 5595.4 for each in points)  # an epoch that warmed up
 
 
 def tripled(figure: Published) -> Published:
@@ -422,17 +404,17 @@ def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
     file = study_files()[study]
     for name, series in file.series.items():
         changed = [tripled(figure) if figure.gpus > series.fit else figure for figure in file.published]
-        ours, theirs = (validation.check(name, series, figures) for figures in (file.published, changed))
+        ours, theirs = (fitting.check(name, series, figures) for figures in (file.published, changed))
         assert [each.ours for each in ours] == [each.ours for each in theirs] and ours
         assert [each.published for each in ours] != [each.published for each in theirs]
 
 
-def test_the_model_beats_amdahls_law(checks: list[validation.Check]) -> None:
+def test_the_model_beats_amdahls_law(checks: list[fitting.Check]) -> None:
     ours, amdahl = np.median([np.abs(each.errors) for each in checks if each.amdahl is not None], axis=0)
     assert ours <= 0.10 and ours < amdahl
 
 
-def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> None:
+def test_the_misfit_is_that_of_the_series(checks: list[fitting.Check]) -> None:
     """The most probable one, given the errors."""
 
     def unlikely(misfit: float) -> float:
@@ -448,9 +430,9 @@ def test_the_misfit_is_that_of_the_series(checks: list[validation.Check]) -> Non
 
 def test_amdahls_law() -> None:
     truth = {n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}
-    assert validation.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
-    assert validation.amdahl({4: 80.0}, 16) == 320
-    assert validation.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
+    assert fitting.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
+    assert fitting.amdahl({4: 80.0}, 16) == 320
+    assert fitting.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
 
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -556,15 +538,6 @@ def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFix
     assert any(line.startswith("Fastest: 1 device,") for line in lines)
     other = told(capsys, "cosmo_unet.one", "--devices", 1, 64, "--target-samples", 3600000)
     assert any(line.startswith("Fastest: 64 devices,") for line in other)
-
-
-def test_reasons_are_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "era5_vit.one", "--devices", 1, 3, 4, "--tp", 2)
-    assert [line for line in lines if line.startswith("Left out")] == [
-        "Left out: 1 device: not divided by tp x cp = 2",
-        "Left out: 3 devices: not divided by tp x cp = 2",
-    ]
-    assert "The memory of devices that share a model is rough" in "".join(lines)
 
 
 def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,29 +142,6 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
         assert not any(torch.equal(x[0], first) for first in firsts), "what was cached is not measured again"
 
 
-def test_the_steps_train_and_io_does_not(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After IO the weights are the initial ones; after SYNTHETIC and FULL they have moved."""
-    sums: list[float] = []
-    opened = throughput.open_session
-
-    def keeping(*arguments: Any) -> Any:
-        session = opened(*arguments)
-
-        def noting(*rest: Any) -> Trials:
-            found = trials(*rest)
-            sums.append(sum(float(p.detach().double().abs().sum()) for p in session.step.model.parameters()))
-            return found
-
-        sums.append(sum(float(p.detach().double().abs().sum()) for p in session.step.model.parameters()))
-        monkeypatch.setattr(throughput, "trials", noting)
-        return session
-
-    monkeypatch.setattr(throughput, "open_session", keeping)
-    measure(tmp_path, cosmo_data)
-    assert sums[0] == sums[1]
-    assert len(set(sums[1:])) == 3
-
-
 @pytest.mark.slow
 def test_compilation_is_timed_apart(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cold, nothing is in the cache, whatever the user's holds; warm, what the first time left there."""

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dlscale.core.telemetry import Summary
-from dlscale.measure.profiling import Activity, Profile, ProfiledTool
+from dlscale.measure.profilers import Activity, Profile, ProfiledTool
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device
 from dlscale.report import verdict as module

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from dlscale.config import resolve  # noqa: E402
 from dlscale.core import registry  # noqa: E402
-from dlscale.measure.profiling import Profile  # noqa: E402
+from dlscale.measure.profilers import Profile  # noqa: E402
 from dlscale.measure.records import Throughput  # noqa: E402
 from dlscale.report.verdict import Evidence, Verdict, verdict  # noqa: E402
 

@@ -279,7 +279,7 @@ ROWS = [
     Row("what stands around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
     Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"])),
     # Nor does what watches a run; what reads the rows of telemetry makes tables of them.
-    Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL) + tuned(*ALL)),
+    Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"])),
     # The table of stages: what it says of a stage is among the params of its jobs.

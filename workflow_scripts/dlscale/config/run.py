@@ -376,7 +376,6 @@ class Tune(Strict):
     )
     keep: float = Field(0.5, gt=0, lt=1, description="Share of the settings that goes on from each rung to the next.")
     rounds: Annotated[Repeats, Field(ge=3)] = Field(8, description="Of the duel: each measures both settings.")
-    memory: float = Field(0.9, gt=0, le=1, description="Share of a device's memory that a setting may take.")
 
     @field_validator("loaders")
     @classmethod

@@ -219,7 +219,7 @@ def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
         file = open(path, "ab", buffering=0)  # noqa: SIM115 - as standard output
     except OSError as error:
         raise explained(error, path) from error
-    words = ["--pid", str(root), "--ranks", str(ranks), "--gpus", str(gpus)]
+    words = map(str, (root, ranks, gpus))
     # In a group of its own: Ctrl-C on the terminal would end it with a traceback before it has learnt to ignore that.
     with file:
         sampler = subprocess.Popen(

@@ -77,8 +77,7 @@ def evaluate(
     run = load_run(path / "config.yaml", "train")
     file = path / KEPT[weights] if weights in KEPT else Path(weights)
     if not file.is_file():
-        hint = "train the run first, with training.keep_best for the best" if weights in KEPT else "no such file"
-        raise UserError(f"{file}: no weights there; {hint}")
+        raise UserError(f"{file}: no weights there; train the run first, with training.keep_best for the best")
     manifest = manifest or path.resolve().parents[2] / "data" / run.dataset / "manifest.json"
     record = path / "provenance.json"
     if threads is None and record.exists():

@@ -17,16 +17,13 @@ import pandas as pd
 
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
-from dlscale.core import board, files
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
-from dlscale.measure.profilers import Found, Tool, Unavailable, nsys, overhead
+from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
 from dlscale.measure.profilers.lines import LineProfiler
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
-from dlscale.measure.profiling import Exchanged, Profile, ProfiledTool, TopEntry
 from dlscale.measure.roofline import attempt
 from dlscale.measure.window import Window
-from dlscale.parallel import exchanges
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
 from dlscale.train import memory
@@ -54,20 +51,8 @@ def main(args: argparse.Namespace) -> None:
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
         if world.main:
             record.write(folder / "profile.json")
-            board.write(Path(args.out).parent / "tensorboard" / "profile", scalars(record))
             table = pd.DataFrame([row.model_dump() for row in rows], columns=list(TopEntry.model_fields))
             table.to_csv(folder / "profile_summary.csv", index=False, float_format="%.6g")
-
-
-def scalars(profile: Profile) -> dict[str, float]:
-    """Return ms a step of each range, on the host and of the device's work, for TensorBoard."""
-    found = {}
-    for tool in profile.tools:
-        for name, time in tool.ranges.items():
-            found[f"profile_{tool.name}_ms/{name}"] = 1e3 * time.seconds
-            if time.device_seconds is not None:
-                found[f"profile_{tool.name}_device_ms/{name}"] = 1e3 * time.device_seconds
-    return found
 
 
 def measure(
@@ -90,13 +75,16 @@ def measure(
         All rows of the summary.
     """
     world, found = session.world, dict(found or {})
-    names: list[str] = [name for name in settings.tools if name != "nsys"]
-    tools = {name: _tool(name, settings, session, folder) if world.rank in settings.ranks else None for name in names}
+    tools: dict[str, LineProfiler | TorchProfiler | None] = {name: None for name in settings.tools if name != "nsys"}
+    if world.rank in settings.ranks:
+        if "lines" in tools:
+            tools["lines"] = LineProfiler(folder, world.rank, session, settings.functions)
+        if "torch" in tools:
+            tools["torch"] = TorchProfiler(folder, world.rank, world.device)
     with contextlib.closing(Window(settings, session)) as window:
         batch = window.batch()
         # Before any other step: what is set up is then all that there is.
         used = attempt("memory cannot be predicted", lambda: memory.measure(session, batch))
-        exchanged = _exchanged(session, window)
         window.run(settings.skip)
         seconds = list[float]()
         for name, tool in tools.items():
@@ -114,21 +102,9 @@ def measure(
         seconds_per_step=seconds,
         tools=seen,
         memory=used,
-        exchanged=exchanged,
         top=first_rows(rows, min(settings.ranks)),
     )
     return record, rows
-
-
-def _exchanged(session: Session, window: Window) -> Exchanged | None:
-    """Return the bytes that a rank exchanges, counted in one step; None if it is alone, or compiled code hides them."""
-    run = session.run
-    if session.world.size == 1 or run.cuda_graph or run.compile.mode != "none":
-        return None
-    window.run(1)  # DDP arranges its buckets after its first step
-    with exchanges.Counting() as counting:
-        window.run(1)
-    return Exchanged(counted=dict(counting.bytes))
 
 
 def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[ProfiledTool], list[TopEntry]]:
@@ -164,14 +140,7 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
         world.barrier()
 
 
-def _tool(name: str, settings: Settings, session: Session, folder: Path) -> Tool:
-    rank = session.world.rank
-    if name == "lines":
-        return LineProfiler(folder, rank, session, settings.functions)
-    return TorchProfiler(folder, rank, session.world.device)
-
-
-def _profile(name: str, tool: Tool | None, window: Window) -> tuple[Found, list[float]]:
+def _profile(name: str, tool: LineProfiler | TorchProfiler | None, window: Window) -> tuple[Found, list[float]]:
     """Return a profiler's findings in a window of steps, and the seconds of the plain steps before and after.
 
     All ranks make the steps, whatever fails.
@@ -194,10 +163,8 @@ def _noted(problems: list[str]) -> Iterator[None]:
     """Add why a profiler does not work to `problems`."""
     try:
         yield
-    except Unavailable as error:
+    except (Unavailable, OSError) as error:
         problems.append(str(error))
-    except OSError as error:
-        problems.append(str(files.explained(error, "")))
 
 
 def first_rows(rows: list[TopEntry], rank: int) -> list[TopEntry]:

@@ -55,25 +55,20 @@ def attempt(what: str, work: Callable[[], Found]) -> Found | None:
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
     """Return the work of a sample, counted and by formula; None, with a line in the log, where that fails."""
     work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
-    formula = attempt("the study's formula of FLOPs fails", lambda: by_formula(session, work))
-    if work and formula and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
-        both = formula.forward_flops, work.forward_flops
-        logging.warning("FLOPs of a forward pass: %.4g by the study's formula, %.4g counted; one is wrong", *both)
-    return work, formula
-
-
-def by_formula(session: Session, counted: SampleWork | None = None) -> SampleWork | None:
-    """Return the work by the study's formula, if it has one, with the bytes and operators of `counted`."""
-    forward = session.study.flops(session.run, session.manifest)
+    forward = attempt("the study's formula of FLOPs fails", lambda: session.study.flops(session.run, session.manifest))
     if forward is None:
-        return None
-    return SampleWork(
+        return work, None
+    formula = SampleWork(
         forward_flops=forward,
         backward_flops=2 * forward,
-        bytes=counted.bytes if counted else None,
-        operators=counted.operators if counted else None,
+        bytes=work.bytes if work else None,
+        operators=work.operators if work else None,
         source="formula",
     )
+    if work and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
+        message = "FLOPs of a forward pass: %.4g by the study's formula, %.4g counted; one is wrong"
+        logging.warning(message, formula.forward_flops, work.forward_flops)
+    return work, formula
 
 
 def counted(session: Session, batch: Batch) -> SampleWork:
@@ -239,8 +234,6 @@ EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
 #: thread's is copied piece by piece.
 BUFFER = {"cpu": 2**28, "cuda": 2**30}
 LEAST, PIECE = 2**24, 2**23
-#: Rates of a record of peaks.
-RATES = ("flops", "bytes_per_second", "operator_seconds")
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
@@ -252,7 +245,8 @@ def common_peaks(precision: str, world: World) -> Peaks | None:
     found = [peaks for peaks in world.gather(own) if peaks]
     if len(found) < world.size:
         return None
-    means = {name: statistics.fmean(getattr(peaks, name) or 0.0 for peaks in found) for name in RATES}
+    rates = ("flops", "bytes_per_second", "operator_seconds")
+    means = {name: statistics.fmean(getattr(peaks, name) or 0.0 for peaks in found) for name in rates}
     return Peaks(dtype=found[0].dtype, **means)
 
 
@@ -270,10 +264,7 @@ def at_least(peaks: Peaks, flops: float) -> Peaks:
     """Return peaks that are not below the FLOP/s that the run itself reached on a device."""
     if flops <= peaks.flops:
         return peaks
-    both = flops / 1e9, peaks.flops / 1e9
-    logging.warning(
-        "the run reached %.4g GFLOP/s on a device, more than a matrix product (%.4g): this is the peak", *both
-    )
+    logging.warning("the run reached %.4g FLOP/s on a device, more than a matrix product: this is the peak", flops)
     return peaks.model_copy(update={"flops": flops})
 
 

@@ -1,12 +1,12 @@
-"""Telemetry of a run: `python -m dlscale.measure.telemetry --pid PID`, a small process beside the stage.
+"""Telemetry of a run: `python -m dlscale.measure.telemetry PID RANKS GPUS`, a small process beside the stage.
 
-It writes the rows of `dlscale.core.telemetry` once a second, until its standard input ends or gets a byte, or its
-parent is gone.
+PID is the process that with its descendants is the run; RANKS are the run's processes on this node, GPUS the CUDA
+devices to look at. It writes the rows of `dlscale.core.telemetry` once a second, until its standard input ends or gets
+a byte, or its parent is gone.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -77,13 +77,8 @@ def main() -> None:
     """Write rows until the stage ends; signals to all processes of a job are the stage's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pid", type=int, required=True, help="the process that with its descendants is the run")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of the run on this node")
-    parser.add_argument("--gpus", type=int, default=0, help="CUDA devices to look at")
-    args = parser.parse_args()
     try:
-        _watch(args.pid, args.ranks, args.gpus)
+        _watch(*map(int, sys.argv[1:]))
     except Exception as error:  # a stage goes on without it
         print(f"telemetry ended: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -91,7 +86,8 @@ def main() -> None:
 def _watch(root: int, ranks: int, gpus: int) -> None:
     parent, start = os.getppid(), time.monotonic()
     node = Node(root, ranks, gpus)
-    _write(telemetry.header(len(node.gpus)))
+    # A line in one go: whatever ends this process leaves whole lines.
+    os.write(1, telemetry.header(len(node.gpus.handles)).encode())
     ended = False
     while not ended:
         wait = SECONDS - (time.monotonic() - start) % SECONDS
@@ -99,12 +95,7 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
             time.sleep(max(0.0, LEAST - (time.monotonic() - start) % SECONDS))
         if os.getppid() != parent:  # killed, and its own children may hold the other end of the pipe
             return
-        _write(telemetry.line(node.sample()))
-
-
-def _write(text: str) -> None:
-    """Write a line in one go: whatever ends this process leaves whole lines."""
-    os.write(1, text.encode())
+        os.write(1, telemetry.line(node.sample()).encode())
 
 
 # ---- GPUs, as NVIDIA's management library (NVML) sees them --------------------------------------------
@@ -134,7 +125,8 @@ class Gpus:
     """The first `count` CUDA devices; none where there is no driver."""
 
     def __init__(self, count: int) -> None:
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
+        self._first: list[float | None] = []
         if not (addresses := bus_ids(count) if count else []):
             return
         import pynvml
@@ -142,23 +134,18 @@ class Gpus:
         self._nvml = pynvml
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            self._handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
-        self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self._handles]
-
-    def __len__(self) -> int:
-        return len(self._handles)
+            self.handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
+        self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
 
     def sample(self) -> tuple[GpuSample, ...]:
         """Return what each of them does now."""
-        return tuple(self._sample(*known) for known in zip(self._handles, self._first, strict=True)) if self else ()
+        return tuple(map(self._sample, self.handles, self._first))
 
     def _sample(self, handle: Any, first: float | None) -> GpuSample:
         rates, memory = (self._ask(f"nvmlDeviceGet{name}", handle) for name in ("UtilizationRates", "MemoryInfo"))
         milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
         millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # drivers before 535
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return GpuSample(
             utilization=None if rates is None else rates.gpu / 100,
             memory_bytes=None if memory is None else memory.used,

@@ -64,7 +64,10 @@ def main(args: argparse.Namespace) -> None:
         results = results.model_copy(update={"links": links, "beside": turns and beside(run.throughput, turns, args)})
         if world.main:
             out = Path(args.out)
-            board.write(out.parent / "tensorboard" / "throughput", scalars(results))
+            modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
+            shown: dict[str, float | None] = {name: found.mean for name, found in modes.items() if found}
+            shown |= {"mfu": results.mfu(), "mbu": results.mbu(), "peak_memory_bytes": results.peak_memory_bytes}
+            board.write(out.parent / "tensorboard" / "throughput", shown)
             write_text(out, results.text() + "\n")
 
 
@@ -84,13 +87,6 @@ def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside
         "opened %d times beside the plan's first run: %.3f times as fast, -+ %.3f", len(rounds), math.exp(ratio), error
     )
     return found
-
-
-def scalars(results: Throughput) -> dict[str, float | None]:
-    """Return samples/s, MFU, MBU and memory for TensorBoard."""
-    modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
-    rates = {name: trials.mean for name, trials in modes.items() if trials}
-    return {**rates, "mfu": results.mfu(), "mbu": results.mbu(), "peak_memory_bytes": results.peak_memory_bytes}
 
 
 def measure(settings: Settings, session: Session) -> Throughput:
@@ -130,7 +126,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         peaks = at_least(peaks, fastest * work.flops / session.devices)
     known = run, session.manifest, world.device, cached[:2], step.attention
     memory_use = attempt("memory is not predicted", lambda: memory.predict(*known)) if world.main else None
-    results = Throughput(
+    return Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,
         device=describe_device(world.device),
@@ -143,9 +139,6 @@ def measure(settings: Settings, session: Session) -> Throughput:
         peak_memory_bytes=peak_memory,
         predicted=memory_use,
     )
-    if (mfu := results.mfu()) is not None:
-        logging.info("FULL: %.2g of the device's peak FLOP/s (MFU)", mfu)
-    return results
 
 
 def trials(

@@ -28,13 +28,9 @@ from dlscale.core.files import write_text
 from dlscale.core.noise import halved, ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import nested, validate
-from dlscale.core.text import size
-from dlscale.measure.processes import Meter
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.measure.window import training_batches
-from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
-from dlscale.train import memory
 from dlscale.train.around import entered, is_exhaustion
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.loop import Hook, run_steps
@@ -61,21 +57,14 @@ FIRST_WARM_UP = 12
 def main(args: argparse.Namespace) -> None:
     """Tune the run in `args.config` on the data of `args.manifest`; write `tune.json`, `tuned.yaml` into `args.out`."""
     run = load_run(args.config, "tune")
-    if not all(args.run.partition(".")):
-        raise UserError(f"--run: {args.run}: expected PLAN.RUN")
     with entered(run, args.manifest, args.device) as (world, _):
         found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
         if world.main:
             file = Path(args.out) / "tuned.yaml"
             if found.changes:
-                files = [
-                    *([] if "--configfile" in args.call else ["--configfile"]),
-                    str(file),
-                    "--",
-                    f"plan_{found.plan}",
-                ]
-                command = f"{args.call} {shlex.join(files)}"
-                found = found.model_copy(update={"command": command})
+                flag = [] if "--configfile" in args.call else ["--configfile"]
+                files = shlex.join([*flag, str(file), "--", f"plan_{found.plan}"])
+                found = found.model_copy(update={"command": f"{args.call} {files}"})
             found.write(Path(args.out) / "tune.json")
             write_text(file, tuned(found, run.study))
 
@@ -87,30 +76,24 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     cores = max(1, (threads or torch.get_num_threads() * devices) // devices)
     changes = candidates(run, cores, world.device)
     duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
-    logging.info("%d settings; %.0f s are measured", len(changes), settings.seconds)
-    with contextlib.closing(_Trials(run, manifest, world, cores, changes)) as trials:
-        sizes = rungs(len(changes) - 1, settings.keep)
-        total = TURNS * sum(number + 1 for number in sizes) + 2 * settings.rounds
-        with Progress("tuning", total, "trials") as trials.progress:
-            best, found = search(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
-            meter = Meter()
-            rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
-            # Each rank reads the machine's counters at a moment of its own: all say what the first one saw.
-            usage = world.gather(meter.usage(world))[0]
+    total = TURNS * sum(number + 1 for number in rungs(len(changes) - 1, settings.keep)) + 2 * settings.rounds
+    with (
+        Progress("tuning", total, "trials") as progress,
+        contextlib.closing(_Trials(run, manifest, world, cores, changes, progress)) as trials,
+    ):
+        best, found = search(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
+        rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
     duel = None
     if best and best in rates:
         rounds = list(zip(rates[best], rates[0], strict=True))
         ratio, low, high = ratio_interval(rounds)
-        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high, usage=usage)
+        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high)
     tuning = Tuning(
-        device=describe_device(world.device),
-        settings=settings.model_dump(mode="json"),
         seconds=time.perf_counter() - began,
         candidates=[
             Tried(
                 changes=change,
                 rates=[rung[number] for rung in found if number in rung],
-                peak_memory_bytes=trials.peaks.get(number),
                 problem=trials.problems.get(number),
             )
             for number, change in enumerate(changes)
@@ -118,8 +101,6 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
         duel=duel,
     )
     logging.info("%s", tuning.verdict())
-    if "batch_size" in tuning.changes:
-        logging.warning("another batch size changes what is learnt: the learning rate may have to follow")
     return tuning
 
 
@@ -210,12 +191,17 @@ class _Trials:
     Settings that share a batch size share a step; the loader is opened for each trial.
     """
 
-    def __init__(self, run: Any, manifest: str | Path, world: World, cores: int, changes: list[dict[str, Any]]) -> None:
-        self.peaks: dict[int, int] = {}  #: Bytes by setting.
+    def __init__(
+        self,
+        run: Any,
+        manifest: str | Path,
+        world: World,
+        cores: int,
+        changes: list[dict[str, Any]],
+        progress: Progress,
+    ) -> None:
         self.problems: dict[int, str] = {}
-        self.limit = memory.total(world.device, run.processes.gpus_per_node) * run.tune.memory
-        self.progress: Progress | None = None
-        self._run, self._manifest, self._world, self._changes = run, manifest, world, changes
+        self._run, self._manifest, self._world, self._changes, self._progress = run, manifest, world, changes, progress
         self._threads = cores * run.processes.gpus_per_node
         self._session: Session | None = None
         self._epoch = 0
@@ -225,26 +211,20 @@ class _Trials:
 
         A problem of the run's own setting is raised. A rank that fails while the others wait for it ends the stage.
         """
-        rate, peak, error = 0.0, 0, None
-        memory.reset_peak(self._world.device)
+        rate, error, problem = 0.0, None, ""
         try:
-            rate, peak = self._trial(changed(self._run, self._changes[number]), seconds)
+            rate = self._trial(changed(self._run, self._changes[number]), seconds)
         except Exception as raised:  # whatever it is, the other settings do not depend on it
             error = raised
+            problem = "out of memory" if is_exhaustion(error) else brief(error) or type(error).__name__
             self.close()  # a step that failed on its way may be of no more use
-        problem = next((each for each in self._world.gather(_reason(error) if error else "") if each), "")
+        problem = next(filter(None, self._world.gather(problem)), "")
         if problem and number == 0:
             raise error or UserError(f"another process failed: {problem}")
-        if not problem:
-            peak = int(*self._world.max(peak))
-            self.peaks[number] = max(peak, self.peaks.get(number, 0))
-            if number and peak > self.limit:
-                problem = f"takes {size(peak)} of memory; at most {size(self.limit)} is allowed"
         if problem:
             self.problems[number] = problem
             logging.info("%s is left out: %s", self._changes[number], problem)
-        if self.progress:
-            self.progress.update(self.progress.done + 1)
+        self._progress.update(self._progress.done + 1)
         return None if problem else rate
 
     def close(self) -> None:
@@ -254,8 +234,8 @@ class _Trials:
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _trial(self, run: RunCore, seconds: float) -> tuple[float, int]:
-        """Return samples/s of steps that take about so long, and bytes in use; each trial has samples of its own."""
+    def _trial(self, run: RunCore, seconds: float) -> float:
+        """Return samples/s of steps that take about so long; each trial has samples of its own."""
         warm_up = WARM_UP + getattr(run.loader, "workers", 0)
         if self._session is None or self._session.run.batch_size != run.batch_size:
             self.close()
@@ -280,17 +260,7 @@ class _Trials:
                 done += steps
                 synchronize(world.device)
                 (elapsed,) = world.max(time.perf_counter() - start)
-            peak = memory.peak(world.device)
-            if world.device.type == "cpu":
-                peak += memory.of_children()  # while the loader's are there
-        return sum(world.gather(sum(counts))) / elapsed, peak
-
-
-def _reason(error: Exception) -> str:
-    """Return in a line why a setting cannot be measured."""
-    if is_exhaustion(error):
-        return "out of memory"
-    return brief(error) if isinstance(error, UserError) else f"{type(error).__name__}: {brief(error)}"
+        return sum(world.gather(sum(counts))) / elapsed
 
 
 # ---- what is written -------------------------------------------------------------------------------

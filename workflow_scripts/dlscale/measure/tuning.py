@@ -7,11 +7,6 @@ from typing import Any
 from pydantic import Field
 
 from dlscale.core.record import Record
-from dlscale.measure.records import Usage
-from dlscale.parallel.records import Device
-
-#: Cores that other programs keep busy beyond the murmur of a quiet machine, as `dlscale.report.verdict` has it.
-NEIGHBOURS = 0.25
 
 
 class Tried(Record):
@@ -19,7 +14,6 @@ class Tried(Record):
 
     changes: dict[str, Any]  #: What it changes of the run's own setting, by dotted key; of that one itself nothing.
     rates: list[list[float]] = []  #: Samples/s of its trials, by rung; the duel is not among them.
-    peak_memory_bytes: int | None = None  #: The greatest of any process, on its device; on a CPU with its loader's.
     problem: str | None = None  #: Why it was dropped, if not for its speed.
 
 
@@ -31,15 +25,6 @@ class Duel(Record):
     ratio: float  #: How many times as fast the challenger is.
     low: float  #: Of the 95 % interval of the ratio (`dlscale.core.noise.ratio_interval`).
     high: float
-    usage: Usage | None = None  #: Of the machine, meanwhile.
-
-    @property
-    def neighbours(self) -> float:
-        """Cores that other programs kept busy meanwhile; 0 if they are not worth a word."""
-        if self.usage is None or not self.usage.seconds:
-            return 0.0
-        others = (self.usage.cores_cpu_seconds - self.usage.cpu_seconds) / self.usage.seconds
-        return others if others > NEIGHBOURS else 0.0
 
     @property
     def won(self) -> bool:
@@ -51,8 +36,6 @@ class Tuning(Record):
     """`tune.json`: the trials of a run's settings, and the duel."""
 
     run: str = ""  #: PLAN.RUN.
-    device: Device = Device()
-    settings: dict[str, Any] = {}  #: The run's `tune`.
     seconds: float = 0.0  #: That all of it took.
     candidates: list[Tried] = Field(min_length=1)  #: The first one is the run's own setting.
     duel: Duel | None = None  #: None where no other setting could be measured.
@@ -73,14 +56,6 @@ class Tuning(Record):
         if self.duel is None:
             return "Nothing to gain: no other setting could be measured."
         ratio = f"{self.duel.ratio:.2f}× ± {(self.duel.high - self.duel.low) / 2:.2f}"
-        found = (
-            f"{ratio} as fast as the run's own setting."
-            if self.duel.won
-            else f"Nothing to gain: the best other setting is {ratio} as fast as the run's own."
-        )
-        if busy := self.duel.neighbours:
-            found += (
-                f" Not on a quiet machine: other programs kept {busy:.1f} cores busy during the duel, so this says "
-                "what is faster beside them. Tune again without them before you trust it."
-            )
-        return found
+        if self.duel.won:
+            return f"{ratio} as fast as the run's own setting."
+        return f"Nothing to gain: the best other setting is {ratio} as fast as the run's own."

@@ -53,7 +53,6 @@ class Window:
         return [1e-3 * a.elapsed_time(b) if cuda else b - a for a, b in itertools.pairwise(ticks)]
 
     def close(self) -> None:
-        """Stop the loader."""
         self._batches.close()
         self._loader.close()
 

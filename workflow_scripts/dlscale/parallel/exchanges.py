@@ -1,4 +1,4 @@
-"""Bytes that ranks exchange in a step, counted in a step and predicted from a model, as nccl-tests count them.
+"""Bytes that ranks exchange in a step, predicted from a model, as nccl-tests count them.
 
 Bytes of a sum are those of the tensor, else the greater of input and output. In a ring of n each rank sends
 2 (n - 1) / n of a sum, (n - 1) / n of the others (Thakur et al. 2005, doi:10.1177/1094342005051521).
@@ -7,44 +7,13 @@ Bytes of a sum are those of the tensor, else the greater of input and output. In
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dlscale.config.run import DDP, FSDP, RunCore
 from dlscale.parallel.model import cut_layers, named
 from dlscale.parallel.sharding import Sharding
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-
-
-class Counting(TorchDispatchMode):
-    """Counts bytes and calls of this rank's exchanges by kind (`KINDS`), but for those within compiled code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.calls = Counter[str](), Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it comes again as plain tensors
-        result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.replace("_", "")
-            if kind := next((kind for kind in KINDS if kind.replace("_", "") in name), None):
-                self.calls[kind] += 1
-                self.bytes[kind] += max(map(_size, [*args, result]))
-        return result
-
-
-def _size(values: Any) -> int:
-    return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, torch.Tensor))
 
 
 def _local_shapes(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, list[int]]:

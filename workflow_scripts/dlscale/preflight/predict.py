@@ -25,9 +25,8 @@ from dlscale.core.metrics import read_epochs
 from dlscale.core.settings import flat, read_yaml
 from dlscale.core.text import NONE, aligned, duration, many, number, percent, shorten, size
 from dlscale.measure.records import Throughput
-from dlscale.measure.scaling import validation
+from dlscale.measure.scaling import fit as fitting
 from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
-from dlscale.measure.scaling.machine import for_device, named
 from dlscale.measure.scaling.model import (
     STEPS,
     Job,
@@ -38,7 +37,9 @@ from dlscale.measure.scaling.model import (
     Tokens,
     Workload,
     buckets,
+    for_device,
     memory,
+    named,
     seconds,
     step,
 )
@@ -271,10 +272,10 @@ def validated() -> list[str]:
         check
         for file in study_files().values()
         for name, series in file.series.items()
-        for check in validation.check(name, series, file.published)
+        for check in fitting.check(name, series, file.published)
     ]
-    rows = ["| " + " | ".join(row) + " |" for row in validation.table(checks)]
-    return [rows[0], "|" + "---|" * rows[0].count(" | ") + "---|", *rows[1:], "", *validation.summary(checks)]
+    rows = ["| " + " | ".join(row) + " |" for row in fitting.table(checks)]
+    return [rows[0], "|" + "---|" * rows[0].count(" | ") + "---|", *rows[1:], "", *fitting.summary(checks)]
 
 
 def table(study: Study, args: argparse.Namespace) -> tuple[list[Row], list[str]]:

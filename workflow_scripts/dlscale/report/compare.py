@@ -21,7 +21,7 @@ from dlscale.core import text
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
-from dlscale.measure.profiling import Profile, TopEntry
+from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.report.blocks import Cell, Table, cell, show, table
 from dlscale.report.results import RunResult, changes, crowded, read_plan
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
-from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
+from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, some, table
@@ -185,16 +185,9 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
         ],
         "tables": [_top_table(run, top)] if top else [],
         "memory": profile.memory,
-        "exchanged": _exchanged(profile),
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
-
-
-def _exchanged(profile: Profile) -> list[str]:
-    """Return the bytes that a rank exchanges in a step, kind by kind."""
-    counted = profile.exchanged.counted if profile.exchanged else {}
-    return [f"{kind.replace('_', '-')} {text.size(bytes_)}" for kind, bytes_ in sorted(counted.items())]
 
 
 def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:

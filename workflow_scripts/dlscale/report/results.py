@@ -22,7 +22,7 @@ from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.core.text import percent
-from dlscale.measure.profiling import Profile
+from dlscale.measure.profilers import Profile
 from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.measure.tuning import Tuning
 from dlscale.parallel.records import Device

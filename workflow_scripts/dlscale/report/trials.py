@@ -10,7 +10,7 @@ import yaml
 
 from dlscale.config.records import SweepRecord
 from dlscale.core.settings import nested
-from dlscale.core.text import NONE, count, duration, number, size
+from dlscale.core.text import NONE, count, duration, number
 from dlscale.measure.tuning import Tried, Tuning
 from dlscale.report.blocks import Cell, Section, Table, View, cell, some, table
 from dlscale.report.results import PlanResult
@@ -123,7 +123,6 @@ def tried(tuning: Tuning, run: str = "") -> Table:
         ("", "samples/s", [cell(_rate(each, -1)) for each in rows]),
         ("", "relative", [cell(_relative(each, own), lambda ratio: f"{number(ratio)}×") for each in rows]),
         ("", "rungs", [cell(len(each.rates), count) for each in rows]),
-        ("", "memory", [cell(each.peak_memory_bytes, size) for each in rows]),
         ("", "dropped because", [cell(each.problem or NONE) for each in rows]),
     ]
     caption = (

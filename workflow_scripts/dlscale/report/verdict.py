@@ -21,7 +21,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Summary, summary
 from dlscale.core.text import many, number, percent, size
-from dlscale.measure.profiling import Activity, Profile
+from dlscale.measure.profilers import Activity, Profile
 from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.report.results import LEAST, LEAST_SECONDS, RunResult, crowd, others, read_run, setting
 from dlscale.report.speedup import between, spread

@@ -74,16 +74,6 @@ def peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def of_children() -> int:
-    """Return the bytes that child processes hold now; shared ones count once (PSS)."""
-    found = 0
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it may end meanwhile
-            info = child.memory_full_info()
-            found += getattr(info, "pss", info.uss)
-    return found
-
-
 def total(device: torch.device, processes: int = 1) -> int:
     """Return the bytes of the device; of a CPU those that one of so many processes of the node may have."""
     if device.type == "cuda":

@@ -1,19 +1,107 @@
-"""Profilers, each a module: it starts one around some steps of a run, and reads its report."""
+"""Profilers, each a module: it starts one around some steps of a run, and reads its report. Here are their records."""
 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal
+
+from pydantic import Field
 
 from dlscale.core.noise import standard_errors
-from dlscale.measure.profiling import Overhead, ProfiledTool, TopEntry
+from dlscale.core.record import Record
+from dlscale.core.text import percent
+from dlscale.parallel.records import Device, Memory
 
-#: Standard errors of a median over those of a mean, of normal values.
-OF_MEDIAN = math.sqrt(math.pi / 2)
+
+class RangeTime(Record):
+    """A range of a step (`dlscale.core.ranges`), means over the profiled steps."""
+
+    seconds: float  #: On the host, a step.
+    std: float = 0.0  #: Standard deviation over the steps.
+    device_seconds: float | None = None  #: Of the device's work that was given out within it, a step.
+
+
+class Activity(Record):
+    """Means over the profiled steps; None or absent where a profiler cannot see it."""
+
+    launches: float | None = None  #: Kernels, copies and graphs that the host gave to the device.
+    syncs: float | None = None  #: Times that the host waited for the device.
+    sync_seconds: float | None = None  #: How long it waited.
+    items: float | None = None  #: Numbers that were read from tensors (`.item()`), which makes a host wait for a GPU.
+    device_busy: float | None = None  #: Share of the steps in which the device computed or copied.
+    #: Seconds a step for which the device did nothing, by the range that the host was in; in all (1 - device_busy) of
+    #: it. A record without them leaves them to other profilers' (`model_dump`).
+    idle_seconds: dict[str, float] = Field({}, exclude_if=operator.not_)
+    copy_bytes: float | None = None  #: From the host to the device.
+    pageable_bytes: float | None = None  #: Of these, from memory that is not page-locked.
+    copy_seconds: float | None = None
+    copy_overlap: float | None = None  #: Share of the copies' time in which kernels ran as well.
+    comm_seconds: float | None = None  #: Communication between processes.
+    comm_overlap: float | None = None  #: Share of that time in which anything else was computed as well.
+
+
+class Overhead(Record):
+    """Cost of a profiler: its steps against plain ones just before and just after, by the same process."""
+
+    ratio: float  #: 1.1: a step takes a tenth longer with it.
+    noise: float | None = None  #: Half of the 95 % interval of `ratio`; None where no spread is known: of one step.
+
+    @property
+    def words(self) -> str:
+        """What it comes to, for readers."""
+        if self.noise is None:
+            return f"a step took {percent(self.ratio)} of its time without it; of one step the noise is not known"
+        if abs(self.ratio - 1) <= self.noise:
+            return f"with it a step takes as long as without, within the noise of ± {percent(self.noise)}"
+        longer = percent(abs(self.ratio - 1))
+        return f"a step takes {longer} {'longer' if self.ratio > 1 else 'less'} with it (± {percent(self.noise)})"
+
+
+class ProfiledTool(Record):
+    """What one profiler saw of a run."""
+
+    name: str
+    version: str = ""
+    steps: int = 0
+    #: With the profiler at work: the median; of a GPU from the first step until all is done, over the steps.
+    seconds_per_step: float | None = None
+    overhead: Overhead | None = None
+    ranges: dict[str, RangeTime] = {}
+    activity: Activity = Activity()
+    files: dict[str, str] = {}  #: What it left, by title: names in the folder `profile` of the run.
+    problem: str | None = None  #: Why there is no profile.
+
+
+class TopEntry(Record):
+    """A row of `profile_summary.csv`; all profilers share these columns."""
+
+    tool: str
+    rank: int = 0
+    kind: Literal["range", "kernel", "operator", "copy", "gap", "line"]
+    name: str
+    calls: float  #: A step.
+    #: A step, on the device for kernels and copies, else on the host.
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    std: float = 0.0  #: Standard deviation of `seconds` over the steps.
+    share: float = 0.0  #: Of the step's time.
+    note: str = ""
+
+
+class Profile(Record):
+    """`profile.json`: what a run's profilers saw, each in steps of its own."""
+
+    device: Device = Device()
+    nranks: int = 1
+    batch_size: int | None = None
+    settings: dict[str, Any] = {}  #: The run's `profile`.
+    seconds_per_step: list[float] = []  #: Of steps with no profiler at work, before and after each profiler.
+    tools: list[ProfiledTool] = []
+    memory: Memory | None = None
+    top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.
+
 
 #: A profiler's record, and its rows of the summary.
 Found = tuple[ProfiledTool, list[TopEntry]]
@@ -21,23 +109,6 @@ Found = tuple[ProfiledTool, list[TopEntry]]
 
 class Unavailable(Exception):
     """A profiler does not work here; the message says why, and what to do."""
-
-
-class Tool(Protocol):
-    """A profiler of steps that this process makes. Neither method makes a step: all ranks make the same ones."""
-
-    name: str
-
-    def attached(self) -> AbstractContextManager[object]:
-        """Return the context in which steps are profiled; it may raise `Unavailable`."""
-
-    def found(self, seconds: list[float]) -> Found:
-        """Return the findings in steps that took so long, and write reports into the folder."""
-
-
-def report(folder: Path, name: str, rank: int, suffix: str) -> Path:
-    """Return the path of a report of this rank."""
-    return folder / f"{name}.rank{rank}.{suffix}"
 
 
 def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence[float]) -> Overhead:
@@ -52,7 +123,10 @@ def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence
     fewest = min(map(len, (before, profiled, after)))
     if fewest < 2:
         return Overhead(ratio=ratio)
-    errors = [OF_MEDIAN * statistics.stdev(each) / math.sqrt(len(each)) for each in (before, profiled, after)]
+    # Standard errors of medians of normal values.
+    errors = [
+        math.sqrt(math.pi / 2) * statistics.stdev(each) / math.sqrt(len(each)) for each in (before, profiled, after)
+    ]
     scatter = math.hypot(errors[1], ratio * errors[0] / 2, ratio * errors[2] / 2) / usual
     drift = ratio * abs(plain[0] - plain[1]) / 2 / usual
     # No profiler makes a step faster: where it seems so, that much at least is noise.

@@ -24,8 +24,7 @@ import line_profiler
 from dlscale.core import registry
 from dlscale.core.errors import UserError, brief
 from dlscale.data import samples as reading
-from dlscale.measure.profilers import Found, report
-from dlscale.measure.profiling import ProfiledTool, TopEntry
+from dlscale.measure.profilers import Found, ProfiledTool, TopEntry
 from dlscale.train import step as step_module
 from dlscale.train.build import Session
 
@@ -35,12 +34,12 @@ LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
 
 class LineProfiler:
-    """See `dlscale.measure.profilers.Tool`. Make it before the loader is: functions get a copy of their code."""
+    """Make it before the loader is: functions get a copy of their code."""
 
     name = "lines"
 
     def __init__(self, folder: Path, rank: int, session: Session, functions: list[str]) -> None:
-        self._path, self._rank, self._session = report(folder, self.name, rank, "txt"), rank, session
+        self._path, self._rank, self._session = folder / f"lines.rank{rank}.txt", rank, session
         self._samples = session.samples("train")
         loader: Any = session.run.loader
         self._steps = line_profiler.LineProfiler(*map(resolve, functions))
@@ -81,7 +80,6 @@ class LineProfiler:
             version=metadata.version("line_profiler"),
             steps=len(seconds),
             seconds_per_step=statistics.median(seconds),
-            complete=True,
             files={f"lines of rank {rank}": self._path.name},
         )
         return tool, sorted(rows, key=lambda row: -row.seconds)

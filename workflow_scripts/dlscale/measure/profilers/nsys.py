@@ -20,36 +20,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+import nvtx
 import pandas as pd
+import torch
 
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.machine import answer
+from dlscale.core.machine import answer, let_threads_wait
 from dlscale.core.process import MEET
-from dlscale.core.ranges import RANGES
-from dlscale.measure.profilers import Found, child, overhead, report
+from dlscale.core.ranges import RANGES, marking
+from dlscale.launch.contain import hold_on
+from dlscale.measure.profilers import Found, ProfiledTool, overhead
 from dlscale.measure.profilers.trace import summarise
-from dlscale.measure.profiling import ProfiledTool
+from dlscale.measure.window import Window
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.strategy import CommHook
 from dlscale.parallel.world import World
+from dlscale.train.build import open_session
 
 NOT_FOUND = (
     "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool, or "
     "leave nsys out of profile.tools"
 )
-#: Begin of a traceback's last line after a user's mistake.
-USER_ERROR = f"{UserError.__module__}.{UserError.__name__}: "
-#: Status of a child that was ended because another one failed.
-ENDED = -1000
-#: Seconds between asking a child to end and ending it.
-GRACE = 10.0
-#: Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
-ENVIRONMENT = {"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0"}
+#: Range within which nsys records a run that has no CUDA.
+CAPTURE = "dlscale capture"
 
 
 def profile(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
@@ -73,17 +73,18 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
     if not all(world.gather(tool is not None or not profiled)):
         return ProfiledTool(name="nsys", problem=NOT_FOUND), []
     with tempfile.TemporaryDirectory() as scratch:
-        kept, times = report(folder, "nsys", world.rank, "nsys-rep"), Path(scratch) / "times.json"
-        studies = [(study.name, str(study.file)) for study in registry.added().values()]
-        asked = child.Asked(run_json, manifest, device, threads, studies, str(times) if profiled else None)
-        words = [sys.executable, "-m", child.__name__, json.dumps(asdict(asked))]
+        kept, times = folder / f"nsys.rank{world.rank}.nsys-rep", Path(scratch) / "times.json"
+        asked = {"config": run_json, "manifest": manifest, "device": device, "threads": threads}
+        asked |= {"studies": [(study.name, str(study.file)) for study in registry.added().values()]}
+        asked |= {"times": str(times) if profiled else None}
+        words = [sys.executable, "-m", __name__, json.dumps(asked)]
         if profiled and tool:
             folder.mkdir(parents=True, exist_ok=True)
             words = [*recording(tool, kept, world.device.type == "cuda"), *words]
         status, said = _run(words, world)
         failed = f"the profiled process ended with status {status}: {_last(said)}"
         # A process that others waited for says why; they say nothing.
-        problem = next(filter(None, world.gather("" if status in (0, ENDED) else failed)), None)
+        problem = next(filter(None, world.gather("" if status in (0, None) else failed)), None)
         if problem or not profiled or not tool:
             return ProfiledTool(name="nsys", problem=problem), []
         if not kept.exists():
@@ -99,9 +100,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
     """Return the words that have a command recorded into a report while its window is open."""
     traces = "cuda,nvtx,osrt,cublas,cudnn" if cuda else "nvtx,osrt"
-    window = (
-        ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={child.CAPTURE}"]
-    )
+    window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
         *(tool, "profile", f"--trace={traces}", "--sample=none", "--cpuctxsw=none"),
         *(*window, "--capture-range-end=stop", "--kill=none", *(["--cuda-graph-trace=node"] if cuda else [])),
@@ -109,17 +108,94 @@ def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
     ]
 
 
+# ---- a child: a process of its own, for nsys looks at whole processes ---------------------------------
+
+
+def main() -> None:
+    """Make the steps that the only word on the command line, JSON, asks for."""
+    let_threads_wait()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    hold_on()  # the stage holds the other end of standard input
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    profiled(**json.loads(sys.argv[1]))
+
+
+def profiled(
+    config: str, manifest: str, device: str, threads: int | None, studies: list[tuple[str, str]], times: str | None
+) -> None:
+    """Warm up, then make plain steps, those that are recorded, and plain ones again.
+
+    Parameters
+    ----------
+    studies
+        From outside: names and files.
+    times
+        File for the seconds of the steps: before, recorded, after; None of a process that is not recorded.
+    """
+    for study in studies:
+        registry.add(*study)
+    run = load_run(config, "profile")
+    with join(run.processes, device) as world:
+        session = open_session(run, manifest, world, threads)
+        if times and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
+            session.step.strategy.around_averaging(averaged)
+        with contextlib.closing(Window(run.profile, session)) as window:
+            window.run(run.profile.skip)
+            seconds = [window.run()]
+            world.barrier()  # all have come so far
+            with recorded(world.device) if times else contextlib.nullcontext():
+                seconds.append(window.run())
+            seconds.append(window.run())
+            if times:
+                Path(times).write_text(json.dumps(seconds))
+
+
+@contextlib.contextmanager
+def recorded(device: torch.device) -> Iterator[None]:
+    """Have nsys, which waits for it, record this context (`nsys.recording`)."""
+    with marking(nvtx.annotate), contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.profiler.start()
+            stack.callback(torch.cuda.profiler.stop)
+        else:
+            stack.enter_context(nvtx.annotate(CAPTURE))
+        yield
+
+
+def averaged(hook: CommHook) -> CommHook:
+    """Return `hook`, which averages a bucket of gradients, in a range `comm`.
+
+    The range lasts from the launch until the sum is there; with NCCL until the device has been told to make it.
+    """
+
+    def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        opened = nvtx.start_range("comm")  # it may end in another thread
+
+        def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            nvtx.end_range(opened)
+            return done.value()
+
+        # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until
+        # the thread that makes the steps, which then goes on, gives it away.
+        return hook(group, bucket).then(ended)
+
+    return within
+
+
 # ---- the children ------------------------------------------------------------------------------------
 
 
-def _run(words: list[str], world: World) -> tuple[int, str]:
+def _run(words: list[str], world: World) -> tuple[int | None, str]:
     """Run this rank's child to its end together with those of the others; return its status and its output.
 
-    Where one fails the others, which would wait for it, are ended.
+    Where one fails the others, which would wait for it, are ended: their status is None.
     """
     # Through RANK or Slurm's variables the children know who they are, as their parents do; they meet elsewhere.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")} | ENVIRONMENT
-    number = world.gather(_free_port() if world.main else 0)[0]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    # Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
+    environment["NSYS_NVTX_PROFILER_REGISTER_ONLY"] = "0"
+    with socket.create_server(("", 0)) as free:
+        number = world.gather(free.getsockname()[1])[0]
     environment["MASTER_PORT"] = str(number)
     if MEET in environment:
         environment[MEET] += f"-{number}"
@@ -147,18 +223,12 @@ def _run(words: list[str], world: World) -> tuple[int, str]:
         output.seek(0)
         said = output.read().decode(errors="replace")
     logging.info("nsys: status %d\n%s", process.returncode, re.sub(r"[^\n]*\r(?!\n)", "", said).rstrip())
-    return ENDED if ended else process.returncode, said
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
+    return None if ended else process.returncode, said
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it started."""
-    for number, seconds in [(signal.SIGTERM, GRACE), (signal.SIGKILL, None)]:
+    for number, seconds in [(signal.SIGTERM, 10.0), (signal.SIGKILL, None)]:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
@@ -172,7 +242,9 @@ def _last(said: str) -> str:
     """Return the last line of a traceback, after which nsys says more; else the last line of all."""
     lines = [line.rpartition("\r")[2].strip() for line in said.split("\n")]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(USER_ERROR)
+    return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(
+        f"{UserError.__module__}.{UserError.__name__}: "
+    )
 
 
 # ---- the report --------------------------------------------------------------------------------------
@@ -201,18 +273,12 @@ COPIES[11] = "Unified Host-to-Device"
 MEMORIES = {0: "pageable", 1: "pinned", 2: "device", 4: "managed"}
 PLACES = [_case(column, MEMORIES, "'unknown'") for column in ("srcKind", "dstKind")]
 COPY = f"{_case('copyKind', COPIES, 'copyKind')} || ' (' || {PLACES[0]} || ' to ' || {PLACES[1]} || ')'"
-#: Functions of the C library in which a thread waits for another.
-BLOCKING = ("pthread_cond_%wait", "pthread_join", "sem_%wait", "pthread_barrier_wait")
 STRING = "(SELECT value FROM StringIds WHERE id = {})".format
 CALLED = STRING("nameId")
 #: By table: kind, name and bytes of its events, whether they have a thread and a correlation, and which of them count.
 #: Of NVTX ranges those that one thread pushed and popped (59), and those that perhaps another one ended (60).
 TABLES = {
     "NVTX_EVENTS": ("'range'", f"COALESCE(text, {STRING('textId')})", "0", "globalTid", "0", "eventType IN (59, 60)"),
-    "OSRT_API": (
-        f"CASE WHEN {' OR '.join(f'{CALLED} LIKE {name!r}' for name in BLOCKING)} THEN 'blocked' ELSE 'system' END",
-        *(CALLED, "0", "globalTid", "0", "1"),
-    ),
     "CUPTI_ACTIVITY_KIND_RUNTIME": ("'call'", CALLED, "0", "globalTid", "correlationId", "1"),
     "CUPTI_ACTIVITY_KIND_KERNEL": ("'kernel'", STRING("demangledName"), "0", "NULL", "correlationId", "1"),
     "CUPTI_ACTIVITY_KIND_MEMCPY": ("'copy'", COPY, "bytes", "NULL", "correlationId", "1"),
@@ -244,3 +310,7 @@ def events(path: Path) -> pd.DataFrame:
         return rows.assign(thread=pd.factorize(rows.thread)[0], name=rows.name.fillna("unknown")).astype(numbers)
     except (sqlite3.Error, pd.errors.DatabaseError, ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path}: not a database of Nsight Systems that can be read ({error})") from None
+
+
+if __name__ == "__main__":
+    main()

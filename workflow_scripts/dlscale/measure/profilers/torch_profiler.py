@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlscale.core.ranges import RANGES, marking
-from dlscale.measure.profilers import Found, Unavailable, report
+from dlscale.measure.profilers import Found, Unavailable
 from dlscale.measure.profilers.trace import COLUMNS, DEVICE, summarise
 
 REFUSED = (
@@ -36,12 +36,12 @@ COMM = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")
 
 
 class TorchProfiler:
-    """See `dlscale.measure.profilers.Tool`."""
+    """PyTorch's profiler around some steps of this process; it makes none itself."""
 
     name = "torch"
 
     def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
-        self._path, self._rank, self._device = report(folder, self.name, rank, "json.gz"), rank, device
+        self._path, self._rank, self._device = folder / f"torch.rank{rank}.json.gz", rank, device
         self._profile: profile | None = None
 
     @contextlib.contextmanager

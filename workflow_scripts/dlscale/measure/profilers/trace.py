@@ -14,14 +14,13 @@ import numpy as np
 import pandas as pd
 
 from dlscale.core.ranges import RANGES
-from dlscale.measure.profiling import Activity, ProfiledTool, RangeTime, TopEntry
+from dlscale.measure.profilers import Activity, ProfiledTool, RangeTime, TopEntry
 
 #: Columns of a table of events; times are nanoseconds from any zero.
 #:
-#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), `blocked` and `system` (calls of
-#: the operating system, those in which a thread waits for another, and others), or one of `DEVICE`. `thread`: any
-#: number. `correlation`: what a call and the work that it launched share, 0 if none. `own`: time of an operator without
-#: that of those within it.
+#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), or one of `DEVICE`. `thread`:
+#: any number. `correlation`: what a call and the work that it launched share, 0 if none. `own`: time of an operator
+#: without that of those within it.
 COLUMNS = ("kind", "name", "begin", "end", "thread", "correlation", "bytes", "own")
 #: Kinds of work on the device.
 DEVICE = ("kernel", "copy", "memset")
@@ -105,6 +104,8 @@ class Trace:
         inside = (number >= 0) & (events.launch <= self.end)
         self.events = events.assign(step=number)[inside]
         self.ranges, self.work, self.operators = self.of("range"), self.of(*DEVICE), self.of("operator")
+        #: Ranges that nest on their thread; communication overlaps others.
+        self.pushed = self.ranges[self.ranges.name != "comm"]
         self.engine = self._engine()
         #: From the first step until the last is done on host and device.
         self.window = int(self.starts[0]), max([self.end, *self.work.end])
@@ -126,14 +127,9 @@ class Trace:
         passes, found = spans(backward), set[int]()
         for thread, calls in self.of("call").groupby("thread"):
             within = set(index_at(passes, calls.begin.to_numpy()).tolist())
-            if within == set(range(len(passes))) and thread not in self._pushed.thread.to_numpy():
+            if within == set(range(len(passes))) and thread not in self.pushed.thread.to_numpy():
                 found.add(thread)  # type: ignore[arg-type]
         return found
-
-    @property
-    def _pushed(self) -> pd.DataFrame:
-        """Ranges that nest on their thread; communication overlaps others."""
-        return self.ranges[self.ranges.name != "comm"]
 
     def device_seconds(self, name: str) -> float | None:
         """Return the seconds a step of the device's work that was launched within a range; None without a device."""
@@ -149,7 +145,7 @@ class Trace:
 
     def idle(self) -> pd.DataFrame:
         """Return when the device did nothing as events, named by the innermost range that the main thread was in."""
-        busy, rows = spans(self.work), self._pushed[self._pushed.thread == self.main]
+        busy, rows = spans(self.work), self.pushed[self.pushed.thread == self.main]
         edges = np.unique(np.r_[self.window, rows.begin, rows.end, busy.ravel()]).clip(*self.window)
         begins, ends, names = edges[:-1], edges[1:], np.full(len(edges) - 1, OUTSIDE, object)
         # An inner range begins later, or ends earlier: of those that are open the last one counts.
@@ -176,7 +172,6 @@ def summarise(events: pd.DataFrame, tool: str, rank: int = 0) -> tuple[ProfiledT
     summary = ProfiledTool(
         name=tool,
         steps=trace.count,
-        complete=True,
         seconds_per_step=trace.step_seconds if len(trace.work) else usual,
         ranges={
             row.name: RangeTime(seconds=row.seconds, std=row.std, device_seconds=trace.device_seconds(row.name))
@@ -189,7 +184,6 @@ def summarise(events: pd.DataFrame, tool: str, rank: int = 0) -> tuple[ProfiledT
 
 
 def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
-    """Return means over the steps."""
     each, work = trace.count * SECOND, trace.work
     waits = named(trace.of("call"), WAIT)
     waits = waits[waits.thread.isin([trace.main, *trace.engine])]
@@ -197,7 +191,10 @@ def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
     if idle is None:
         sums = spans(trace.ranges[trace.ranges.name == "comm"])
         seconds = total(sums) / each if len(sums) else None
-        return Activity(items=items, comm_seconds=seconds, comm_overlap=_beside_the_host(trace, sums))
+        computed = spans(named(trace.operators, re.compile("^aten::")))
+        return Activity(
+            items=items, comm_seconds=seconds, comm_overlap=overlap(sums, computed) if len(trace.operators) else None
+        )
     kernels, copies = work[work.kind == "kernel"], named(work[work.kind == "copy"], TO_DEVICE)
     nccl = named(kernels, NCCL)
     return Activity(
@@ -214,16 +211,6 @@ def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
         comm_seconds=total(spans(nccl)) / each if len(spans(nccl)) else None,
         comm_overlap=overlap(spans(nccl), spans(kernels.drop(nccl.index))),
     )
-
-
-def _beside_the_host(trace: Trace, sums: Intervals) -> float | None:
-    """Return the share of communication in which a host without a device computed as well; None if nothing tells."""
-    if len(trace.operators):
-        return overlap(sums, spans(named(trace.operators, re.compile("^aten::"))))
-    if len(trace.of("blocked", "system")) and len(sums):
-        blocked = trace.of("blocked")
-        return 1 - (overlap(sums, spans(blocked[blocked.thread == trace.main])) or 0.0)
-    return None
 
 
 def _items(trace: Trace, waits: pd.DataFrame) -> int:
@@ -257,7 +244,7 @@ def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list
         groups = dict(iter(events.groupby("name")))
         for name in order:
             values = {"calls": len(groups[name]) / trace.count, "seconds": means[name], "std": spread[name]}
-            note = _note(trace, kind, name, groups[name], kernels)
+            note = _note(trace, kind, groups[name], kernels)
             share = means[name] / trace.step_seconds
             found.append(TopEntry(tool=tool, rank=rank, kind=kind, name=name, note=note, share=share, **values))
 
@@ -275,11 +262,10 @@ def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list
     return found
 
 
-def _note(trace: Trace, kind: str, name: str, events: pd.DataFrame, kernels: Intervals) -> str:
+def _note(trace: Trace, kind: str, events: pd.DataFrame, kernels: Intervals) -> str:
     if kind == "gap":
         return f"longest {events.length.max() / 1e6:.4g} ms"
     if kind == "copy":
         beside, size = 100 * (overlap(spans(events), kernels) or 0.0), events.bytes.sum() / trace.count / 1e6
         return f"{size:.4g} MB a step, {beside:.0f} % of the time beside kernels"
-    device = trace.device_seconds(name) if kind == "range" else None
-    return "" if device is None else f"{1e3 * device:.4g} ms of work on the device"
+    return ""
