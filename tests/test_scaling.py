@@ -21,8 +21,7 @@ from dlscale.core.text import number
 from dlscale.measure.records import Throughput, Trials
 from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, scaling, sections
-from dlscale.report.blocks import Table
-from dlscale.report.figures import DASHED, DOTTED
+from dlscale.report.figures import DASHED, DOTTED, Table
 from dlscale.report.results import PlanResult, read_plan, took
 from dlscale.report.speedup import series as series_of
 from tests.test_report import Page, Results

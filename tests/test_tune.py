@@ -27,7 +27,7 @@ from dlscale.measure.records import Usage
 from dlscale.measure.tune import Measure
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
-from dlscale.report.trials import tried
+from dlscale.report.sections import tried
 from dlscale.train import memory
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch

@@ -22,7 +22,7 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.measure.profiling import Profile, TopEntry
-from dlscale.report.blocks import Cell, Table, cell, show, table
+from dlscale.report.figures import Cell, Table, cell, show, table
 from dlscale.report.results import RunResult, changes, crowded, read_plan
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 

@@ -14,8 +14,21 @@ from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.core.record import Number, Record
 from dlscale.core.schema import Name
 from dlscale.report import published
-from dlscale.report.blocks import Entry, Section, entry, some
-from dlscale.report.figures import DASHED, DASHES, INK, MARKERS, MUTED, RUN_COLOURS, Line, lines, run_line
+from dlscale.report.figures import (
+    DASHED,
+    DASHES,
+    INK,
+    MARKERS,
+    MUTED,
+    RUN_COLOURS,
+    Entry,
+    Line,
+    Section,
+    entry,
+    lines,
+    run_line,
+    some,
+)
 from dlscale.report.results import PlanResult, RunResult, by_settings, first_and_least
 
 #: Most runs that are drawn.

@@ -13,8 +13,24 @@ from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, some, table
-from dlscale.report.figures import GRID, MODE_COLOURS, MUTED, RUN_COLOURS, Bar, Strip, bars, strips
+from dlscale.report.figures import (
+    GRID,
+    MODE_COLOURS,
+    MUTED,
+    RUN_COLOURS,
+    Bar,
+    Cell,
+    Entry,
+    Section,
+    Strip,
+    Table,
+    View,
+    bars,
+    cell,
+    some,
+    strips,
+    table,
+)
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.verdict import of
 

@@ -26,9 +26,8 @@ from dlscale.core.files import OLDEST, write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
-from dlscale.report.blocks import Table, View, cell, joules, table
 from dlscale.report.curves import Reference
-from dlscale.report.figures import PAINT
+from dlscale.report.figures import PAINT, Table, View, cell, joules, table
 from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import Page, picture, plan_view

@@ -12,8 +12,25 @@ from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.blocks import Cell, Entry, Section, Table, cell, entry, joules, some, table
-from dlscale.report.figures import DASHED, DOTTED, MARKERS, MODE_COLOURS, MUTED, RUN_COLOURS, Line, lines
+from dlscale.report.figures import (
+    DASHED,
+    DOTTED,
+    MARKERS,
+    MODE_COLOURS,
+    MUTED,
+    RUN_COLOURS,
+    Cell,
+    Entry,
+    Line,
+    Section,
+    Table,
+    cell,
+    entry,
+    joules,
+    lines,
+    some,
+    table,
+)
 from dlscale.report.results import PlanResult, Reached, RunResult, asked, by_settings, took
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
