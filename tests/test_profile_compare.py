@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlscale.measure.profiling import Profile, ProfiledTool, TopEntry
-from dlscale.report.compare import Summary, compare, extremes, unmatched
+from dlscale.report.compare import Summary, compare, extremes
 from tests.conftest import stage
 
 
