@@ -85,8 +85,8 @@ def devices(runs: Iterable[RunResult]) -> list[str]:
     """Return the devices that runs were measured on, each once."""
     names = []
     for device in (run.device for run in runs if run.device.name):
-        threads = [text.many(device.threads, "thread")] if device.kind == "cpu" and device.threads else []
-        names.append(", ".join([device.name, *threads]))
+        counted = device.kind == "cpu" and device.threads
+        names.append(f"{device.name}, {text.many(device.threads, 'thread')}" if counted else device.name)
     return list(dict.fromkeys(names))
 
 
@@ -178,10 +178,10 @@ def timeline(name: str, steps: Sequence[Step], sample: bool = False) -> str:
 
 def _about(sample: bool, steps: Sequence[Step]) -> str:
     said = f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work. "
-    if any(each.full for each in steps):
-        said += "The upright line and the number are FULL: other steps, at another moment, with no profiler."
-    else:
-        said += "The number is such a step; without a profiler it may be shorter."
+    full = "The upright line and the number are FULL: other steps, at another moment, with no profiler."
+    said += (
+        full if any(each.full for each in steps) else "The number is such a step; without a profiler it may be shorter."
+    )
     unexplained = (
         " Of a run that was not profiled the bar is FULL, too: computing takes SYNTHETIC's time, waiting for data at "
         "most IO's, and nothing shows where the rest goes."
@@ -191,6 +191,7 @@ def _about(sample: bool, steps: Sequence[Step]) -> str:
 
 def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> View:
     folder = Path(os.path.relpath(run.folder / "profile", page))
+    counted = profile.exchanged.counted if profile.exchanged else {}
     top = [each for each in profile.top if each.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
     return {
         "id": plan.anchor(run),
@@ -201,16 +202,10 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
         ],
         "tables": [_top_table(run, top)] if top else [],
         "memory": profile.memory,
-        "exchanged": _exchanged(profile),
+        "exchanged": [f"{kind.replace('_', '-')} {text.size(bytes_)}" for kind, bytes_ in sorted(counted.items())],
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
-
-
-def _exchanged(profile: Profile) -> list[str]:
-    """Return the bytes that a rank exchanges in a step, kind by kind."""
-    counted = profile.exchanged.counted if profile.exchanged else {}
-    return [f"{kind.replace('_', '-')} {text.size(bytes_)}" for kind, bytes_ in sorted(counted.items())]
 
 
 def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:

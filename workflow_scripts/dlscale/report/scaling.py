@@ -148,7 +148,7 @@ _PUBLISHED = {("FULL", "efficiency"): "scaling_efficiency", ("SYNTHETIC", "commu
 def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
     def ratios(mode: str, heading: str, found: Sequence[Ratio | None]) -> tuple[str, str, list[Cell]]:
         metric = _PUBLISHED.get((mode, heading), "")
-        figures = [published.final(plan.record.published, plan.name, point.run.name, metric) for point in rows]
+        figures = [published.values(plan.record.published, plan.name, point.run.name, metric) for point in rows]
         return mode, heading, [_ratio(*each) for each in zip(found, figures, strict=True)]
 
     nodes = [int(point.run.setting("geometry.nodes", 1)) for point in rows]
@@ -181,12 +181,10 @@ def _rate(point: Point, mode: str) -> Cell:
     return cell(trials.mean, lambda mean: f"{number(mean)} ± {number(trials.std, 2)}", note) if trials else Cell()
 
 
-def _ratio(ratio: Ratio | None, figure: Published | None = None) -> Cell:
-    if ratio is None:
-        return Cell()
-    notes = [f"± {percent(ratio.noise)}"] if ratio.noise else []
-    notes += [f"published: {published.shown(figure)}, {figure.source}"] if figure else []
-    return cell(ratio.value, percent, "; ".join(notes))
+def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
+    notes = [f"± {percent(ratio.noise)}"] if ratio and ratio.noise else []
+    notes += [f"published: {published.shown(figure)}, {figure.source}" for figure in figures[-1:]]
+    return cell(ratio and ratio.value, percent, "; ".join(notes))
 
 
 # ---- convergence -------------------------------------------------------------------------------------
@@ -222,7 +220,11 @@ def convergence(plan: PlanResult) -> Section | None:
         ("Training", "learning rate", [_learning_rate(run) for run in firsts]),
         ("Training", "steps", [_mean([run.epochs[-1].step for run in runs], _whole) for runs in several]),
         ("Training", "validation loss", [_losses([run.final_loss for run in runs]) for runs in several]),
-        (f"To {target}", "reached by", [_share(len(a), len(b)) for a, b in zip(reached, several, strict=True)]),
+        (
+            f"To {target}",
+            "reached by",
+            [_share(len(a), len(b)) for a, b in zip(reached, several, strict=True)],
+        ),
         (f"To {target}", "steps", spent(lambda each: each.epoch.step if each.epoch else None, _whole)),
         (f"To {target}", "samples", spent(lambda each: each.epoch.samples if each.epoch else None, _whole)),
         (f"To {target}", "time", spent(lambda each: each.seconds, duration)),
@@ -285,6 +287,7 @@ def parallelism(plan: PlanResult) -> Section | None:
     axes = {axis: [int(run.setting(f"geometry.{axis}", 1)) for run in runs] for axis in ("tp", "cp")}
     dp = [run.devices // (tp * cp) for run, tp, cp in zip(runs, *axes.values(), strict=True)]
     full, speeds = [run.trials("FULL") for run in runs], plan.record.published
+    memories = [published.values(speeds, plan.name, run.name, "memory") for run in runs]
     columns = [
         ("Run", "run", [Cell(run.label, n, link=plan.anchor(run)) for n, run in enumerate(runs)]),
         column("Devices", "in all", lambda run: run.devices, count),
@@ -293,7 +296,11 @@ def parallelism(plan: PlanResult) -> Section | None:
         column("Devices", "batch size", lambda run: run.setting("batch_size"), count),
         column("Memory of a device", "predicted", _predicted, size),
         column("Memory of a device", "measured", lambda run: run.throughput and run.throughput.peak_memory_bytes, size),
-        ("Memory of a device", "published", [_published(published.memories(speeds, plan.name, r.name)) for r in runs]),
+        (
+            "Memory of a device",
+            "published",
+            list(map(_published, memories)),
+        ),
         ("FULL", "samples/s", [cell(t.mean, note=f"± {number(t.std, 2)}") if t else Cell() for t in full]),
         column("FULL", "a device", lambda run: run.speed and run.speed / run.devices, number),
         column("FULL", "MFU", lambda run: run.throughput and run.throughput.mfu(), percent),

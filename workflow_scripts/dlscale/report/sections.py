@@ -254,9 +254,11 @@ def runs_table(plan: PlanResult) -> Table:
         return lambda run, row: cell(row.get(name), shown, note(run, row, name))
 
     def known(run: RunResult, row: Row, name: str) -> str:
-        figure = published.final(plan.record.published, plan.name, run.name, name)
-        said = f"published: {published.last(figure)}, {figure.source}" if figure else ""
-        return "; ".join(filter(None, [_spread(run, row, name), said]))
+        notes = [_spread(run, row, name)]
+        for figure in published.values(plan.record.published, plan.name, run.name, name)[-1:]:
+            value = figure.by_epoch[-1] if figure.by_epoch else figure.value
+            notes.append(f"published: {published.digits(value)}, {figure.source}")
+        return "; ".join(filter(None, notes))
 
     scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
     columns: list[tuple[str, str, Make]] = [
@@ -326,8 +328,8 @@ def _of_bytes(run: RunResult, row: Row, name: str) -> str:
 
 def _of_published(run: RunResult, row: Row, name: str) -> str:
     faster = row["published_speed_up"]
-    words = [str(row[f"published_{key}"]) for key in ("as", "hardware", "source")]
-    return ", ".join([*([_times(faster)] if faster not in (None, 1) else []), *words])
+    times = "" if faster in (None, 1) else f"{_times(faster)}, "
+    return times + ", ".join(str(row[f"published_{key}"]) for key in ("as", "hardware", "source"))
 
 
 def _of_best(run: RunResult, row: Row, name: str) -> str:
@@ -538,10 +540,7 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
 
 def picture(path: Path) -> View:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; run the stage that writes it first") from None
+    content = path.read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
         raise UserError(f"{path}: not a whole PNG file; delete it and run its stage again")
     width, height = struct.unpack(">II", content[16:24])
