@@ -1192,7 +1192,7 @@ chromium = shutil.which("chromium")
 @pytest.mark.skipif(not chromium, reason="no chromium on PATH")
 @pytest.mark.parametrize("width", [pytest.param(390, marks=pytest.mark.slow), 1400])
 def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
-    """In a frame, since a headless window has a least width of its own; a second script, told to the policy, measures."""
+    """In a frame, since a headless window has a least width of its own; a second script measures."""
     probe = """addEventListener("load", () => {
       const root = document.documentElement;
       parent.postMessage(JSON.stringify({found: {

@@ -66,10 +66,10 @@ class Reference(Record):
 
     def scale(self, over: Over) -> float | None:
         """Return the factor of the files' steps; None where it is not known."""
-        samples = self.batch_size if self.counts == "step" else self.epoch_samples
-        if over == "samples" or self.counts == "step":
-            return samples if over == "samples" else 1.0
-        return self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
+        if over == "samples":
+            return self.batch_size if self.counts == "step" else self.epoch_samples
+        steps = self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
+        return 1.0 if self.counts == "step" else steps
 
     def points(self, quantity: str, over: Over) -> list[tuple[float, float]]:
         """Return a curve, empty where the quantity or the scale is not known."""

@@ -242,7 +242,6 @@ class Job:
 
     @property
     def efficiency(self) -> float:
-        """CPU efficiency, 0 to 1."""
         return self.cpu_seconds / (self.seconds * self.cores)
 
     @property

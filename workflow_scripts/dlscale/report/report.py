@@ -118,7 +118,6 @@ def page(
 
 
 def _views(plans: Sequence[PlanResult], shown: Page) -> list[View]:
-    """Return the plans for the template, drawn in parallel."""
     view = partial(plan_view, page=shown)
     if len(plans) < 2:
         return [view(plan) for plan in plans]
@@ -131,14 +130,13 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
     of_it = [plan for plan in plans if plan.record.study == name]
     record = of_it[0].record
     columns = [("", heading, list(map(cell, cells))) for heading, cells in published.columns(record.published).items()]
-    about = f"Published figures of {name}"
-    meaning = str(len(record.published))
-    shown = {"sortable": False, "title": "Published figures", "meaning": meaning, "style": "known"}
+    shown = {"about": f"Published figures of {name}", "title": "Published figures", "sortable": False, "style": "known"}
+    known = table(columns, "Published figures.", meaning=str(len(record.published)), **shown)
     return {
         "name": name,
         "title": record.study_title or name,
         "plans": [{"name": plan.name, "title": plan.title} for plan in of_it],
-        "published": table(columns, "Published figures.", about, **shown) if record.published else None,
+        "published": known if record.published else None,
     }
 
 

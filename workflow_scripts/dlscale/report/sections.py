@@ -101,9 +101,9 @@ def line(plan: PlanResult) -> str:
         told = f"{text.number(found['speed'])} samples/s"
         if found["gain"]:
             told = f"{found['fastest']} is fastest, {found['gain'].words} as fast as {found['first']}, {told}"
-        said.append(
-            told if found["gain"] or found["alone"] or not several else f"{told}, no run is faster beyond noise"
-        )
+        elif several and not found["alone"]:
+            told += ", no run is faster beyond noise"
+        said.append(told)
     if found := quality(plan):
         lead = found["lead"]
         if lead and lead["skill"] is not None:
@@ -195,11 +195,10 @@ def quality(plan: PlanResult) -> View | None:
     if plan.best is None:
         return None
     last, lead = plan.best.epochs[-1], None
-    skills = [(metric, metric.skill(last.metrics)) for metric in plan.described.values()]
     scores = [
         {"metric": metric, "value": last.metrics[metric.name], "skill": skill}
-        for metric, skill in skills
-        if skill is not None and math.isfinite(skill)
+        for metric in plan.described.values()
+        if (skill := metric.skill(last.metrics)) is not None and math.isfinite(skill)
     ]
     if plan.lead and plan.lead.name in last.metrics:
         lead = {

@@ -568,10 +568,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def lines(name: str, found: Verdict) -> list[str]:
     """Return a verdict as lines of text."""
-    unknown = found.bound and found.bound.what == UNKNOWN
-    bound_by = f": bound by {found.bound.what}" if found.bound else ""
-    text = [f"{name}{': what bounds it is not known' if unknown else bound_by}"]
-    text += _wrapped(found.bound.why) if found.bound else []
+    text = [name]
+    if found.bound:
+        said = "what bounds it is not known" if found.bound.what == UNKNOWN else f"bound by {found.bound.what}"
+        text = [f"{name}: {said}", *_wrapped(found.bound.why)]
     for finding in found.findings:
         costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
         text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
