@@ -202,10 +202,9 @@ def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
         "The dashed lines are logs that dlscale import brought in: of other programs, on their own data and hardware, "
         "with their own settings. Time is that since training began, by the clock."
     )
+    looks = [(each, _line(style, [])) for style, each in enumerate(mine)]
     legend = [entry(style, run.label) for style, run in enumerate(runs)]
-    for style, each in enumerate(mine):
-        line = _line(style, [])
-        legend.append(Entry(each.label, line.colour, "", line.dashes, line.width, ", ".join(each.files)))
+    legend += [Entry(e.label, look.colour, "", look.dashes, look.width, ", ".join(e.files)) for e, look in looks]
     return Section("Beside other programs' runs", legend=legend, plots=plots, notes=[note]) if plots else None
 
 

@@ -175,8 +175,8 @@ def _field(name: str, field: str, info: FieldInfo) -> Table:
         ("", "model sees", [cell(_formula(transform)) for transform in info.transforms]),
     ]
     known = {"mean": info.mean, "standard deviation": info.std, "minimum": info.minimum, "maximum": info.maximum}
-    for heading, values in known.items():
-        columns.append(("", heading, [cell(value, lambda number: text.number(number, 4)) for value in values or []]))
+    shown = partial(text.number, digits=4)
+    columns += [("", heading, [cell(value, shown) for value in values or []]) for heading, values in known.items()]
     caption = (
         f"{field}, {grid}. Statistics are those of the training part, in "
         f"{'physical' if info.stored == 'physical' else 'model'} units; the model sees the transformed values."

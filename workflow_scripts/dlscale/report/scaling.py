@@ -18,7 +18,6 @@ from dlscale.report.figures import (
     MARKERS,
     MODE_COLOURS,
     MUTED,
-    RUN_COLOURS,
     Cell,
     Entry,
     Line,
@@ -28,6 +27,7 @@ from dlscale.report.figures import (
     entry,
     joules,
     lines,
+    run_line,
     some,
     table,
 )
@@ -70,10 +70,12 @@ def section(plan: PlanResult) -> Section | None:
     shown, twins = several[:LINES], any(point.twin for each in several[:LINES] for point in each.points)
     weak = plan.record.kind == "weak_scaling"
     batch = "the batch of each device" if weak else "the batch of all devices together"
-    legend = [Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER]
-    legend += [entry(style, each.label) for style, each in enumerate(shown)]
-    legend += [Entry("measured"), Entry("ideal", dashes=DASHED)]
-    legend += [Entry("without averaged gradients", dashes=DOTTED)] * twins
+    legend = [
+        *(Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER),
+        *(entry(style, each.label) for style, each in enumerate(shown)),
+        *(Entry("measured"), Entry("ideal", dashes=DASHED)),
+        *[Entry("without averaged gradients", dashes=DOTTED)] * twins,
+    ]
     notes = some(len(shown), len(several), "series are drawn", "the table has all.")
     alone = [f"{each.label} ({many(each.points[0].devices, 'device')})" for each in found if each not in several]
     notes += [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
@@ -96,10 +98,9 @@ def _plots(plan: str, shown: Sequence[Series], twins: bool) -> list[tuple[str, s
     if twins:
         overhead = []
         for style, each in enumerate(shown):
-            look = RUN_COLOURS[style], MARKERS[style][0]
-            overhead.append(Line([(point.devices, point.rate("SYNTHETIC")) for point in each.points], *look))
+            together = [(point.devices, point.rate("SYNTHETIC")) for point in each.points]
             apart = [(point.devices, _apart(point)) for point in each.points]
-            overhead.append(Line(apart, *look, dashes=DOTTED))
+            overhead += [run_line(style, together), run_line(style, apart, dashes=DOTTED)]
         words = "Overhead of communication: computing with (solid) and without (dotted) averaged gradients."
         plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)", "log"), words))
     words = "Efficiency: the share of the ideal that FULL reaches; whiskers are what noise leaves."
@@ -131,7 +132,7 @@ def _reached(shown: Sequence[Series]) -> list[Line]:
         known = [(point.devices, ratio) for point in each.points if (ratio := point.efficiency("FULL"))]
         points = [(devices, 100 * ratio.value) for devices, ratio in known]
         noise = [100 * ratio.noise for _, ratio in known]
-        drawn.append(Line(points, RUN_COLOURS[style], MARKERS[style][0], whiskers=noise))
+        drawn.append(run_line(style, points, whiskers=noise))
     return drawn
 
 
