@@ -410,8 +410,7 @@ def read_run(folder: Path) -> RunResult:
     own = RunReference.model_construct(name=folder.name, plan=folder.parent.name, run=folder.name, measure=measured)
     plan = folder.parent / "plan.yaml"
     beside = read_plan(plan, stages=["throughput"], lacking=[]).runs if plan.exists() else []
-    others_ = [run for run in beside if run.folder.resolve() != folder]
-    return with_shared_peaks([_read(folder.parent.parent, own, measured), *others_])[0]
+    return with_shared_peaks([_read(folder.parent.parent, own, measured), *beside])[0]
 
 
 def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunReference]:
