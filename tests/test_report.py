@@ -589,7 +589,9 @@ def test_damage_is_one_message_with_the_file_and_nothing_is_written(
     ladder: Results, name: str, content: bytes | None
 ) -> None:
     path = (ladder.root / "plans" / "ladder" / "workers" / name).resolve()
-    path.unlink() if content is None else path.write_bytes(content)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(path.name)):
         ladder.report()
     assert not list(ladder.root.rglob("*.part*")) and not (ladder.root / "report" / "index.html").exists()
