@@ -728,8 +728,8 @@ MUTATIONS = [
     Mutation(
         "gate_never_fails",
         "report/compare.py",
-        "    return 1 if args.gate and slower else 0\n\n\ndef change",
-        "    return 0\n\n\ndef change",
+        "    return 1 if args.gate and slower else 0\n\n\ndef _print",
+        "    return 0\n\n\ndef _print",
         "test_compare.py::test_what_is_slower_is_named",
     ),
     Mutation(

@@ -12,20 +12,10 @@ import numpy as np
 import pytest
 
 from dlscale.cli import main
-from dlscale.measure.records import Beside, Throughput, Trials, Usage
+from dlscale.measure.records import Beside, Throughput, Trials
 from dlscale.parallel.records import Device
 from tests.test_report import Results
 from tests.test_speedup import noisy
-
-
-def crowd(folder: Path, others: float = 0.45) -> None:
-    """Have it that other programs kept such a share of the two cores busy while a run was timed."""
-    measured = Throughput.read(folder / "throughput.json")
-    assert measured.full
-    used = Usage(seconds=10.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=5.0 + 20 * others)
-    measured.model_copy(update={"full": measured.full.model_copy(update={"usage": used})}).write(
-        folder / "throughput.json"
-    )
 
 
 class Machine:
@@ -87,20 +77,6 @@ def test_two_results_are_compared_run_by_run(machine: Machine, capsys: pytest.Ca
     assert f"only in {before}: p.faster" in said and f"only in {after}: p.new" in said
 
 
-def test_a_busy_machine_is_told_where_runs_are_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = (machine.measure(folder, SPEEDS, spread=0) for folder in ("before", "after"))
-    assert main(["compare", str(before), str(after)]) == 0
-    assert "busy" not in capsys.readouterr().out
-    crowd(after / "plans/p/fast")
-    assert main(["compare", str(before), str(after)]) == 0
-    said = rows(capsys.readouterr().out)
-    neighbour = "other programs kept 45\u00a0% of the cores busy"
-    assert said["p.fast"].endswith(" ".join(f"– -> {neighbour}".split()))
-    assert main(["compare", str(before), str(after), "--json"]) == 0
-    found = {run["run"]: run["busy"] for run in json.loads(capsys.readouterr().out)["runs"]}
-    assert found["p.fast"] == [None, neighbour] and found["p.faster"] == [None, None]
-
-
 def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.measure("results", SPEEDS)
     results = Results(machine.root / "results")
@@ -123,10 +99,6 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
     assert "p.first" in rows(said.out) and f"only in {after}: p.fast" in said.out
     (line,) = said.err.splitlines()
     assert line.startswith("left out: p.fast: ") and "metrics.jsonl" in line
-    for run in SPEEDS:
-        (before / f"plans/p/{run}/metrics.jsonl").unlink(missing_ok=True)
-    assert main(["compare", str(before), str(after)]) == 2
-    assert "no run is finished; p.first: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

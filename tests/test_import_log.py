@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -131,14 +130,6 @@ def test_damage_is_one_message(results: Path, tmp_path: Path, capfd: pytest.Capt
     line = said(capfd)
     assert message in line and str(log) in line
     assert not list(results.glob("references/*")), "nothing, or all of it"
-
-
-def test_a_log_that_was_cut_short_is_read_up_to_there(results: Path, tmp_path: Path) -> None:
-    """Its program was killed while it wrote."""
-    log = unet(tmp_path / "events.out.tfevents.1")
-    os.truncate(log, log.stat().st_size - 5)
-    assert bring(log) == 0
-    assert len(Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]) == 3
 
 
 def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) -> None:

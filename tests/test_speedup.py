@@ -209,18 +209,3 @@ def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
     assert float(rows[2]["speed_up"]) == pytest.approx(1.745)
     assert float(rows[2]["speed_up_low"]) < 1.745 < float(rows[2]["speed_up_high"])
     assert [row["step_speed_up_noise"] for row in rows] == ["", "no", "yes"]
-
-
-def test_single_trials_say_nothing(results: Results) -> None:
-    for name, full in (("a", 100.0), ("b", 300.0)):
-        timed(results, name, full, None)
-        folder = results.root / "plans/p" / name
-        measured = Throughput.read(folder / "throughput.json")
-        one = Trials(trial_throughput=[full], trial_time=[1.0], mean=full)
-        measured.model_copy(update={"full": one}).write(folder / "throughput.json")
-    plan = plan_of(results, "a", "b")
-    view = sections.speed(plan)
-    assert view and view["gain"] is None
-    rows = results.collect(results.plans[0])
-    assert float(rows[1]["speed_up"]) == pytest.approx(3)
-    assert (rows[1]["speed_up_low"], rows[1]["speed_up_noise"]) == ("", "yes")

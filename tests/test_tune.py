@@ -25,7 +25,7 @@ from dlscale.measure import tune
 from dlscale.measure.tune import Measure
 from dlscale.measure.tuning import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
-from dlscale.report.trials import tried
+from dlscale.report.sections import tried
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from dlscale.measure.records import Throughput, Trials
-from tests.published.scaling import lines, read_rates
+from tests.published.scaling import lines, plot, read_rates
 
 
 def document(*rates: float) -> str:
@@ -16,13 +18,16 @@ def document(*rates: float) -> str:
     return json.dumps({label: {"trial_throughput": [rate, 0.0]} for label, rate in labelled})
 
 
-def test_it_takes_our_record_as_it_is(tmp_path: Path) -> None:
+def test_it_takes_and_draws_our_record_as_it_is(tmp_path: Path) -> None:
     def trials(rate: float) -> Trials:
         return Trials(trial_throughput=[rate, 2 * rate], trial_time=[1.0, 0.5], mean=1.5 * rate)
 
     path = tmp_path / "throughput.json"
     path.write_text(Throughput(io=trials(30.0), synthetic=trials(20.0), full=trials(10.0)).text() + "\n")
     assert read_rates(path) == (30.0, 20.0, 10.0)
+    axes = Figure().subplots()
+    plot({1: read_rates(path)}, axes)
+    assert [list(np.asarray(line.get_ydata())) for line in axes.lines] == 2 * [[10.0], [20.0], [30.0]]
 
 
 def test_ideal_is_the_first_as_many_times() -> None:

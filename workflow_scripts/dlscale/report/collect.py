@@ -98,11 +98,10 @@ def _of(record: object | None, **columns: str) -> Row:
 
 def _speed_up(name: str, found: SpeedUp | None) -> Row:
     known = found if found and math.isfinite(found.error) else None
-    noise = found and ("yes" if found.noise else "no")
     return {
         **_of(found, **{name: "ratio"}),
         **_of(known, **{f"{name}_low": "low", f"{name}_high": "high"}),
-        f"{name}_noise": noise,
+        f"{name}_noise": found and ("yes" if found.noise else "no"),
     }
 
 

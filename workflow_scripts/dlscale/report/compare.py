@@ -22,17 +22,14 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.measure.profilers import Profile, TopEntry
-from dlscale.report.blocks import Cell, Table, cell, show, table
-from dlscale.report.results import RunResult, changes, crowded, read_plan
+from dlscale.report.figures import Cell, Table, cell, show, table
+from dlscale.report.results import RunResult, changes, read_plan
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from dlscale.config.resolve import Configuration
-
-#: Settings that are named of a run.
-MOST = 4
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -60,7 +57,14 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     slower = [each["run"] for each in found if each["slower"]]
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))
-        return 1 if args.gate and slower else 0
+    else:
+        _print(found, lone)
+        if args.gate:
+            print(f"slower beyond noise: {', '.join(slower) or 'none'}")
+    return 1 if args.gate and slower else 0
+
+
+def _print(found: list[dict[str, Any]], lone: dict[str, list[str]]) -> None:
     columns = [
         ("", "run", [cell(each["run"]) for each in found]),
         ("", "samples/s before", [cell(each["samples_per_second"][0]) for each in found]),
@@ -69,16 +73,13 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
         ("", "over the first run", [cell(each["over_first"] and each["over_first"]["words"]) for each in found]),
         ("", "other devices", [cell(each["devices"] and f"{each['devices']}: not compared") for each in found]),
         ("", "validation loss", [_pair(each["valid_loss"], text.number) for each in found]),
-        ("", "settings", [cell("; ".join(each["settings"][:MOST]) + _more(each["settings"])) for each in found]),
+        ("", "settings", [cell("; ".join(each["settings"][:4]) + " …" * bool(each["settings"][4:])) for each in found]),
         ("", "on a busy machine, before and after", [_pair(each["busy"], str) for each in found]),
     ]
     show(table(columns))
     for name, runs in lone.items():
         if runs:
             print(f"only in {name}: {', '.join(runs)}")
-    if args.gate:
-        print(f"slower beyond noise: {', '.join(slower) or 'none'}")
-    return 1 if args.gate and slower else 0
 
 
 def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dict[str, Any]:
@@ -100,17 +101,16 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "valid_loss": [loss if math.isfinite(loss) else None for loss in losses],
         "settings": [f"{name} {old} -> {new}" for name, (old, new) in shown.items()],
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
-        "busy": [crowded(run.crowd) or None for run in (before, after)],
+        "busy": [
+            f"other programs kept {text.percent(run.crowd)} of the cores busy" if run.crowd else None
+            for run in (before, after)
+        ],
     }
 
 
 def _plain(found: SpeedUp) -> dict[str, Any]:
     ends = [found.low, found.high] if math.isfinite(found.error) else None
     return {"ratio": found.ratio, "interval": ends, "noise": found.noise, "words": found.words}
-
-
-def _more(settings: list[str]) -> str:
-    return " …" * (len(settings) > MOST)
 
 
 def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:
@@ -148,35 +148,27 @@ class Summary:
 
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what changed from the profile of the first run to that of the second."""
-    named = [name if Path(name).exists() else run_folder(name, configuration) for name in args.results]
-    before, after = map(read, named)
+    before, after = (read(run_folder(name, configuration) / "profile") for name in args.results)
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:
         said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"
         raise UserError(f"the profiles have no profiler in common ({said}); profile both with the same tools")
-    found, per = compare(before, after), unit(before, after)
-    parts = {"faster and slower": extremes(found), "in one of the two alone": unmatched(found)}
+    changed, per = extremes(compare(before, after)), unit(before, after)
     if args.json:
-        lists = {name: json.loads(part.to_json(orient="records")) for name, part in parts.items()}
-        print(json.dumps({"per": per, "batches": [before.batch, after.batch], **lists}, indent=2))
+        rows = json.loads(changed.to_json(orient="records"))
+        print(json.dumps({"per": per, "batches": [before.batch, after.batch], "faster and slower": rows}, indent=2))
         return 0
     if per == "sample":
         print(f"a process has batches of {before.batch:g} before and {after.batch:g} after: all times are per sample")
-    for name, part in parts.items():
-        if len(part):
-            show(_table(part, name))
+    show(_table(changed, per))
     return 0
 
 
-def read(path: str | Path) -> Summary:
-    """Read the profile of a run: the run's folder, its folder `profile`, or a file in that."""
-    path = Path(path)
-    place = path if path.is_dir() else path.parent
-    if not (place / "profile.json").is_file() and (place / "profile").is_dir():
-        place /= "profile"
-    record = Profile.read(place / "profile.json")
+def read(folder: Path) -> Summary:
+    """Read a profile, a run's folder `profile`."""
+    record = Profile.read(folder / "profile.json")
     return Summary(
-        read_rows(place / "profile_summary.csv"),
+        read_rows(folder / "profile_summary.csv"),
         {tool.name: tool.steps for tool in record.tools},
         record.batch_size / record.nranks if record.batch_size else None,
     )
@@ -206,27 +198,23 @@ def unit(before: Summary, after: Summary) -> str:
 def compare(before: Summary, after: Summary) -> pd.DataFrame:
     """Return the changes of each row that either has: tool, kind, name, before, after, noise, difference, certain, per.
 
-    Times are seconds, of several ranks their mean; NaN where one has no such row. The noise is half the 95 % interval
-    of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2) times Student's t of
-    the fewer steps: infinite for one step, and for lines, whose spread is unknown. Only profilers that both have are
-    compared.
+    Times are seconds, of several ranks their mean; a profile without such a row took no time for it. The noise is half
+    the 95 % interval of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2)
+    times Student's t of the fewer steps: infinite for one step, and for lines, whose spread is unknown. Only profilers
+    that both have are compared.
     """
     per, both = unit(before, after), {"before": before, "after": after}
     parts = [_means(summary, per).add_suffix(f"_{when}") for when, summary in both.items()]
-    joined = parts[0].join(parts[1], how="outer").reset_index()
+    joined = parts[0].join(parts[1], how="outer").fillna(0.0).reset_index()
     tools = set.intersection(*({row.tool for row in summary.rows} for summary in both.values()))
     joined = joined[joined.tool.isin(tools)].rename(columns={f"mean_{when}": when for when in both})
     fewest = {tool: min(summary.steps.get(tool, 1) for summary in both.values()) for tool in tools}
-    reaches = [_reach(kind, fewest[tool]) for tool, kind in zip(joined.tool, joined.kind, strict=True)]
+    known = {tool: standard_errors(steps) for tool, steps in fewest.items()}
+    joined["reach"] = joined.tool.map(known).where(joined.kind != "line", math.inf)
     joined["difference"] = joined.after - joined.before
-    joined["noise"] = ((joined.error_before**2 + joined.error_after**2) ** 0.5 * reaches).fillna(math.inf)
+    joined["noise"] = ((joined.error_before**2 + joined.error_after**2) ** 0.5 * joined.reach).fillna(math.inf)
     joined["certain"] = joined.difference.abs() > joined.noise
     return joined[["tool", "kind", "name", "before", "after", "noise", "difference", "certain"]].assign(per=per)
-
-
-def _reach(kind: str, steps: int) -> float:
-    """Return the noise in standard errors; those of sampled stacks do not depend on the steps."""
-    return math.inf if kind == "line" else standard_errors(math.inf if kind == "function" else steps)
 
 
 def _means(summary: Summary, per: str) -> pd.DataFrame:
@@ -250,27 +238,19 @@ def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
     return pd.concat([faster, changes[changes.difference > 0].nlargest(count, "difference")])
 
 
-def unmatched(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
-    """Return the rows that only one profile has, the longest first."""
-    lone = changes[changes.difference.isna()]
-    return lone.loc[lone[["before", "after"]].max(axis=1).nlargest(count).index]
-
-
-def _table(changes: pd.DataFrame, caption: str) -> Table:
+def _table(changes: pd.DataFrame, per: str) -> Table:
     rows: list[Any] = list(changes.itertuples())
     columns = [
         ("", "name", [cell(row.name) for row in rows]),
         ("", "change (ms)", [_ms(row.difference, row.noise) for row in rows]),
-        ("", f"before (ms a {rows[0].per})", [_ms(row.before) for row in rows]),
-        ("", f"now (ms a {rows[0].per})", [_ms(row.after) for row in rows]),
+        ("", f"before (ms a {per})", [_ms(row.before) for row in rows]),
+        ("", f"now (ms a {per})", [_ms(row.after) for row in rows]),
         ("", "kind", [cell(f"{row.kind}, {row.tool}") for row in rows]),
         ("", "certain", [cell("yes" if row.certain else "within the noise") for row in rows]),
     ]
-    return table(columns, caption)
+    return table(columns, "faster and slower")
 
 
 def _ms(seconds: float, noise: float = 0.0) -> Cell:
-    if math.isnan(seconds):
-        return Cell()
     spread = f"± {text.number(1e3 * noise, 2)}" if math.isfinite(noise) else "noise unknown"
     return cell(1e3 * seconds, note=spread * bool(noise))

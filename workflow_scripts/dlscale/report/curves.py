@@ -14,8 +14,21 @@ from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.core.record import Number, Record
 from dlscale.core.schema import Name
 from dlscale.report import published
-from dlscale.report.blocks import Entry, Section, entry, some
-from dlscale.report.figures import DASHED, DASHES, INK, MARKERS, MUTED, RUN_COLOURS, Line, lines, run_line
+from dlscale.report.figures import (
+    DASHED,
+    DASHES,
+    INK,
+    MARKERS,
+    MUTED,
+    RUN_COLOURS,
+    Entry,
+    Line,
+    Section,
+    entry,
+    lines,
+    run_line,
+    some,
+)
 from dlscale.report.results import PlanResult, RunResult, by_settings, first_and_least
 
 #: Most runs that are drawn.
@@ -53,10 +66,10 @@ class Reference(Record):
 
     def scale(self, over: Over) -> float | None:
         """Return the factor of the files' steps; None where it is not known."""
-        samples = self.batch_size if self.counts == "step" else self.epoch_samples
-        if over == "samples" or self.counts == "step":
-            return samples if over == "samples" else 1.0
-        return self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
+        if over == "samples":
+            return self.batch_size if self.counts == "step" else self.epoch_samples
+        steps = self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
+        return 1.0 if self.counts == "step" else steps
 
     def points(self, quantity: str, over: Over) -> list[tuple[float, float]]:
         """Return a curve, empty where the quantity or the scale is not known."""
@@ -189,10 +202,9 @@ def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
         "The dashed lines are logs that dlscale import brought in: of other programs, on their own data and hardware, "
         "with their own settings. Time is that since training began, by the clock."
     )
+    looks = [(each, _line(style, [])) for style, each in enumerate(mine)]
     legend = [entry(style, run.label) for style, run in enumerate(runs)]
-    for style, each in enumerate(mine):
-        line = _line(style, [])
-        legend.append(Entry(each.label, line.colour, "", line.dashes, line.width, ", ".join(each.files)))
+    legend += [Entry(e.label, look.colour, "", look.dashes, look.width, ", ".join(e.files)) for e, look in looks]
     return Section("Beside other programs' runs", legend=legend, plots=plots, notes=[note]) if plots else None
 
 

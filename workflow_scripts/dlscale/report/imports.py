@@ -72,11 +72,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             settings["files"][file.name] = sha256(shutil.copyfile(file, new / file.name))
         reference = Reference(**settings, curves=curves)
         reference.write(new / "reference.json")
-    points = {name: len(curve) for name, curve in curves.items()}
     if args.json:
-        print(json.dumps({"reference": str(place), "points": points}))
+        print(json.dumps({"reference": str(place), "points": {name: len(curve) for name, curve in curves.items()}}))
         return 0
-    said = [f"{name} ({many(count, 'point')})" for name, count in points.items()]
+    said = [f"{name} ({many(len(curve), 'point')})" for name, curve in curves.items()]
     print(f"{place}: {', '.join(said)}")
     missing = [over for over in ("step", "samples") if reference.scale(over) is None]
     if missing:
@@ -125,10 +124,8 @@ def read(files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]
 
 def _files(path: Path) -> list[Path]:
     """Return an event file, or all of a folder: a program that was started again writes another one."""
-    files = sorted(path.glob("*.tfevents.*")) if path.is_dir() else [path]
+    files = [file for file in (sorted(path.glob("*.tfevents.*")) if path.is_dir() else [path]) if file.is_file()]
     if not files:
-        raise UserError(f"{path}: no event file in it; expected events.out.tfevents.*")
-    if not all(file.is_file() for file in files):
         raise UserError(f"{path}: no such file; expected an event file of TensorBoard, or a folder with some")
     return files
 

@@ -13,8 +13,24 @@ from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.blocks import Cell, Entry, Section, Table, View, cell, some, table
-from dlscale.report.figures import GRID, MODE_COLOURS, MUTED, RUN_COLOURS, Bar, Strip, bars, strips
+from dlscale.report.figures import (
+    GRID,
+    MODE_COLOURS,
+    MUTED,
+    RUN_COLOURS,
+    Bar,
+    Cell,
+    Entry,
+    Section,
+    Strip,
+    Table,
+    View,
+    bars,
+    cell,
+    some,
+    strips,
+    table,
+)
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
 from dlscale.report.verdict import of
 
@@ -69,8 +85,8 @@ def devices(runs: Iterable[RunResult]) -> list[str]:
     """Return the devices that runs were measured on, each once."""
     names = []
     for device in (run.device for run in runs if run.device.name):
-        threads = [text.many(device.threads, "thread")] if device.kind == "cpu" and device.threads else []
-        names.append(", ".join([device.name, *threads]))
+        counted = device.kind == "cpu" and device.threads
+        names.append(f"{device.name}, {text.many(device.threads, 'thread')}" if counted else device.name)
     return list(dict.fromkeys(names))
 
 
@@ -162,10 +178,10 @@ def timeline(name: str, steps: Sequence[Step], sample: bool = False) -> str:
 
 def _about(sample: bool, steps: Sequence[Step]) -> str:
     said = f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work. "
-    if any(each.full for each in steps):
-        said += "The upright line and the number are FULL: other steps, at another moment, with no profiler."
-    else:
-        said += "The number is such a step; without a profiler it may be shorter."
+    full = "The upright line and the number are FULL: other steps, at another moment, with no profiler."
+    said += (
+        full if any(each.full for each in steps) else "The number is such a step; without a profiler it may be shorter."
+    )
     unexplained = (
         " Of a run that was not profiled the bar is FULL, too: computing takes SYNTHETIC's time, waiting for data at "
         "most IO's, and nothing shows where the rest goes."
@@ -224,7 +240,6 @@ class Job:
 
     @property
     def efficiency(self) -> float:
-        """CPU efficiency, 0 to 1."""
         return self.cpu_seconds / (self.seconds * self.cores)
 
     @property

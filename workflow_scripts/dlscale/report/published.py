@@ -14,9 +14,9 @@ def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Publish
     return [figure for figure in figures if figure.speed_of(f"{plan}.{run}")]
 
 
-def memories(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
-    """Return the memory published for a run."""
-    return [figure for figure in figures if figure.metric == "memory" and f"{plan}.{run}" in figure.runs]
+def values(figures: Iterable[Published], plan: str, run: str, metric: str) -> list[Published]:
+    """Return the figures of a run for the final value of `metric`."""
+    return [figure for figure in figures if figure.metric == metric and f"{plan}.{run}" in figure.runs]
 
 
 def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict[str, Published]:
@@ -43,7 +43,7 @@ def beside(known: dict[str, Published], run: str) -> str:
         return ""
     figure, times = known[run], ratio(known, run)
     compared = f", {number(times)}× {next(iter(known.values())).label}" if times and times != 1 else ""
-    return f"{_digits(figure.speed)} samples/s on {figure.devices} ({figure.label}{compared}; {figure.source})"
+    return f"{digits(figure.speed)} samples/s on {figure.devices} ({figure.label}{compared}; {figure.source})"
 
 
 def summary(figures: Sequence[Published], metrics: Mapping[str, Metric]) -> list[str]:
@@ -57,23 +57,12 @@ def summary(figures: Sequence[Published], metrics: Mapping[str, Metric]) -> list
     for figure in figures:
         if figure.speed and figure.gpus == fewest:
             by_hardware.setdefault(figure.devices, []).append(figure.speed)
-    ranges = {hardware: dict.fromkeys(map(_digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
+    ranges = {hardware: dict.fromkeys(map(digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
     qualities = [figure for figure in figures if figure.metric in metrics][:2]
     return [
         *(f"{' to '.join(range_)} samples/s on {hardware}" for hardware, range_ in ranges.items()),
         *(f"{metrics[each.metric].full_title} {shown(each)} ({each.label}; {each.source})" for each in qualities),
     ]
-
-
-def final(figures: Iterable[Published], plan: str, run: str, metric: str) -> Published | None:
-    """Return the figure of a run for the final value of `metric`; the last of several."""
-    known = [figure for figure in figures if figure.metric == metric and f"{plan}.{run}" in figure.runs]
-    return known[-1] if known else None
-
-
-def last(figure: Published) -> str:
-    """Return the value of a figure, of several epochs the last, with the published digits."""
-    return _digits(figure.by_epoch[-1] if figure.by_epoch else figure.value)
 
 
 def what(figure: Published) -> str:
@@ -86,12 +75,12 @@ def what(figure: Published) -> str:
 def shown(figure: Published) -> str:
     """Return a figure with its unit and the published digits."""
     if figure.samples_per_second:
-        spread = "" if figure.std is None else f" ± {_digits(figure.std)}"
-        return f"{_digits(figure.samples_per_second)}{spread} samples/s"
+        spread = "" if figure.std is None else f" ± {digits(figure.std)}"
+        return f"{digits(figure.samples_per_second)}{spread} samples/s"
     if figure.by_epoch:
         epochs = f"after epochs 1 to {len(figure.by_epoch)}" if len(figure.by_epoch) > 1 else "after epoch 1"
-        return f"{', '.join(map(_digits, figure.by_epoch))} {epochs}"
-    return f"{_digits(figure.value)} {unit(figure.unit)}".strip()
+        return f"{', '.join(map(digits, figure.by_epoch))} {epochs}"
+    return f"{digits(figure.value)} {unit(figure.unit)}".strip()
 
 
 def columns(figures: Sequence[Published]) -> dict[str, list[str]]:
@@ -107,5 +96,6 @@ def columns(figures: Sequence[Published]) -> dict[str, list[str]]:
     }
 
 
-def _digits(value: float | None) -> str:
+def digits(value: float | None) -> str:
+    """Return a number with the published digits."""
     return number(None) if value is None else f"{value:,.15g}"

@@ -26,9 +26,8 @@ from dlscale.core.files import OLDEST, write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
-from dlscale.report.blocks import Table, View, cell, joules, table
 from dlscale.report.curves import Reference
-from dlscale.report.figures import PAINT
+from dlscale.report.figures import PAINT, Table, View, cell, joules, table
 from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import Page, picture, plan_view
@@ -119,7 +118,6 @@ def page(
 
 
 def _views(plans: Sequence[PlanResult], shown: Page) -> list[View]:
-    """Return the plans for the template, drawn in parallel."""
     view = partial(plan_view, page=shown)
     if len(plans) < 2:
         return [view(plan) for plan in plans]
@@ -132,14 +130,13 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
     of_it = [plan for plan in plans if plan.record.study == name]
     record = of_it[0].record
     columns = [("", heading, list(map(cell, cells))) for heading, cells in published.columns(record.published).items()]
-    about = f"Published figures of {name}"
-    meaning = str(len(record.published))
-    shown = {"sortable": False, "title": "Published figures", "meaning": meaning, "style": "known"}
+    shown = {"about": f"Published figures of {name}", "title": "Published figures", "sortable": False, "style": "known"}
+    known = table(columns, "Published figures.", meaning=str(len(record.published)), **shown)
     return {
         "name": name,
         "title": record.study_title or name,
         "plans": [{"name": plan.name, "title": plan.title} for plan in of_it],
-        "published": table(columns, "Published figures.", about, **shown) if record.published else None,
+        "published": known if record.published else None,
     }
 
 
@@ -178,8 +175,8 @@ def _field(name: str, field: str, info: FieldInfo) -> Table:
         ("", "model sees", [cell(_formula(transform)) for transform in info.transforms]),
     ]
     known = {"mean": info.mean, "standard deviation": info.std, "minimum": info.minimum, "maximum": info.maximum}
-    for heading, values in known.items():
-        columns.append(("", heading, [cell(value, lambda number: text.number(number, 4)) for value in values or []]))
+    shown = partial(text.number, digits=4)
+    columns += [("", heading, [cell(value, shown) for value in values or []]) for heading, values in known.items()]
     caption = (
         f"{field}, {grid}. Statistics are those of the training part, in "
         f"{'physical' if info.stored == 'physical' else 'model'} units; the model sees the transformed values."

@@ -21,7 +21,6 @@ from dlscale.core.metrics import VALID_LOSS, Epoch, LossInfo, Metric, read_epoch
 from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
-from dlscale.core.text import percent
 from dlscale.measure.profilers import Profile
 from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.measure.tuning import Tuning
@@ -29,9 +28,6 @@ from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
 
 T = TypeVar("T")
-
-#: Metrics of a sweep that any study has.
-GENERAL_METRICS = ("valid_loss", "samples_per_second")
 
 #: Records by stage.
 RECORDS = {
@@ -235,8 +231,8 @@ class PlanResult:
     def score(self, run: RunResult) -> tuple[float, str]:
         """Return the value that a trained run is ranked by, NaN if it diverged, and which values are better."""
         metric = self.record.sweep.metric if self.record.sweep else None
-        if metric and metric not in (*GENERAL_METRICS, *self.metrics):
-            known = [*self.metrics, *GENERAL_METRICS]
+        known = [*self.metrics, "valid_loss", "samples_per_second"]  # the last two any study has
+        if metric and metric not in known:
             raise UserError(f"{self.name}: sweep.metric: {unknown('metric', metric, known)}")
         if metric and not math.isfinite(run.final_loss):
             return math.nan, "lower"
@@ -317,8 +313,8 @@ def asked(run: RunResult) -> tuple[Metric, float] | None:
     """Return a run's target, a metric and its value; None without one, or if the metric is unknown."""
     wanted = run.setting("training.target")
     described = [VALID_LOSS, *(run.provenance.metrics if run.provenance else ())]
-    metric = next((metric for metric in described if wanted and metric.name == wanted["metric"]), None)
-    return (metric, float(wanted["value"])) if metric else None
+    known = [metric for metric in described if wanted and metric.name == wanted["metric"]]
+    return (known[0], float(wanted["value"])) if known else None
 
 
 def reached(run: RunResult) -> Reached | None:
@@ -376,11 +372,6 @@ def others(usage: Usage) -> float:
     return max(0.0, usage.cores_cpu_seconds - usage.cpu_seconds) / usage.seconds
 
 
-def crowded(share: float) -> str:
-    """Return a share of the cores in words; empty for 0."""
-    return f"other programs kept {percent(share)} of the cores busy" if share else ""
-
-
 # ---- reading -----------------------------------------------------------------------------------------
 
 
@@ -419,8 +410,7 @@ def read_run(folder: Path) -> RunResult:
     own = RunReference.model_construct(name=folder.name, plan=folder.parent.name, run=folder.name, measure=measured)
     plan = folder.parent / "plan.yaml"
     beside = read_plan(plan, stages=["throughput"], lacking=[]).runs if plan.exists() else []
-    others_ = [run for run in beside if run.folder.resolve() != folder]
-    return with_shared_peaks([_read(folder.parent.parent, own, measured), *others_])[0]
+    return with_shared_peaks([_read(folder.parent.parent, own, measured), *beside])[0]
 
 
 def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunReference]:

@@ -12,8 +12,25 @@ from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.blocks import Cell, Entry, Section, Table, cell, entry, joules, some, table
-from dlscale.report.figures import DASHED, DOTTED, MARKERS, MODE_COLOURS, MUTED, RUN_COLOURS, Line, lines
+from dlscale.report.figures import (
+    DASHED,
+    DOTTED,
+    MARKERS,
+    MODE_COLOURS,
+    MUTED,
+    Cell,
+    Entry,
+    Line,
+    Section,
+    Table,
+    cell,
+    entry,
+    joules,
+    lines,
+    run_line,
+    some,
+    table,
+)
 from dlscale.report.results import PlanResult, Reached, RunResult, asked, by_settings, took
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
@@ -53,10 +70,12 @@ def section(plan: PlanResult) -> Section | None:
     shown, twins = several[:LINES], any(point.twin for each in several[:LINES] for point in each.points)
     weak = plan.record.kind == "weak_scaling"
     batch = "the batch of each device" if weak else "the batch of all devices together"
-    legend = [Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER]
-    legend += [entry(style, each.label) for style, each in enumerate(shown)]
-    legend += [Entry("measured"), Entry("ideal", dashes=DASHED)]
-    legend += [Entry("without averaged gradients", dashes=DOTTED)] * twins
+    legend = [
+        *(Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER),
+        *(entry(style, each.label) for style, each in enumerate(shown)),
+        *(Entry("measured"), Entry("ideal", dashes=DASHED)),
+        *[Entry("without averaged gradients", dashes=DOTTED)] * twins,
+    ]
     notes = some(len(shown), len(several), "series are drawn", "the table has all.")
     alone = [f"{each.label} ({many(each.points[0].devices, 'device')})" for each in found if each not in several]
     notes += [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
@@ -79,10 +98,9 @@ def _plots(plan: str, shown: Sequence[Series], twins: bool) -> list[tuple[str, s
     if twins:
         overhead = []
         for style, each in enumerate(shown):
-            look = RUN_COLOURS[style], MARKERS[style][0]
-            overhead.append(Line([(point.devices, point.rate("SYNTHETIC")) for point in each.points], *look))
+            together = [(point.devices, point.rate("SYNTHETIC")) for point in each.points]
             apart = [(point.devices, _apart(point)) for point in each.points]
-            overhead.append(Line(apart, *look, dashes=DOTTED))
+            overhead += [run_line(style, together), run_line(style, apart, dashes=DOTTED)]
         words = "Overhead of communication: computing with (solid) and without (dotted) averaged gradients."
         plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)", "log"), words))
     words = "Efficiency: the share of the ideal that FULL reaches; whiskers are what noise leaves."
@@ -114,7 +132,7 @@ def _reached(shown: Sequence[Series]) -> list[Line]:
         known = [(point.devices, ratio) for point in each.points if (ratio := point.efficiency("FULL"))]
         points = [(devices, 100 * ratio.value) for devices, ratio in known]
         noise = [100 * ratio.noise for _, ratio in known]
-        drawn.append(Line(points, RUN_COLOURS[style], MARKERS[style][0], whiskers=noise))
+        drawn.append(run_line(style, points, whiskers=noise))
     return drawn
 
 
@@ -131,7 +149,7 @@ _PUBLISHED = {("FULL", "efficiency"): "scaling_efficiency", ("SYNTHETIC", "commu
 def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
     def ratios(mode: str, heading: str, found: Sequence[Ratio | None]) -> tuple[str, str, list[Cell]]:
         metric = _PUBLISHED.get((mode, heading), "")
-        figures = [published.final(plan.record.published, plan.name, point.run.name, metric) for point in rows]
+        figures = [published.values(plan.record.published, plan.name, point.run.name, metric) for point in rows]
         return mode, heading, [_ratio(*each) for each in zip(found, figures, strict=True)]
 
     nodes = [int(point.run.setting("geometry.nodes", 1)) for point in rows]
@@ -164,12 +182,10 @@ def _rate(point: Point, mode: str) -> Cell:
     return cell(trials.mean, lambda mean: f"{number(mean)} ± {number(trials.std, 2)}", note) if trials else Cell()
 
 
-def _ratio(ratio: Ratio | None, figure: Published | None = None) -> Cell:
-    if ratio is None:
-        return Cell()
-    notes = [f"± {percent(ratio.noise)}"] if ratio.noise else []
-    notes += [f"published: {published.shown(figure)}, {figure.source}"] if figure else []
-    return cell(ratio.value, percent, "; ".join(notes))
+def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
+    notes = [f"± {percent(ratio.noise)}"] if ratio and ratio.noise else []
+    notes += [f"published: {published.shown(figure)}, {figure.source}" for figure in figures[-1:]]
+    return cell(ratio and ratio.value, percent, "; ".join(notes))
 
 
 # ---- convergence -------------------------------------------------------------------------------------
@@ -205,7 +221,11 @@ def convergence(plan: PlanResult) -> Section | None:
         ("Training", "learning rate", [_learning_rate(run) for run in firsts]),
         ("Training", "steps", [_mean([run.epochs[-1].step for run in runs], _whole) for runs in several]),
         ("Training", "validation loss", [_losses([run.final_loss for run in runs]) for runs in several]),
-        (f"To {target}", "reached by", [_share(len(a), len(b)) for a, b in zip(reached, several, strict=True)]),
+        (
+            f"To {target}",
+            "reached by",
+            [_share(len(a), len(b)) for a, b in zip(reached, several, strict=True)],
+        ),
         (f"To {target}", "steps", spent(lambda each: each.epoch.step if each.epoch else None, _whole)),
         (f"To {target}", "samples", spent(lambda each: each.epoch.samples if each.epoch else None, _whole)),
         (f"To {target}", "time", spent(lambda each: each.seconds, duration)),
@@ -268,6 +288,7 @@ def parallelism(plan: PlanResult) -> Section | None:
     axes = {axis: [int(run.setting(f"geometry.{axis}", 1)) for run in runs] for axis in ("tp", "cp")}
     dp = [run.devices // (tp * cp) for run, tp, cp in zip(runs, *axes.values(), strict=True)]
     full, speeds = [run.trials("FULL") for run in runs], plan.record.published
+    memories = [published.values(speeds, plan.name, run.name, "memory") for run in runs]
     columns = [
         ("Run", "run", [Cell(run.label, n, link=plan.anchor(run)) for n, run in enumerate(runs)]),
         column("Devices", "in all", lambda run: run.devices, count),
@@ -276,7 +297,11 @@ def parallelism(plan: PlanResult) -> Section | None:
         column("Devices", "batch size", lambda run: run.setting("batch_size"), count),
         column("Memory of a device", "predicted", _predicted, size),
         column("Memory of a device", "measured", lambda run: run.throughput and run.throughput.peak_memory_bytes, size),
-        ("Memory of a device", "published", [_published(published.memories(speeds, plan.name, r.name)) for r in runs]),
+        (
+            "Memory of a device",
+            "published",
+            list(map(_published, memories)),
+        ),
         ("FULL", "samples/s", [cell(t.mean, note=f"± {number(t.std, 2)}") if t else Cell() for t in full]),
         column("FULL", "a device", lambda run: run.speed and run.speed / run.devices, number),
         column("FULL", "MFU", lambda run: run.throughput and run.throughput.mfu(), percent),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import os
+import statistics
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,15 +14,18 @@ from typing import Any
 
 import yaml
 
+from dlscale.config.records import SweepRecord
 from dlscale.core import text
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Metric
+from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES
-from dlscale.report import curves, profiles, published, scaling, trials
-from dlscale.report.blocks import Cell, Section, Table, View, cell, joules, some, table
+from dlscale.measure.tuning import Tried, Tuning
+from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference
+from dlscale.report.figures import Cell, Section, Table, View, cell, joules, some, table
 from dlscale.report.results import (
     PlanResult,
     Reached,
@@ -37,6 +41,9 @@ from dlscale.report.verdict import bound, disturbance, of
 
 #: Most runs, or metrics, of a card.
 CARD = 6
+
+#: Most trials in the table of a sweep.
+TRIALS = 40
 
 #: Most runs in the tables by channel.
 CHANNEL_ROWS = 40
@@ -76,8 +83,8 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "quality": quality(plan),
         "targets": targets(plan),
         "scales": scaling.glance(plan),
-        "tuned": trials.verdicts(plan),
-        "swept": trials.best(plan),
+        "tuned": tuning_verdicts(plan),
+        "swept": sweep_view(plan),
         "loss": plan.loss,
         "published": published.summary(plan.record.published, plan.described),
         "sections": [section for make in SECTIONS if (section := make(plan, page))],
@@ -94,9 +101,9 @@ def line(plan: PlanResult) -> str:
         told = f"{text.number(found['speed'])} samples/s"
         if found["gain"]:
             told = f"{found['fastest']} is fastest, {found['gain'].words} as fast as {found['first']}, {told}"
-        said.append(
-            told if found["gain"] or found["alone"] or not several else f"{told}, no run is faster beyond noise"
-        )
+        elif several and not found["alone"]:
+            told += ", no run is faster beyond noise"
+        said.append(told)
     if found := quality(plan):
         lead = found["lead"]
         if lead and lead["skill"] is not None:
@@ -188,11 +195,10 @@ def quality(plan: PlanResult) -> View | None:
     if plan.best is None:
         return None
     last, lead = plan.best.epochs[-1], None
-    skills = [(metric, metric.skill(last.metrics)) for metric in plan.described.values()]
     scores = [
         {"metric": metric, "value": last.metrics[metric.name], "skill": skill}
-        for metric, skill in skills
-        if skill is not None and math.isfinite(skill)
+        for metric in plan.described.values()
+        if (skill := metric.skill(last.metrics)) is not None and math.isfinite(skill)
     ]
     if plan.lead and plan.lead.name in last.metrics:
         lead = {
@@ -247,9 +253,11 @@ def runs_table(plan: PlanResult) -> Table:
         return lambda run, row: cell(row.get(name), shown, note(run, row, name))
 
     def known(run: RunResult, row: Row, name: str) -> str:
-        figure = published.final(plan.record.published, plan.name, run.name, name)
-        said = f"published: {published.last(figure)}, {figure.source}" if figure else ""
-        return "; ".join(filter(None, [_spread(run, row, name), said]))
+        notes = [_spread(run, row, name)]
+        for figure in published.values(plan.record.published, plan.name, run.name, name)[-1:]:
+            value = figure.by_epoch[-1] if figure.by_epoch else figure.value
+            notes.append(f"published: {published.digits(value)}, {figure.source}")
+        return "; ".join(filter(None, notes))
 
     scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
     columns: list[tuple[str, str, Make]] = [
@@ -319,8 +327,8 @@ def _of_bytes(run: RunResult, row: Row, name: str) -> str:
 
 def _of_published(run: RunResult, row: Row, name: str) -> str:
     faster = row["published_speed_up"]
-    words = [str(row[f"published_{key}"]) for key in ("as", "hardware", "source")]
-    return ", ".join([*([_times(faster)] if faster not in (None, 1) else []), *words])
+    times = "" if faster in (None, 1) else f"{_times(faster)}, "
+    return times + ", ".join(str(row[f"published_{key}"]) for key in ("as", "hardware", "source"))
 
 
 def _of_best(run: RunResult, row: Row, name: str) -> str:
@@ -389,6 +397,129 @@ def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> li
     ]
 
 
+# ---- sweeps and tunings ------------------------------------------------------------------------------
+
+
+def sweep_view(plan: PlanResult) -> View | None:
+    """Return a sweep's best trial; None of other plans, and of trials that do not train."""
+    if plan.record.sweep is None or plan.best is None:
+        return None
+    score, better = plan.score(plan.best)
+    return {
+        "metric": sweep_metric(plan),
+        "better": better,
+        "best": plan.best.label,
+        "score": text.number(score),
+        "of": len(plan.trained),
+        "method": _method(plan.record.sweep),
+        "id": plan.anchor(plan.best),
+        "from": f"{plan.name}.{plan.best.name}",
+        "settings": yaml.safe_dump(nested(plan.record.sweep.trials[plan.best.name]), sort_keys=False),
+    }
+
+
+def sweep(plan: PlanResult, page: Page) -> Section | None:
+    """Return a sweep's trials by rank, and the best settings; None of other plans."""
+    if (found := sweep_view(plan)) is None or plan.record.sweep is None:
+        return None
+    ranked, values = plan.ranked, plan.record.sweep.trials
+    keys, shown = list(dict.fromkeys(key for each in values.values() for key in each)), ranked[:TRIALS]
+    scores = [plan.score(run)[0] for run in shown]
+    columns = [
+        ("", "trial", [Cell(run.label, rank, link=plan.anchor(run)) for rank, run in enumerate(shown)]),
+        *(("", key, [_setting(values[run.name].get(key)) for run in shown]) for key in keys),
+        ("", "epochs", [cell(run.epochs[-1].epoch, text.count) for run in shown]),
+        ("", sweep_metric(plan), [cell(score) if math.isfinite(score) else Cell("diverged") for score in scores]),
+    ]
+    caption = "Trials, the best first. A trial that diverged is the worst."
+    note = "".join(some(len(shown), len(ranked), "trials", "the best. The CSV file has all."))
+    trials = table(columns, caption, f"Trials of {plan.title}", note=note)
+    return Section("Sweep", tables=[trials], form="sweep", own=found)
+
+
+def sweep_metric(plan: PlanResult) -> str:
+    """Return the readers' name of a sweep's metric."""
+    assert plan.record.sweep is not None
+    name = plan.record.sweep.metric
+    known = {"valid_loss": "validation loss", "samples_per_second": "samples/s"}
+    return known.get(name) or plan.metrics[name].title
+
+
+def _method(record: SweepRecord) -> str:
+    if record.method != "halving":
+        return {"grid": "all combinations", "random": "drawn at random"}[record.method]
+    rungs = [f"{trials} for {until} epoch{'s' * (until != 1)}" for until, trials in record.rungs]
+    return f"successive halving: {', '.join(rungs)}, the best of each rung training on"
+
+
+def _setting(value: Any) -> Cell:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return Cell(f"{value:g}", value) if numeric else cell(str(value))
+
+
+def tuning_verdicts(plan: PlanResult) -> list[View]:
+    """Return the verdict of each tuned run."""
+    return [{"run": r.label, "id": plan.anchor(r), "verdict": r.tuning.verdict()} for r in plan.runs if r.tuning]
+
+
+def tunings(plan: PlanResult, page: Page) -> Section | None:
+    """Return the settings that were tried of each tuned run; None if none was tuned."""
+    own = [
+        {
+            "run": run.label,
+            "id": plan.anchor(run),
+            "verdict": run.tuning.verdict(),
+            "command": run.tuning.command,
+            "plan": run.tuning.plan,
+            "duel": run.tuning.duel and len(run.tuning.duel.rates),
+            "batch": "batch_size" in run.tuning.changes,
+            "tried": len(run.tuning.candidates),
+            "time": text.duration(run.tuning.seconds),
+            "table": tried(run.tuning, run.label),
+        }
+        for run in plan.runs
+        if run.tuning
+    ]
+    return Section("Tuning", form="tuning", own=own) if own else None
+
+
+def tried(tuning: Tuning, run: str = "") -> Table:
+    """Return a row for each setting, the best first.
+
+    A speed is relative to the run's own in the last rung that the setting reached: rungs differ by the machine's drift.
+    """
+    own, *others = tuning.candidates
+    winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None
+    # The finalist; then by the rung reached, and by speed there; last those that were dropped.
+    others.sort(
+        key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -(_relative(each, own) or 0))
+    )
+    rows = [own, *others]
+    words = [", ".join(f"{key}: {value}" for key, value in each.changes.items()) for each in others]
+    columns = [
+        ("", "setting", [Cell(name, n) for n, name in enumerate(["the run's own", *words])]),
+        ("", "samples/s", [cell(_rate(each, -1)) for each in rows]),
+        ("", "relative", [cell(_relative(each, own), lambda ratio: f"{text.number(ratio)}×") for each in rows]),
+        ("", "rungs", [cell(len(each.rates), text.count) for each in rows]),
+        ("", "memory", [cell(each.peak_memory_bytes, text.size) for each in rows]),
+        ("", "dropped because", [cell(each.problem or text.NONE) for each in rows]),
+    ]
+    caption = (
+        "Speeds are those of the last rung that a setting came to, relative to the run's own in the same rung. They "
+        "rank settings; the verdict is the duel's."
+    )
+    return table(columns, caption, f"Settings that were tried, {run}", sortable=False)
+
+
+def _rate(each: Tried, rung: int) -> float | None:
+    return statistics.geometric_mean(each.rates[rung]) if each.rates and each.rates[rung] else None
+
+
+def _relative(each: Tried, own: Tried) -> float | None:
+    rate, base = _rate(each, -1), _rate(own, len(each.rates) - 1)
+    return rate / base if rate and base else None
+
+
 # ---- predictions, provenance -------------------------------------------------------------------------
 
 
@@ -398,7 +529,7 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
     if not drawn:
         return None
     drawn.sort(key=lambda pair: pair[0] is not plan.best)
-    judge = trials.title(plan) if plan.record.sweep else plan.judge and plan.judge.title
+    judge = sweep_metric(plan) if plan.record.sweep else plan.judge and plan.judge.title
     best = f", the run with {f'the best {judge}' if judge else 'the least validation loss'}" * (len(plan.runs) > 1)
     shown = [{"label": run.label, "best": best * (run is plan.best), **picture(p)} for run, p in drawn[: page.pictures]]
     rest = "the others are prediction.png in their runs' folders."
@@ -408,10 +539,7 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
 
 def picture(path: Path) -> View:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; run the stage that writes it first") from None
+    content = path.read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
         raise UserError(f"{path}: not a whole PNG file; delete it and run its stage again")
     width, height = struct.unpack(">II", content[16:24])
@@ -457,7 +585,7 @@ def _plain(value: Any) -> str:
 
 #: The sections of a plan, in the page's order.
 SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
-    lambda plan, page: trials.sweep(plan),
+    sweep,
     lambda plan, page: scaling.section(plan),
     lambda plan, page: scaling.convergence(plan),
     lambda plan, page: scaling.parallelism(plan),
@@ -465,7 +593,7 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     lambda plan, page: curves.beside(plan, page.references),
     lambda plan, page: profiles.throughput(plan),
     lambda plan, page: profiles.section(plan, page.folder),
-    lambda plan, page: trials.tunings(plan),
+    tunings,
     lambda plan, page: profiles.efficiency(plan),
     lambda plan, page: profiles.watched(plan),
     all_runs,

@@ -166,14 +166,13 @@ class SpeedUps:
     @cached_property
     def floor(self) -> float:
         """Logarithm of the ratio, in turns, that the same work has beyond the spread of openings."""
-        same = [found for one, other in self._alike(itself=True) if (found := self._in_turns(one, other))]
+        same = [found for one, other in self._alike() if (found := self._in_turns(one, other))]
         return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
     def apart(self) -> float:
         """Logarithm of the ratio that the same work has, measured apart."""
-        same = [abs(math.log((run.speed or 1) / (other.speed or 1))) for run, other in self._alike()]
-        return max([APART, *same])
+        return max([APART, *(abs(math.log((a.speed or 1) / (b.speed or 1))) for a, b in self._alike())])
 
     def _in_turns(self, run: RunResult, other: RunResult, floor: float = 0.0, looks: int = 1) -> SpeedUp | None:
         """Return the ratio by turns of a run with another, or of both with a third; None where there were none.
@@ -191,9 +190,9 @@ class SpeedUps:
             found = [*back, *third, *straight]
         return by_turns(*found[0], self._opening, floor, looks) if found else None
 
-    def _alike(self, itself: bool = False) -> Iterator[tuple[RunResult, RunResult]]:
-        combine = itertools.combinations_with_replacement if itself else itertools.combinations
-        return ((run, other) for run, other in combine(self.runs, 2) if run.compute == other.compute)
+    def _alike(self) -> Iterator[tuple[RunResult, RunResult]]:
+        pairs = itertools.combinations_with_replacement(self.runs, 2)
+        return ((run, other) for run, other in pairs if run.compute == other.compute)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -217,9 +216,7 @@ class SpeedUps:
         if not self.first.speed:
             ranked = sorted(groups, key=lambda group: -group.speed)
         own = next((group for group in groups if self.first in group.runs), None)
-        best = ranked[0]
-        if own and best is not own and self._noise(best.runs, [self.first], looks):
-            best = own
+        best = own if own and self._noise(ranked[0].runs, [self.first], looks) else ranked[0]
         like = [group for group in ranked if group is not best and self._noise(best.runs, group.runs, looks)]
         return best, like
 
@@ -325,7 +322,6 @@ def series(plan: PlanResult) -> list[Series]:
 
 
 def _shared(run: RunResult) -> dict[str, Any]:
-    """Return the settings that the runs of a series share."""
     every = flat(run.settings).items()
     return {key: value for key, value in every if key not in _OWN and key.partition(".")[0] not in _LATER}
 

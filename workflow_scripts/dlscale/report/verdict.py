@@ -83,11 +83,8 @@ def bound(throughput: Throughput | None) -> Bound | None:
         advice = "That is what one after the other gives: they do not overlap."
     elif share < 0.8:
         advice = "They overlap only in part."
-    why = (
-        f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}. "
-        f"FULL reaches {reaches}. {advice}"
-    )
-    return Bound(what, key, why, share, loading)
+    alone = f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}."
+    return Bound(what, key, f"{alone} FULL reaches {reaches}. {advice}", share, loading)
 
 
 # ---- a quiet machine ---------------------------------------------------------------------------------
@@ -115,9 +112,6 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | Non
 
 # ---- the verdict -------------------------------------------------------------------------------------
 
-#: Why a GPU's clocks go down that is no fault.
-POWER_CAP = "power cap"
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -140,8 +134,7 @@ class Evidence:
 
     @property
     def cuda(self) -> bool:
-        device = (self.throughput or self.profile or Throughput()).device
-        return device.kind == "cuda"
+        return (self.throughput or self.profile or Throughput()).device.kind == "cuda"
 
     @property
     def activity(self) -> Activity:
@@ -355,29 +348,23 @@ def launches(evidence: Evidence) -> Finding | None:
     """Find operators that take longer to call than to compute."""
     if evidence.setting("cuda_graph") or evidence.loading:
         return None
-    seconds, launched = evidence.step_seconds, evidence.activity.launches
     if evidence.idle:
         idle, for_data = evidence.idle
-        share = idle - for_data
+        share, launched = idle - for_data, evidence.activity.launches
         with_ = f" with {number(launched)} launches in it" if launched else ""
         why = f"The device is idle for {percent(share)} of a step{with_}: the host does not keep up."
         if share < 0.25 or sync(evidence):
             return None
     else:
-        work = evidence.throughput.work if evidence.throughput else None
-        peaks = evidence.throughput.peaks if evidence.throughput else None
-        rate, batch = evidence.rate("SYNTHETIC"), evidence.throughput.batch_size if evidence.throughput else None
-        if rate and batch:
-            seconds = batch / rate
-        operators = work.operators if work else None
-        each = peaks.operator_seconds if peaks else None
-        if not (operators and each and seconds) or evidence.compiled:
+        measured, rate = evidence.throughput, evidence.rate("SYNTHETIC")
+        if not (measured and measured.batch_size and measured.work and measured.peaks and rate) or evidence.compiled:
             return None
-        share = operators * each / seconds
+        operators, each = measured.work.operators or 0.0, measured.peaks.operator_seconds or 0.0
+        seconds = measured.batch_size / rate
+        share = min(operators * each / seconds, 1.0)
         # A GPU computes meanwhile: the host holds it up when calling takes all of the step.
         if share < (0.9 if evidence.cuda else 0.3):
             return None
-        share = min(share, 1.0)
         why = (
             f"A step calls {number(operators)} operators, and {1e6 * each:.1f} µs to call each are {percent(share)} of "
             f"its {1e3 * seconds:.1f} ms."
@@ -394,21 +381,20 @@ def sync(evidence: Evidence) -> Finding | None:
     items = activity.items or 0.0
     share: float | None = None
     if evidence.idle and activity.sync_seconds is not None and seconds:
-        waited = activity.sync_seconds / seconds
-        if waited < LEAST or (not items and (activity.syncs or 0) < 1):
-            return None
+        waited, (idle, for_data) = activity.sync_seconds / seconds, evidence.idle
         # Only an idle device costs time, and not one that waits for data.
-        idle, for_data = evidence.idle
         share = idle - max(for_data, evidence.loading)
-        if share < LEAST:
+        if min(waited, share) < LEAST or (not items and (activity.syncs or 0) < 1):
             return None
         why = (
             f"The host waits for the device {number(activity.syncs or items)} times a step, for {percent(waited)} of "
             f"it, and has nothing ready when it goes on: the device is idle for {percent(idle)}."
         )
     elif items >= 1:
-        why = f"A step reads {many(round(items), 'number')} from tensors (`.item()`, `float()`, `if tensor`)"
-        why += ": on a GPU the host waits there until all before it is computed. On a processor it costs nothing."
+        why = (
+            f"A step reads {many(round(items), 'number')} from tensors (`.item()`, `float()`, `if tensor`): on a GPU "
+            "the host waits there until all before it is computed. On a processor it costs nothing."
+        )
     else:
         return None
     return Finding(
@@ -424,13 +410,12 @@ def memory(evidence: Evidence) -> Finding | None:
     """Find operators that move more than they compute."""
     measured = evidence.throughput
     used = measured.mbu("SYNTHETIC") if measured else None
-    if not (measured and used and measured.work and measured.peaks) or launches(evidence) or evidence.loading:
-        return None
-    if evidence.compiled:  # nobody knows which passes are left
+    # Of a compiled step nobody knows which passes are left.
+    if not (measured and used and measured.work and measured.peaks and not evidence.compiled):
         return None
     moving = (measured.work.bytes or 0.0) / measured.peaks.bytes_per_second
     computing = measured.work.flops / measured.peaks.flops
-    if moving < 1.5 * computing or used < 0.4:
+    if moving < 1.5 * computing or used < 0.4 or launches(evidence) or evidence.loading:
         return None
     half = [] if "16" in str(evidence.setting("precision", "")) else ["precision: bf16 (half the bytes)"]
     rungs = ["compile: {mode: default} (one pass for many)", *half, "memory_format: channels_last for convolutions"]
@@ -447,9 +432,9 @@ def memory(evidence: Evidence) -> Finding | None:
 def copies(evidence: Evidence) -> Finding | None:
     """Find copies to the device from memory that is not page-locked."""
     activity, seconds = evidence.activity, evidence.step_seconds
-    if not (activity.pageable_bytes and activity.copy_seconds and seconds):
-        return None
-    if activity.pageable_bytes < 0.1 * (activity.copy_bytes or activity.pageable_bytes):
+    if not (activity.pageable_bytes and activity.copy_seconds and seconds) or (
+        activity.pageable_bytes < 0.1 * (activity.copy_bytes or activity.pageable_bytes)
+    ):
         return None
     return Finding(
         "copies",
@@ -488,7 +473,7 @@ def throttled(evidence: Evidence) -> Finding | None:
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
     held = watched.throttled_seconds / watched.seconds
     # A busy GPU is always at its power cap: there only lost cycles count. Heat is a fault.
-    share = watched.clock_loss if reasons == [POWER_CAP] else held
+    share = watched.clock_loss if reasons == ["power cap"] else held
     return Finding(
         "throttled",
         "clocks held back",
@@ -583,10 +568,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def lines(name: str, found: Verdict) -> list[str]:
     """Return a verdict as lines of text."""
-    unknown = found.bound and found.bound.what == UNKNOWN
-    bound_by = f": bound by {found.bound.what}" if found.bound else ""
-    text = [f"{name}{': what bounds it is not known' if unknown else bound_by}"]
-    text += _wrapped(found.bound.why) if found.bound else []
+    text = [name]
+    if found.bound:
+        said = "what bounds it is not known" if found.bound.what == UNKNOWN else f"bound by {found.bound.what}"
+        text = [f"{name}: {said}", *_wrapped(found.bound.why)]
     for finding in found.findings:
         costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
         text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
