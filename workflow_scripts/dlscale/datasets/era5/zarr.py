@@ -15,10 +15,9 @@ from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
-from dlscale.datasets.era5.cf import create_series
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import Era5Source, wanted_names
-from dlscale.datasets.era5.variables import gridded, open_xarray
+from dlscale.datasets.era5.simulator import create_series
+from dlscale.datasets.era5.source import Era5Source, gridded, open_xarray, wanted_names
 
 if TYPE_CHECKING:
     import xarray as xr
