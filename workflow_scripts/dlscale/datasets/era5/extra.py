@@ -48,10 +48,6 @@ class Extra(Record):
         steps = 24 / self.step_hours
         return round(steps) if steps == round(steps) else None
 
-    def ahead(self, steps: int) -> str:
-        """Return the time of so many stored steps, in words."""
-        return f"{steps * self.step_hours:g} h"
-
     def hours(self, file: File, rows: np.ndarray) -> np.ndarray:
         """Return the times of a file's rows, hours since 1970, float64."""
         return self.starts[file.digest] + self.step_hours * np.asarray(rows, float)

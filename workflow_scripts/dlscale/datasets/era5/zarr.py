@@ -77,9 +77,7 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
         with warnings.catch_warnings():  # that it is not consolidated, e.g.
             warnings.simplefilter("ignore")
             return open_xarray(urls.whole(origin) if remote else origin, "zarr", chunks=None, **options)
-    except ImportError as error:
-        raise UserError(f"{origin}: a package for such addresses is missing ({error}); pip install it") from None
-    except Exception as error:
+    except Exception as error:  # a package for such addresses may be missing, too
         text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
         raise UserError(
             f"{origin}: there is no Zarr store that can be opened ({text}); expected a folder or address of a group; "

@@ -49,8 +49,3 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
     facts = [f"{len(names)} classes", edges]
     manifest = new_manifest(dataset, fields, splits, folder)
     return manifest.model_copy(update={"extra": {"classes": names}, "facts": facts})
-
-
-def complete(dataset: ImagenetDataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
-    """Return the manifest as it is: normalisation is the model's."""
-    return manifest
