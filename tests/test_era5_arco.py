@@ -21,8 +21,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5 import kind
 from dlscale.datasets.era5.describe import CHANNELS
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import open_source
-from dlscale.datasets.era5.variables import relative_humidity, saturation_pressure
+from dlscale.datasets.era5.source import open_source, relative_humidity, saturation_pressure
 from dlscale.datasets.era5.zarr import acquire
 from dlscale.datasets.mnist.kind import MnistDataset
 from tests.conftest import ROOT, make_dataset

@@ -5,7 +5,6 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -104,23 +102,6 @@ def test_samples_depend_on_nothing_but_their_number() -> None:
     noise = images(target="noise")
     assert noise.std() == pytest.approx(12**-0.5, abs=0.03) and 0 <= noise.min() < 0.1 and 0.9 < noise.max() < 1
     assert not (noise == first).any()
-
-
-def test_a_part_runs_again_when_it_changes_and_only_then() -> None:
-    def settings(split: str, source: dict[str, Any]) -> Any:
-        dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
-        return KIND.part_settings(dataset, next(part for part in KIND.parts(dataset) if part.split == split))
-
-    simulated = {"kind": "simulated", "train": 6, "valid": 3}
-    more = {**simulated, "valid": 4}
-    assert settings("train", simulated) == settings("train", more)
-    assert settings("valid", simulated) != settings("valid", more)
-    both = {"train": {"input": "a.npy", "target": "b.npy"}, "valid": {"input": "c.npy", "target": "d.npy"}}
-    swapped = {**both, "train": {"input": "b.npy", "target": "a.npy"}}
-    arrays: dict[str, Any] = {"kind": "arrays", **both}
-    assert settings("train", arrays) != settings("train", {"kind": "arrays", **swapped})
-    assert settings("train", arrays) != settings("train", {**arrays, "input": {"unit": "K"}})
-    assert settings("valid", arrays) == settings("valid", {"kind": "arrays", **swapped})
 
 
 # ---- arrays of one's own -----------------------------------------------------------------------------
@@ -340,22 +321,6 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
     assert metrics["rmse_of_naive"] == pytest.approx(12**-0.5, rel=0.02)
 
 
-@pytest.mark.slow
-def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a preview a $ is a $, by which matplotlib begins mathematics: as if each had been escaped."""
-    x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
-    files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, 0])}
-    source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
-    pictures = []
-    for names in (["a$_$b", "p$x$q"], [r"a\$_\$b", r"p\$x\$q"]):
-        named = {"channels": names, "unit": names[1]}
-        dataset = {"kind": "starter", "source": {**source, "input": named}}
-        folder = make_dataset(tmp_path / f"{len(pictures)}/data", dataset)
-        pictures.append(matplotlib.image.imread(folder / "preview.png"))
-        monkeypatch.setattr("dlscale.data.preview.literal_text", contextlib.nullcontext)
-    assert np.array_equal(*pictures)
-
-
 # ---- new studies -------------------------------------------------------------------------------------
 
 
@@ -370,9 +335,9 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     ("name", "message"),
     [
         *((name, "expected up to 40 lower-case letters") for name in ("my-study", "2d", "class", "", "a" * 41)),
-        ("on", "YAML reads this word as a boolean or as null, not as a name"),
-        ("starter_cnn", "dlscale has a study of this name"),
-        ("numpy", "Python has a module 'numpy' already"),
+        ("on", "no word of Python or YAML"),
+        ("starter_cnn", "a study of dlscale or a module of Python has this name"),
+        ("numpy", "a study of dlscale or a module of Python has this name"),
     ],
 )
 def test_names_that_cannot_be(name: str, message: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from dlscale.measure.records import Throughput, Trials
-from tests.published.scaling import lines, read_rates
+from tests.published.scaling import read_rates
 
 
 def document(*rates: float) -> str:
@@ -23,11 +21,3 @@ def test_it_takes_our_record_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "throughput.json"
     path.write_text(Throughput(io=trials(30.0), synthetic=trials(20.0), full=trials(10.0)).text() + "\n")
     assert read_rates(path) == (30.0, 20.0, 10.0)
-
-
-def test_ideal_is_the_first_as_many_times() -> None:
-    drawn = lines({1: (3.0, 2.0, 1.0), 2: (5.0, 4.0, 1.5), 32: (9.0, 60.0, 25.0)})
-    assert drawn["FULL"] == [1.0, 1.5, 25.0] and drawn["FULL ideal"] == [1.0, 2.0, 32.0]
-    assert drawn["SYNTHETIC ideal"] == [2.0, 4.0, 64.0] and drawn["IO ideal"] == [3.0, 6.0, 96.0]
-    with pytest.raises(AssertionError, match="one node"):
-        lines({2: (1.0, 1.0, 1.0)})

@@ -513,8 +513,8 @@ def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
                     for v in (other, first)
                 )
                 raise UserError(
-                    f"'{channel}' is on another grid or in other units: {found} in '{other.units}', but {expected} in "
-                    f"'{variables[0].units}'; bring all to one grid, and each channel to one unit"
+                    f"'{channel}' is on another grid or in other units: {found}, in '{other.units}'; expected "
+                    f"{expected}, in '{variables[0].units}'; bring all to one grid, and each channel to one unit"
                 )
 
 
@@ -537,7 +537,7 @@ def _common_times(
                 "change `step_hours`, add files, or fetch a torn one again"
             )
         kept[channel] = times
-    every = functools.reduce(np.union1d, kept.values())
+    every = np.unique(np.concatenate(list(kept.values())))
     steps, counts = np.unique(np.diff(every), return_counts=True)
     step = np.timedelta64(step_hours or 1, "h") if step_hours or not steps.size else steps[counts.argmax()]
     expected = np.arange(every[0], every[-1] + np.timedelta64(1, "s"), step)
