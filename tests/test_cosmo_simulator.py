@@ -287,13 +287,3 @@ def test_same_arguments_same_bytes_and_other_arguments_another_box(tmp_path: Pat
             densities.append(np.log(file["Hydro"][0]).ravel())
     # 24³ cells scatter by 1 %, a few per cent with the large modes that they share
     assert abs(np.corrcoef(densities) - np.eye(4)).max() < 0.15
-
-
-def test_an_interrupted_box_leaves_nothing(tmp_path: Path) -> None:
-    def stop(phase: int, phases: int) -> None:
-        if phase == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        simulate(tmp_path / "box.h5", grid=16, box_mpc_h=20.0, seed=0, index=0, progress=stop)
-    assert not list(tmp_path.iterdir())

@@ -250,24 +250,6 @@ def test_crop_and_downsampling_against_a_slow_loop(tmp_path: Path, form: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
-def test_period_and_step(tmp_path: Path, form: str) -> None:
-    """Hourly data from 27 February to 1 March 2020: the 29th counts, and the days are inclusive."""
-    states = atmosphere(step=1, names=("t2m",), hours=100)
-    path = write(states, tmp_path / "file", form, chunk=7)
-    truth = truth_of(states, path, form).t2m
-    hourly = open_source(settings(["t2m"]), part("2020-02-28", "2020-02-29"), [path])
-    expected = truth.sel(time=slice("2020-02-28", "2020-02-29")).values.astype(np.float32)
-    np.testing.assert_array_equal(fields(hourly)[:, 0], expected)
-    assert hourly.fields[0].rows == 48
-    for step in (1, 3, 6, 12, 24):
-        source = open_source(settings(["t2m"], step_hours=step), part("2020-02-28", "2020-02-29"), [path])
-        np.testing.assert_array_equal(fields(source)[:, 0], expected[::step])
-        assert source.row_coordinates["time"][0] % step == 0
-    assert open_source(settings(["t2m"]), part(), [path]).fields[0].rows == 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
 def test_spread_over_files(tmp_path: Path, form: str) -> None:
     """A file a day and channel, given in any order, some in another format and from south to north."""
     states = atmosphere(names=("t2m", "u10"))

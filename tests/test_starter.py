@@ -359,7 +359,7 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_new_study_is_the_shipped_one_under_its_name(tmp_path: Path) -> None:
-    """In another folder: its style is kept, its tests pass, its configuration resolves."""
+    """In another folder: its style is kept, its tests pass."""
     folder = tmp_path / "it's FILE & all"
     done = dlscale("dlscale", "new-study", "steep_fields", "--at", str(folder))
     assert done.returncode == 0, done.stderr
@@ -375,13 +375,3 @@ def test_a_new_study_is_the_shipped_one_under_its_name(tmp_path: Path) -> None:
         assert found.returncode == 0, found.stdout
     tested = dlscale("pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_steep_fields.py"), cwd=tmp_path)
     assert tested.returncode == 0 and "6 passed" in tested.stdout, tested.stdout
-    code = (
-        "import sys; from dlscale.config import resolve\n"
-        "loaded = resolve.load_files(sys.argv[1])\n"
-        "plan = loaded.workflow.plans['steep_fields_ladder']\n"
-        "print(*plan.runs, *plan.measure, *loaded.workflow.targets)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    words = [sys.executable, "-c", code, str(folder / "steep_fields_run.yaml")]
-    told = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert told.stdout == "baseline fused bf16 train throughput profile steep_fields_ladder\n", told.stderr

@@ -43,9 +43,6 @@ CHANNELS = {
     "r@850": "%",
     "tcwv": "kg m**-2",
 }
-#: Days at most that the mean of an hour of day is taken over, evenly spread: of years of large fields more would only
-#: take longer to read.
-DAYS = 64
 
 
 def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
@@ -222,7 +219,8 @@ def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -
     means = np.lib.format.open_memmap(stats / "hour_means.npy", mode="w+", dtype=np.float32, shape=shape)
     for hour in range(extra.day):
         (there,) = np.nonzero(slot == hour)
-        chosen = [rows[index] for index in there[sampling.evenly(len(there), DAYS)]]
+        # Of 64 days at most, evenly spread: of years of large fields more would only take longer to read.
+        chosen = [rows[index] for index in there[sampling.evenly(len(there), 64)]]
         total = np.zeros(shape[1:])
         for file, row in chosen:
             total += readers[file.digest][row : row + 1, :, : shape[2], : shape[3]][0]

@@ -18,6 +18,7 @@ from dlscale.config.dataset import (
     Split,
     check_digests,
     refuse_changed,
+    refuse_shared,
 )
 from dlscale.core.schema import Extent, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
@@ -49,10 +50,7 @@ class Era5Simulated(Strict):
 
     @model_validator(mode="after")
     def _disjoint(self) -> Era5Simulated:
-        years = [*self.train, *self.valid, *self.test]
-        repeated = sorted({year for year in years if years.count(year) > 1})
-        if repeated:
-            raise ValueError(f"year {repeated[0]} stands twice: splits must be disjoint periods")
+        refuse_shared(*([str(year) for year in getattr(self, split)] for split in SPLITS))
         return self
 
 

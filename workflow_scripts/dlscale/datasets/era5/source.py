@@ -58,9 +58,7 @@ SHORT_NAMES = {
     "relative_humidity": "r",
 }
 #: Coordinates that say how far forecasts look ahead.
-LEADS = ("step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime")
-#: Key of GRIB's messages that tell variables, and then their times, apart.
-KEYS = ("cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time")
+LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: Points from east to west; down columns, not along rows; every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
@@ -155,7 +153,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     dims = [axis.dims[0] for axis in axes.values()]
     complete = {"time", "latitude", "longitude"} <= axes.keys() and array.size > 0
     # The times of a forecast without `valid_time` are those at which it began.
-    dated = complete and (axes["time"].name == "valid_time" or not any(lead in array.coords for lead in LEADS))
+    dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(map(str, array.coords)))
     if not dated or sorted(map(str, dims)) != sorted(map(str, array.dims)):
         sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
         raise UserError(
@@ -253,7 +251,9 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
     with reading(path):
-        index = messages.FileIndex.from_fieldset(stream, list(KEYS), cfmessage.COMPUTED_KEYS)
+        # What tells variables, and then their times, apart.
+        keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
+        index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
     series: dict[tuple[str, str], list[tuple[int, Any]]] = {}  # time and place of each message, by channel and grid
     for (cf_name, own, kind, level, grid, time), offsets in index.iter_index():
         name = own if cf_name in ("unknown", "undef") else cf_name

@@ -22,10 +22,7 @@ from dlscale.datasets.era5.source import Era5Source, gridded, open_xarray, wante
 if TYPE_CHECKING:
     import xarray as xr
 
-_ATTEMPTS = 4  # at a block from a remote store, with pauses from 1 s up: hours of reading should survive a hiccup
 _LONGEST_WAIT_S = 30.0
-_NETWORK = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
-_DAMAGED = "the store may be incomplete or damaged: copy it again"
 # public archives are read without an account, unless fsspec's own configuration names one
 _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": "anon"}, "s3": {"anon": True}}
 
@@ -39,9 +36,12 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     import h5netcdf
 
     remote = "://" in raw.origin
-    advice = _NETWORK if remote else _DAMAGED
+    advice = "the store may be incomplete or damaged: copy it again"
+    if remote:
+        advice = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
+    # At a block, with pauses from 1 s up: hours of reading should survive a hiccup.
     retrying = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(_ATTEMPTS if remote else 1),
+        stop=tenacity.stop_after_attempt(4 if remote else 1),
         wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT_S),
         retry=tenacity.retry_if_exception_type(UserError),
         reraise=True,

@@ -18,8 +18,6 @@ from dlscale.core.files import stamp
 from dlscale.datasets.imagenet.pack import Picture, shard, write_pack
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-#: Threads that look at folders: on a network's file system each look is a wait.
-LOOKING = 8
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
@@ -62,7 +60,7 @@ def pictures(folder: Path, classes: list[str]) -> list[Picture]:
 def looks(folder: str, shards: int) -> list[str]:
     """Return a digest for each shard of a split, of classes and of names, sizes and times of images."""
     names = class_names(Path(folder))
-    with ThreadPoolExecutor(LOOKING) as pool:
+    with ThreadPoolExecutor(8) as pool:  # on a network's file system each look is a wait
         lines = [line for of_class in pool.map(lambda name: _lines(Path(folder, name)), names) for line in of_class]
     shares = (shard(len(lines), number, shards) for number in range(shards))
     texts = ("\0".join([*names, *lines[share.start : share.stop]]) for share in shares)
