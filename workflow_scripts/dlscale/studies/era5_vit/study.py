@@ -260,7 +260,9 @@ class Era5ViT(Study):
                 zip(info.channels, info.units, info.transforms, strict=True)
             )
         ][:4]
-        figure = comparison(rows, ["input", "truth", "prediction"], *extra.axes())
+        labels = ("longitude (degrees)", "latitude (degrees)")
+        extent = (extra.longitude[0], extra.longitude[-1], extra.latitude[-1], extra.latitude[0])
+        figure = comparison(rows, ["input", "truth", "prediction"], labels, extent)
         figure.suptitle(f"first validation pair: {run.samples.dt * extra.step_hours:g} h ahead", fontsize=9)
         return figure
 
