@@ -80,7 +80,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     if len(channels) != shape[1] or rows > shape[2] or columns > shape[3]:
         raise UserError(
             f"{root}: files hold {shape[1]} channels of {shape[2]} x {shape[3]} points, the configuration names "
-            f"{len(channels)}, and a crop of {rows} x {columns}; name all channels in order, and crop no more than "
+            f"{len(channels)}, and crop {rows} x {columns}; name all channels in order, and crop no more than "
             "there is"
         )
     if len(axes) < 2:
@@ -98,6 +98,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
         std=std,
         channel_axis=1,
     )
+    info.check_varies(f"{root}/stats/global_stds.npy")
     climatology = root / "stats" / "time_means.npy"
     if known := climatology.is_file():
         _means(climatology, len(channels), (rows, columns))

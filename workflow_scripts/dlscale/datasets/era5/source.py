@@ -501,13 +501,13 @@ def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
     """Refuse variables on another grid than the `first` (up to rounding and whole turns), or in other units."""
     for channel, variables in holders.items():
         for other in variables:
-            same = other.units.replace("**", "") == variables[0].units.replace("**", "")  # m s**-1 is m s-1
-            if first.latitude.shape == other.latitude.shape and first.longitude.shape == other.longitude.shape:
-                east = (first.longitude - other.longitude + 180.0) % 360.0 - 180.0
-                same &= bool(max(abs(first.latitude - other.latitude).max(), abs(east).max()) < 1e-3)
-            else:
-                same = False
-            if not same:
+            alike = (
+                other.units.replace("**", "") == variables[0].units.replace("**", "")  # m s**-1 is m s-1
+                and (other.latitude.shape, other.longitude.shape) == (first.latitude.shape, first.longitude.shape)
+                and abs(first.latitude - other.latitude).max() < 1e-3
+                and abs((first.longitude - other.longitude + 180.0) % 360.0 - 180.0).max() < 1e-3
+            )
+            if not alike:
                 found, expected = (
                     f"{v.latitude.size} x {v.longitude.size} from {v.latitude[0]:g}, {v.longitude[0]:g} in {v.origin}"
                     for v in (other, first)
@@ -525,12 +525,11 @@ def _common_times(
     kept: dict[str, np.ndarray] = {}
     for channel, variables in holders.items():
         there = np.sort(np.concatenate([variable.times for variable in variables]))
-        first, last = period or (there[0].astype("datetime64[D]"), there[-1].astype("datetime64[D]"))
-        begin, end = np.datetime64(first, "D"), np.datetime64(last, "D") + 1
-        times = there[(there >= begin) & (there < end)]
+        first, last = np.array(period or (there[0], there[-1]), "datetime64[D]")
+        times = there[(there >= first) & (there < last + 1)]
         if step_hours:
             times = times[times.astype(np.int64) % (3600 * step_hours) == 0]
-        if there[0] >= begin + 1 or there[-1] < end - 1 or not times.size:
+        if there[0] >= first + 1 or there[-1] < last or not times.size:
             raise UserError(
                 f"{label}: needs {first} to {last}, at multiples of step_hours ({step_hours}) from midnight UTC, but "
                 f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}; set the dataset's `split` within that, "
