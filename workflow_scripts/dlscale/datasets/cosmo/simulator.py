@@ -72,7 +72,10 @@ def evolve(delta: Values, box: float) -> Iterator[tuple[str, str, Array]]:
     `box` is its side in Mpc/h.
     """
     displacement = zeldovich(delta, box)
-    speed = velocity_per_displacement()
+    # km/s a Mpc/h: a·H·f, the growing mode's peculiar velocity over its comoving displacement, with f = Ω_m(z)^0.55
+    # (Linder 2005, arXiv:astro-ph/0507263).
+    hubble = 100 * math.sqrt(OMEGA_M * (1 + REDSHIFT) ** 3 + 1 - OMEGA_M)
+    speed = np.float32(hubble / (1 + REDSHIFT) * _omega_m_at(REDSHIFT) ** 0.55)
 
     density = deposit(displacement, box)
     yield "Nbody", "dm_density", density
@@ -136,15 +139,6 @@ def growth(redshift: float = REDSHIFT) -> float:
         return 2.5 * m / (math.pow(m, 4 / 7) - vacuum + (1 + m / 2) * (1 + vacuum / 70)) / (1 + redshift)
 
     return factor(redshift) / factor(0.0)
-
-
-def velocity_per_displacement(redshift: float = REDSHIFT) -> np.float32:
-    """Return a·H·f, km/s a Mpc/h: the growing mode's peculiar velocity over its comoving displacement.
-
-    f = Ω_m(z)^0.55 (Linder 2005, arXiv:astro-ph/0507263).
-    """
-    hubble = 100 * math.sqrt(OMEGA_M * (1 + redshift) ** 3 + 1 - OMEGA_M)  # km/s a Mpc/h
-    return np.float32(hubble / (1 + redshift) * _omega_m_at(redshift) ** 0.55)
 
 
 def _omega_m_at(redshift: float) -> float:
