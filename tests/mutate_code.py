@@ -489,7 +489,7 @@ MUTATIONS = [
     ),
     Mutation(
         "humidity_over_water_alone",
-        "datasets/era5/variables.py",
+        "datasets/era5/source.py",
         "share * water + (1.0 - share) * ice",
         "water",
         "test_era5_arco.py::test_relative_humidity_is_that_of_the_ifs",

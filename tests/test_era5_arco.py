@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import math
 from collections.abc import Callable
@@ -14,16 +13,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from dlscale.core.errors import UserError
 from dlscale.core.settings import read_yaml
-from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5 import kind
 from dlscale.datasets.era5.describe import CHANNELS
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import open_source
-from dlscale.datasets.era5.variables import relative_humidity, saturation_pressure
-from dlscale.datasets.era5.zarr import acquire
+from dlscale.datasets.era5.source import relative_humidity, saturation_pressure
 from dlscale.datasets.mnist.kind import MnistDataset
 from tests.conftest import ROOT, make_dataset
 
@@ -160,25 +155,6 @@ def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
     assert fetched() != fetched(crop=[640, 1440])
     assert fetched() != fetched(downsample=4)
     assert fetched() == fetched(split=shipped()["split"] | {"test": None})
-
-
-def read_of(store: Path, channels: list[str]) -> np.ndarray:
-    dataset = Era5Dataset.model_validate(small(store) | {"channels": channels})
-    raw = RawFile("valid-2020.nc", str(store), period=(dt.date(2020, 1, 2), dt.date(2020, 1, 2)))
-    acquire(dataset, raw, store.with_suffix(".nc"))
-    source = open_source(dataset, Part("valid", "2020", ()), [store.with_suffix(".nc")])
-    values: np.ndarray = source.read(0, source.fields[0].rows)["fields"]
-    source.close()
-    return values
-
-
-def test_without_what_it_is_made_of_the_channel_is_said_to_be_missing(tmp_path: Path) -> None:
-    write(arco(hours=24, first="2020-01-02").drop_vars("specific_humidity"), tmp_path / "store")
-    with pytest.raises(UserError, match=r"no file holds the channel 'r@500'"):
-        read_of(tmp_path / "store", ["r@500"])
-    write(arco(hours=24, first="2020-01-02").sel(level=[500, 850]), tmp_path / "levels")
-    with pytest.raises(UserError, match=r"no file holds the channel 'r@1000'.*there are: r@500, r@850"):
-        read_of(tmp_path / "levels", ["r@1000"])
 
 
 def test_relative_humidity_is_that_of_the_ifs() -> None:

@@ -12,17 +12,14 @@ import pytest
 import torch
 
 from dlscale.config.run import RunCore
-from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.models.losses import l1, relative_l2
-from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights, mean_square, skill
+from dlscale.models.metrics import MetricSum, latitude_weights
 from dlscale.studies.base import Metrics
 from dlscale.studies.cosmo_unet.study import STUDY as COSMO_UNET
 from dlscale.studies.era5_vit.study import STUDY as ERA5_VIT
-from tests.conftest import COSMO as COSMO_DATA
-from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_run
-from tests.conftest import ERA5 as ERA5_DATA
+from tests.conftest import make_dataset, make_run
 
 CPU = torch.device("cpu")
 
@@ -88,23 +85,6 @@ def run_of(folder: Path, study: str, settings: dict[str, Any], data: dict[str, A
     return load_run(make_run(folder, study, settings, data), "train")
 
 
-def test_the_studies_use_the_loss_that_was_asked_for(tmp_path: Path) -> None:
-    p, t = f32(0.1 * random(2, 5, 4, 4)), f32(0.1 * random(2, 5, 4, 4, seed=1))
-
-    def cosmo(**loss: Any) -> RunCore:
-        return run_of(tmp_path, "cosmo_unet", COSMO_RUN | {"loss": loss}, COSMO_DATA)
-
-    def era5(**loss: Any) -> RunCore:
-        return run_of(tmp_path, "era5_vit", ERA5_RUN | {"loss": loss}, ERA5_DATA)
-
-    assert torch.equal(COSMO_UNET.loss(cosmo())(p, t), l1(p, t))
-    assert torch.equal(COSMO_UNET.loss(cosmo(density_weight=0.5))(p, t), l1(p, t, 0.5))
-    assert (l1(p, t, 0.5) > l1(p, t)).all()
-    assert torch.equal(ERA5_VIT.loss(era5())(p, t), relative_l2(p, t))
-    with pytest.raises(UserError, match=r"loss\.kind"):
-        COSMO_UNET.loss(cosmo(kind="relative_l2"))
-
-
 # --- pieces -----------------------------------------------------------------------------------------------------
 
 
@@ -116,35 +96,6 @@ def test_latitude_weights_are_cosines_with_mean_one() -> None:
     np.testing.assert_allclose(w[:, 0].numpy(), np.cos(np.radians(latitude)) / np.cos(np.radians(latitude)).mean())
     assert (latitude_weights(torch.tensor([90.0, 0.0, -90.0])) >= 0).all(), "rounding makes no negative weight"
     assert torch.equal(latitude_weights(torch.zeros(4)), torch.ones(4, 1))
-
-
-def test_there_is_no_skill_against_an_exact_answer() -> None:
-    found = skill(torch.ones(2), torch.tensor([2.0, 0.0]))
-    assert found[0] == 0.5 and found[1].isnan()
-
-
-def test_mean_square_weighs_the_points() -> None:
-    d, latitude = random(2, 3, 5, 7), np.linspace(80, -40, 5)
-    w = np.cos(np.radians(latitude))
-    expected = (d**2 * w[:, None]).sum(axis=(2, 3)) / (7 * w.sum())
-    found = mean_square(torch.from_numpy(d), latitude_weights(torch.from_numpy(latitude)))
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
-
-
-def test_anomaly_correlation_is_its_formula() -> None:
-    p, t, c = random(2, 3, 5, 7), random(2, 3, 5, 7, seed=1), random(3, 5, 7, seed=2)
-    latitude = np.linspace(80, -40, 5)
-    w = np.cos(np.radians(latitude))[:, None]
-    expected = np.empty((2, 3))
-    for sample, channel in np.ndindex(2, 3):
-        a, b = p[sample, channel] - c[channel], t[sample, channel] - c[channel]
-        expected[sample, channel] = (w * a * b).sum() / np.sqrt((w * a * a).sum() * (w * b * b).sum())
-    p_, t_, c_ = (torch.from_numpy(value) for value in (p, t, c))
-    weights = latitude_weights(torch.from_numpy(latitude))
-    np.testing.assert_allclose(anomaly_correlation(p_, t_, c_, weights).numpy(), expected, rtol=1e-12)
-    np.testing.assert_allclose(anomaly_correlation(t_, t_, c_, weights).numpy(), 1, rtol=1e-12)
-    opposite = 2 * c_ - t_
-    np.testing.assert_allclose(anomaly_correlation(opposite, t_, c_, weights).numpy(), -1, rtol=1e-12)
 
 
 def test_sums_over_batches_are_those_over_all_at_once() -> None:

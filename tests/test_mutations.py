@@ -34,8 +34,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
 from dlscale.data.store import Reader
 from dlscale.datasets.imagenet.folder import pictures
-from dlscale.datasets.imagenet.pack import Pack
-from dlscale.datasets.imagenet.packing import write_pack
+from dlscale.datasets.imagenet.pack import Pack, write_pack
 from dlscale.parallel.world import World
 from dlscale.report import imports
 from dlscale.train.around import verify

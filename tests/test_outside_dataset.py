@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from dlscale.core.errors import UserError
 from dlscale.data import parts
 from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
-from dlscale.data.parts import load_dataset
 from dlscale.data.preview import first_rows
 from dlscale.data.store import Reader
 from tests.conftest import make_dataset, make_parts, stage
@@ -144,23 +142,6 @@ def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dt
     assert (folder / "preview.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_row_that_is_not_finite_is_named(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = {"kind": "marks", "bad": True}
-    assert stage("configure", "--settings", json.dumps(settings), "--out", tmp_path / "config.yaml") == 0
-    arguments = [
-        "--config",
-        tmp_path / "config.yaml",
-        "--part",
-        "train/all",
-        "--source",
-        "--out",
-        tmp_path / "piece.h5",
-    ]
-    assert stage("preprocess", *arguments) == 2
-    assert "train/all: scalars: channel 'age' is not finite at row 3 " in capfd.readouterr().err
-    assert not (tmp_path / "piece.h5").exists()
-
-
 def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_parts(tmp_path, {"kind": "marks"})
     with h5py.File(tmp_path / "valid" / "all.h5", "r+") as file:
@@ -174,10 +155,3 @@ def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pyt
         "image: channels, type or grid (40, 1, 7, 5) differ from those of other files (40, 1, 6, 5)"
         in capfd.readouterr().err
     )
-
-
-def test_a_dataset_without_raw_files(module: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("kind: marks")
-    dataset = load_dataset(tmp_path / "config.yaml")
-    assert parts.raws(dataset) == {} and parts.kind_of(dataset).origins(dataset) == []
-    assert not parts.fetched(dataset) and not parts.kind_of(dataset).prepared(dataset)

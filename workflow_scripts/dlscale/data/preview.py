@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,6 @@ class Panel:
     unit: str
     values: np.ndarray  # [H, W], or [H, W, 3] bytes, are shown as a picture, too
     labels: tuple[str, str] = ("", "")  # of the picture's axes, x and y
-    extent: tuple[float, float, float, float] | None = None  # x left, right, y bottom, top of the picture; else pixels
     classes: int | None = None  # number of classes of labels, each with a bar of the histogram
 
 
@@ -48,8 +46,7 @@ def main(args: argparse.Namespace) -> None:
             band, column = divmod(number, columns)
             if panel.values.ndim > 1:
                 top = figure.add_subplot(grid[2 * band, column])
-                aspect: Any = "auto" if panel.extent else "equal"
-                image = top.imshow(panel.values, extent=panel.extent, aspect=aspect, cmap="viridis")
+                image = top.imshow(panel.values, cmap="viridis")
                 top.set(title=panel.title, xlabel=panel.labels[0], ylabel=panel.labels[1])
                 if panel.values.ndim == 2:
                     figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
@@ -60,18 +57,13 @@ def main(args: argparse.Namespace) -> None:
         save_png(figure, Path(args.out), dpi=90)
 
 
-def channel_panels(
-    info: FieldInfo,
-    values: np.ndarray,
-    labels: tuple[str, str],
-    extent: tuple[float, float, float, float] | None = None,
-) -> Iterator[Panel]:
+def channel_panels(info: FieldInfo, values: np.ndarray, labels: tuple[str, str]) -> Iterator[Panel]:
     """Yield a panel for each channel of a slice [C, H, W] in stored units: physical values, or their log10."""
     for channel, unit, transform, picture in zip(info.channels, info.units, info.transforms, values, strict=True):
         physical = transform.inverse(picture) if info.stored == "model" else picture
         if transform.kind == "log":
             physical, unit = np.log10(physical), f"log10({unit})"
-        yield Panel(channel, unit, physical, labels, extent)
+        yield Panel(channel, unit, physical, labels)
 
 
 def first_rows(manifest: Manifest) -> Iterator[Panel]:

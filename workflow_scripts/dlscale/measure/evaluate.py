@@ -100,7 +100,7 @@ def evaluate(
         samples=loader.samples,
         loss=loss,
         metrics=numbers,
-        loss_info=session.study.loss_info(run),
+        loss_info=session.study.loss_info,
         described=metrics.described,
     )
 

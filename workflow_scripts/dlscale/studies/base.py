@@ -69,6 +69,7 @@ class Study(ABC):
     dataset: ClassVar[str]  #: Kind of dataset that it needs.
     Model: ClassVar[type[Strict]]  #: Settings of the model (key `model`).
     Loss: ClassVar[type[Strict]]  #: Settings of the loss (key `loss`).
+    loss_info: ClassVar[LossInfo] = LossInfo()  #: Title and unit of the loss.
     #: Operations of the model that libraries have known defects in: of `conv2d`, `conv3d`, `attention`.
     operations: ClassVar[frozenset[str]] = frozenset()
     #: Optional abilities of the model: of `attention`, `activation_checkpointing`, `tp`, `cp`.
@@ -104,10 +105,6 @@ class Study(ABC):
     @abstractmethod
     def loss(self, run: Any) -> SampleLoss:
         """Return the loss of each sample."""
-
-    def loss_info(self, run: Any) -> LossInfo:
-        """Return the loss's title and unit."""
-        return LossInfo()
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Metrics:
         """Return the validation metrics."""

@@ -73,14 +73,11 @@ def beside_bars(
     image, bars = figure.subplots(1, 2)
     image.imshow(picture, **shown)
     image.set_title(title, fontsize=9)
-    image.set_xlabel("column (pixels)", fontsize=8)
-    image.set_ylabel("row (pixels)", fontsize=8)
+    image.set(xlabel="column (pixels)", ylabel="row (pixels)")
     bars.barh(names, probabilities, color=["tab:green" if name == right else "tab:gray" for name in names])
     bars.invert_yaxis()
-    bars.set_xlim(0, 1)
+    bars.set(xlim=(0, 1), xlabel="probability", ylabel=noun)
     bars.set_title(f"prediction: {names[int(np.argmax(probabilities))]}", fontsize=9)
-    bars.set_xlabel("probability", fontsize=8)
-    bars.set_ylabel(noun, fontsize=8)
     return figure
 
 

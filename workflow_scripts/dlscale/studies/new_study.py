@@ -20,17 +20,8 @@ REPOSITORY = PACKAGE.parents[1]
 TEMPLATE = PACKAGE / "studies/template"
 ORIGINAL, CLASSES = "starter_cnn", "StarterCNN"
 
-STUDY = "the study: settings, metrics, FLOPs, figure"
-MODEL = "its network and its loss, plain PyTorch: yours go here"
-SETTINGS = "its defaults, datasets and plans: name your arrays here"
-TESTS = "its tests, against slower truths"
-
 #: What YAML reads as a boolean or as nothing, and not as the name of a study.
 YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
-
-
-#: A new file, the file that it is a copy of, and what it is about.
-File = tuple[Path, Path, str]
 
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
@@ -55,22 +46,20 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 def check_name(name: str) -> None:
     """Refuse a name that no module can have, or that one has."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
-        raise UserError(f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study")
-    if name in YAML_WORDS:
-        raise UserError(f"NAME: {name}: YAML reads this word as a boolean or as null, not as a name; choose another")
-    if name in registry.studies():
-        raise UserError(f"NAME: {name}: dlscale has a study of this name; choose another")
-    for module in (name, f"{name}_model"):
-        spec = importlib.util.find_spec(module)
-        if spec and spec.origin:  # a mere folder has none
-            raise UserError(f"NAME: {name}: Python has a module '{module}' already; choose another name")
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name) or name in YAML_WORDS:
+        raise UserError(
+            f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study, and no "
+            "word of Python or YAML"
+        )
+    specs = [importlib.util.find_spec(module) for module in (name, f"{name}_model")]
+    if name in registry.studies() or any(spec and spec.origin for spec in specs):  # a mere folder has none
+        raise UserError(f"NAME: {name}: a study of dlscale or a module of Python has this name; choose another")
 
 
 def write(name: str, folder: Path | None) -> None:
     """Write a study into a folder, or without one into the repository, over no file."""
     files = inside(name) if folder is None else outside(name, folder)
-    for path, _, _ in files:
+    for path in files:
         if path.exists():
             raise UserError(f"{path}: is there already, and nothing was written; choose another name or place")
     words = {ORIGINAL: name, CLASSES: "".join(word.capitalize() for word in name.split("_"))}
@@ -79,37 +68,35 @@ def write(name: str, folder: Path | None) -> None:
         words |= {"CALL": _call(name, seen), "FILE": json.dumps(str(seen / f"{name}.py"))}
         words = {f"dlscale.studies.{ORIGINAL}.model": f"{name}_model", **words}  # before its own last word
     anyone = re.compile("|".join(map(re.escape, words)))
-    width = max(len(os.path.relpath(path)) for path, _, _ in files)
-    for path, original, about in files:
+    for path, original in files.items():
         write_text(path, anyone.sub(lambda found: words[found[0]], original.read_text(encoding="utf-8")))
-        print(f"{os.path.relpath(path):<{width}}  {about}")
+        print(os.path.relpath(path))
 
 
-def outside(name: str, folder: Path) -> list[File]:
-    """Return the files of a study in a folder of its own."""
-    return [
-        (folder / f"{name}.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
-        (folder / f"{name}_model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
-        (folder / f"{name}.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
-        (folder / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
-        (folder / f"{name}_run.yaml", TEMPLATE / "run.yaml", "what to run, and where its results go"),
-    ]
+def outside(name: str, folder: Path) -> dict[Path, Path]:
+    """Return the files of a study in a folder of its own, each with the file that it is a copy of."""
+    return {
+        folder / f"{name}.py": PACKAGE / f"studies/{ORIGINAL}/study.py",
+        folder / f"{name}_model.py": PACKAGE / f"studies/{ORIGINAL}/model.py",
+        folder / f"{name}.yaml": TEMPLATE / f"{ORIGINAL}.yaml",
+        folder / f"test_{name}.py": TEMPLATE / f"test_{ORIGINAL}.py",
+        folder / f"{name}_run.yaml": TEMPLATE / "run.yaml",
+    }
 
 
-def inside(name: str) -> list[File]:
-    """Return the files of a study of the repository."""
-    tests = REPOSITORY / "tests"
+def inside(name: str) -> dict[Path, Path]:
+    """Return the files of a study of the repository, each with the file that it is a copy of."""
+    tests, own = REPOSITORY / "tests", PACKAGE / "studies" / name
     if not (tests / "tiny").is_dir():
         raise UserError("--inside: this dlscale is installed without its repository; name a folder with --at")
-    tiny, own = "its tiny dataset and run, for the tests of all studies", PACKAGE / "studies" / name
-    return [
-        (own / "__init__.py", PACKAGE / f"studies/{ORIGINAL}/__init__.py", "makes it a package"),
-        (own / "study.py", PACKAGE / f"studies/{ORIGINAL}/study.py", STUDY),
-        (own / "model.py", PACKAGE / f"studies/{ORIGINAL}/model.py", MODEL),
-        (own / "study.yaml", TEMPLATE / f"{ORIGINAL}.yaml", SETTINGS),
-        (tests / f"test_{name}.py", TEMPLATE / f"test_{ORIGINAL}.py", TESTS),
-        (tests / f"tiny/{name}.yaml", tests / f"tiny/{ORIGINAL}.yaml", tiny),
-    ]
+    return {
+        own / "__init__.py": PACKAGE / f"studies/{ORIGINAL}/__init__.py",
+        own / "study.py": PACKAGE / f"studies/{ORIGINAL}/study.py",
+        own / "model.py": PACKAGE / f"studies/{ORIGINAL}/model.py",
+        own / "study.yaml": TEMPLATE / f"{ORIGINAL}.yaml",
+        tests / f"test_{name}.py": TEMPLATE / f"test_{ORIGINAL}.py",
+        tests / f"tiny/{name}.yaml": tests / f"tiny/{ORIGINAL}.yaml",
+    }
 
 
 def _seen(folder: Path) -> Path:

@@ -162,7 +162,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
             resumed_from_step=trainer.resumed_from,
             links=links,
             best=trainer.best,
-            loss=session.study.loss_info(run),
+            loss=session.study.loss_info,
             metrics=trainer.metrics.described,
         ).write(out / "provenance.json")
         for other in fingerprint.parent.glob("[0-9a-f]" * len(fingerprint.name)):  # nothing that is not ours

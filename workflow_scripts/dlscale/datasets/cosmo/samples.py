@@ -48,18 +48,8 @@ COUNT = {"none": 1, "rotations": 24, "full": 48}
 BLOCKS, EDGE = 64, 32
 
 
-def vectors(channels: list[str]) -> list[tuple[int, int, int]]:
-    """Return the channels of each vector: names that end in `_x`, `_y` and `_z`."""
-    stems = [name[:-2] for name in channels if name.endswith("_x")]
-    return [
-        (channels.index(f"{stem}_x"), channels.index(f"{stem}_y"), channels.index(f"{stem}_z"))
-        for stem in stems
-        if f"{stem}_y" in channels and f"{stem}_z" in channels
-    ]
-
-
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
-    """Return a transformed copy of the cube (D = H = W); `vectors_` as `vectors` gives them.
+    """Return a transformed copy of the cube (D = H = W); `vectors_` are the channels of each vector.
 
     The order in memory is that of the turned view: one copy of bytes.
     """
@@ -80,10 +70,14 @@ def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int,
 
 
 class CubeSymmetries:
-    """All 48, for boxes of the channels given; the protocol is `dlscale.data.samples.Symmetries`."""
+    """All 48, for boxes of the channels given; vectors are `NAME_x`, `NAME_y` and `NAME_z`.
+
+    The protocol is `dlscale.data.samples.Symmetries`.
+    """
 
     def __init__(self, channels: list[str]) -> None:
-        self._vectors = vectors(channels)
+        vectors = [[name[:-1] + axis for axis in "xyz"] for name in channels if name.endswith("_x")]
+        self._vectors = [(channels.index(x), channels.index(y), channels.index(z)) for x, y, z in vectors]
         self.axes = np.array([symmetry.axes for symmetry in SYMMETRIES])
         self.flips = np.array([symmetry.flips for symmetry in SYMMETRIES])
         self.source = np.tile(np.arange(len(channels)), (len(SYMMETRIES), 1))

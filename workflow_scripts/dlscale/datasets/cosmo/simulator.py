@@ -45,11 +45,6 @@ N_S = 0.967  # slope of the primordial spectrum
 #: Mpc/h; standard deviation of the Gaussian over which pressure smooths the gas. Real ones are nearer 0.1; this one
 #: spans voxels at the resolution of a demonstration, so that there is something nonlocal to learn.
 GAS_RADIUS = 0.8
-T0 = 1.2e4  # K; photo-ionised gas at mean density
-GAMMA = 1.5  # T = T0 · density^(GAMMA - 1) where photo-ionisation rules
-SHOCK_LENGTH = 1.0  # Mpc/h; converging gas is stopped over this length, and its motion turns to heat
-
-PHASES = 7  # of progress: the initial field, and those of `evolve`
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
@@ -58,29 +53,30 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     The box is a pure function of the settings, bit by bit on one kind of processor; boxes are independent. Memory peaks
     at about 65 bytes a voxel; one core takes about 1 µs a voxel.
     """
-    source, phases = dataset.source, itertools.count(1)
+    source = dataset.source
     grid, box, key = source.grid, source.box_mpc_h, np.array([source.seed, raw.index], dtype=np.uint64)
     with whole(out) as temporary, h5py.File(temporary, "w") as file:
         file.attrs.update({"redshift": REDSHIFT, "grid": grid, "box_mpc_h": box, "seed": key[0], "index": key[1]})
         for name, (channels, units, _) in CHANNELS.items():
             written = file.create_dataset(name, (len(channels), grid, grid, grid), np.float32, track_times=False)
             written.attrs["channels"], written.attrs["units"] = channels, units
-        progress(next(phases), PHASES)
         delta = gaussian_field(grid, box, power_spectrum, np.random.Generator(np.random.Philox(key=key)))
-        for name, channel, values in evolve(delta, box, lambda: progress(next(phases), PHASES)):
+        for number, (name, channel, values) in enumerate(evolve(delta, box), start=1):
             file[name][CHANNELS[name][0].index(channel)] = values
+            progress(number, 9)
 
 
-def evolve(delta: Values, box: float, begin: Callable[[], None] = lambda: None) -> Iterator[tuple[str, str, Array]]:
+def evolve(delta: Values, box: float) -> Iterator[tuple[str, str, Array]]:
     """Yield (dataset, channel, values) of every channel in `CHANNELS`, from the density contrast [N, N, N].
 
-    `box` is its side in Mpc/h; `begin` is called as each phase begins.
+    `box` is its side in Mpc/h.
     """
-    begin()
     displacement = zeldovich(delta, box)
-    speed = velocity_per_displacement()
+    # km/s a Mpc/h: a·H·f, the growing mode's peculiar velocity over its comoving displacement, with f = Ω_m(z)^0.55
+    # (Linder 2005, arXiv:astro-ph/0507263).
+    hubble = 100 * math.sqrt(OMEGA_M * (1 + REDSHIFT) ** 3 + 1 - OMEGA_M)
+    speed = np.float32(hubble / (1 + REDSHIFT) * _omega_m_at(REDSHIFT) ** 0.55)
 
-    begin()
     density = deposit(displacement, box)
     yield "Nbody", "dm_density", density
     gas = (1 - DIFFUSE) * smooth(density, box, GAS_RADIUS) + DIFFUSE
@@ -88,19 +84,19 @@ def evolve(delta: Values, box: float, begin: Callable[[], None] = lambda: None) 
 
     convergence = np.zeros_like(gas)
     for axis, name in enumerate("xyz"):
-        begin()
         linear = speed * displacement[axis]
         momentum = deposit(displacement, box, linear)
         flow = (1 - DIFFUSE) * smooth(momentum, box, GAS_RADIUS) + DIFFUSE * linear
         flow /= gas
         yield "Hydro", f"gas_velocity_{name}", flow
-        convergence -= _slope(flow, axis, box)
+        slope = np.roll(flow, -1, axis) - np.roll(flow, 1, axis)  # by periodic central differences
+        slope *= np.float32(flow.shape[axis] / box / 2)
+        convergence -= slope
         momentum += DIFFUSE * flow  # negligible but where the cell is all but empty, and p / rho is 0 / 0
         momentum /= density + DIFFUSE
         yield "Nbody", f"dm_velocity_{name}", momentum
-        del linear, momentum, flow  # or the next axis would be held beside this one
+        del linear, momentum, flow, slope  # or the next axis would be held beside this one
 
-    begin()
     yield "Hydro", "gas_temperature", temperature(gas, convergence)
 
 
@@ -109,19 +105,16 @@ def power_spectrum(k_h_mpc: Floats, redshift: float = REDSHIFT) -> Floats:
 
     P(k) = A k^n_s T(k)² D(z)², A from sigma8, T by `transfer`, D by `growth`.
     """
-
-    def unnormalised(k: Floats) -> Floats:
-        power: Floats = k**N_S * transfer(k) ** 2
-        return power
-
     # sigma8² = ∫ dlnk k³ P(k) W(8k)² / 2π², with W the transform of a sphere; the midpoint rule converges fast here
     step = 0.01
     k = np.exp(np.arange(math.log(1e-5), math.log(1e2), step))
     x = 8.0 * k
     window = 3.0 * (np.sin(x) - x * np.cos(x)) / x**3
-    variance = step * np.sum(k**3 * unnormalised(k) * window**2) / (2 * np.pi**2)
+    variance = step * np.sum(k**3 * (k**N_S * transfer(k) ** 2) * window**2) / (2 * np.pi**2)
     amplitude = SIGMA8**2 / float(variance) * growth(redshift) ** 2
-    return amplitude * unnormalised(np.asarray(k_h_mpc, dtype=np.float64))
+    k = np.asarray(k_h_mpc, dtype=np.float64)
+    power: Floats = amplitude * (k**N_S * transfer(k) ** 2)
+    return power
 
 
 def transfer(k: Floats) -> Floats:
@@ -146,15 +139,6 @@ def growth(redshift: float = REDSHIFT) -> float:
         return 2.5 * m / (math.pow(m, 4 / 7) - vacuum + (1 + m / 2) * (1 + vacuum / 70)) / (1 + redshift)
 
     return factor(redshift) / factor(0.0)
-
-
-def velocity_per_displacement(redshift: float = REDSHIFT) -> np.float32:
-    """Return a·H·f, km/s a Mpc/h: the growing mode's peculiar velocity over its comoving displacement.
-
-    f = Ω_m(z)^0.55 (Linder 2005, arXiv:astro-ph/0507263).
-    """
-    hubble = 100 * math.sqrt(OMEGA_M * (1 + redshift) ** 3 + 1 - OMEGA_M)  # km/s a Mpc/h
-    return np.float32(hubble / (1 + redshift) * _omega_m_at(redshift) ** 0.55)
 
 
 def _omega_m_at(redshift: float) -> float:
@@ -246,12 +230,13 @@ def smooth(field: Values, box: float, radius: float) -> Array:
 def temperature(gas: Array, convergence: Array) -> Array:
     """Return the gas temperature [N, N, N], K, of density and minus the divergence of the velocity, km/s a Mpc/h.
 
-    Photo-ionised gas keeps T = T0 · density^(GAMMA - 1) up to some ten times the mean (Hui & Gnedin 1997,
-    arXiv:astro-ph/9612232). Collapsing gas is stopped by a strong shock, T = 3/16 · μ m_p v² / k_B (Rankine-Hugoniot).
+    Photo-ionised gas keeps T = 1.2e4 K · density^0.5 up to some ten times the mean (Hui & Gnedin 1997,
+    arXiv:astro-ph/9612232). Collapsing gas is stopped within 1 Mpc/h by a strong shock, T = 3/16 · μ m_p v² / k_B
+    (Rankine-Hugoniot).
     """
     heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)  # K a (km/s)²; μ = 0.59: ionised
-    photoionised = T0 * (gas / (1 + gas / 10)) ** (GAMMA - 1)
-    speed = SHOCK_LENGTH * np.maximum(convergence, 0)
+    photoionised = 1.2e4 * (gas / (1 + gas / 10)) ** 0.5
+    speed = np.maximum(convergence, 0)
     collapsed = gas**2 / (1 + gas**2)
     return np.clip(photoionised + heat_per_speed2 * speed**2 * collapsed, *TEMPERATURE_RANGE)
 
@@ -268,10 +253,3 @@ def _to_grid(modes: Modes) -> Array:
     for axis in (0, 1):
         np.fft.ifft(modes, axis=axis, out=modes)
     return np.fft.irfft(modes, axis=2).astype(np.float32, copy=False)
-
-
-def _slope(field: Array, axis: int, box: float) -> Array:
-    """The derivative along `axis`, by periodic central differences, a Mpc/h."""
-    difference = np.roll(field, -1, axis) - np.roll(field, 1, axis)
-    difference *= np.float32(field.shape[axis] / box / 2)
-    return difference

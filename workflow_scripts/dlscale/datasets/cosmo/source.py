@@ -16,9 +16,6 @@ from dlscale.data.store import Field, Reader
 from dlscale.datasets.cosmo.channels import CHANNELS, open_volumes
 from dlscale.datasets.cosmo.kind import CosmoDataset, gap
 
-#: Bytes of raw values that are averaged at a time.
-SLAB = 2_000_000
-
 
 class CosmoSource(Source):
     """The volume of one part, streamed in slabs along its first axis."""
@@ -50,10 +47,10 @@ class CosmoSource(Source):
     def _field(self, field: Field, start: int, stop: int) -> np.ndarray:
         channels, _, height, width = field.shape
         values = np.empty((channels, stop - start, height, width), np.float32)
-        # As many rows at a time as the processor's cache holds, where averaging then finds them.
+        # As many rows at a time as the processor's cache holds, 2 MB, where averaging then finds them.
         reader = self._readers[field.name]
         _, _, raw_height, raw_width = reader.shape
-        step = max(1, SLAB // (4 * channels * self._factor * raw_height * raw_width))
+        step = max(1, 2_000_000 // (4 * channels * self._factor * raw_height * raw_width))
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = slice((self._first + first) * self._factor, (self._first + last) * self._factor)

@@ -41,9 +41,6 @@ CHANNELS = {
     "r@850": "%",
     "tcwv": "kg m**-2",
 }
-#: Days at most that the mean of an hour of day is taken over, evenly spread: of years of large fields more would only
-#: take longer to read.
-DAYS = 64
 
 
 def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
@@ -72,15 +69,15 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             raise UserError(
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
-    channels = dataset.channels or said["channels"] or _names(shape[1])
-    if len(channels) != shape[1]:
-        raise UserError(
-            f"{root}: files hold {shape[1]} channels, the configuration names {len(channels)}; name them all in order"
-        )
+    # Of files that name no channels as many as the published ones are these.
+    numbered = [f"channel{index:02d}" for index in range(shape[1])]
+    channels = dataset.channels or said["channels"] or (list(CHANNELS) if shape[1] == len(CHANNELS) else numbered)
     rows, columns = dataset.crop or shape[2:]
-    if rows > shape[2] or columns > shape[3]:
+    if len(channels) != shape[1] or rows > shape[2] or columns > shape[3]:
         raise UserError(
-            f"{root}: crop {rows} x {columns} is larger than the fields ({shape[2]} x {shape[3]}); choose a smaller one"
+            f"{root}: files hold {shape[1]} channels of {shape[2]} x {shape[3]} points, the configuration names "
+            f"{len(channels)}, and crop {rows} x {columns}; name all channels in order, and crop no more than "
+            "there is"
         )
     if len(axes) < 2:
         # The published grid: equal steps around the globe, the first row at the north pole.
@@ -98,21 +95,17 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
         channel_axis=1,
     )
     info.check_varies(f"{root}/stats/global_stds.npy")
-    extra = Extra(latitude=axes["latitude"][:rows], longitude=axes["longitude"][:columns], step_hours=step)
     climatology = root / "stats" / "time_means.npy"
-    if climatology.is_file():
+    if known := climatology.is_file():
         _means(climatology, len(channels), (rows, columns))
-        extra = extra.model_copy(update={"climatology": str(climatology.resolve())})
+    extra = Extra(
+        latitude=axes["latitude"][:rows],
+        longitude=axes["longitude"][:columns],
+        step_hours=step,
+        climatology=str(climatology.resolve()) if known else None,
+    )
     manifest = new_manifest(dataset, {"fields": info}, splits, folder)
     return manifest.model_copy(update={"extra": _timed(extra, hours).model_dump()})
-
-
-def _names(count: int) -> list[str]:
-    """Name channels of files that name none: as published, if there are as many."""
-    if count != len(CHANNELS):
-        return [f"channel{index:02d}" for index in range(count)]
-    logging.info("the files name no channels; 20 are taken for the published ones: %s", ", ".join(CHANNELS))
-    return list(CHANNELS)
 
 
 def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:
@@ -179,7 +172,7 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     if extra.climatology:
         means = Path(extra.climatology) if prepared else stats / Path(extra.climatology).name
         extra = extra.model_copy(update={"climatology_sha256": sha256(means)})
-    facts = [f"a state every {extra.ahead(1)}"]
+    facts = [f"a state every {extra.step_hours:g} h"]
     for axis in ("latitude", "longitude"):
         degrees = getattr(extra, axis)
         facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
@@ -223,7 +216,8 @@ def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -
     means = np.lib.format.open_memmap(stats / "hour_means.npy", mode="w+", dtype=np.float32, shape=shape)
     for hour in range(extra.day):
         (there,) = np.nonzero(slot == hour)
-        chosen = [rows[index] for index in there[sampling.evenly(len(there), DAYS)]]
+        # Of 64 days at most, evenly spread: of years of large fields more would only take longer to read.
+        chosen = [rows[index] for index in there[sampling.evenly(len(there), 64)]]
         total = np.zeros(shape[1:])
         for file, row in chosen:
             total += readers[file.digest][row : row + 1, :, : shape[2], : shape[3]][0]

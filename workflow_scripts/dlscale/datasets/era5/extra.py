@@ -37,20 +37,11 @@ class Extra(Record):
             means: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         return means
 
-    def axes(self) -> tuple[tuple[str, str], tuple[float, float, float, float]]:
-        """Return the labels of a map's axes and its (left, right, bottom, top), degrees."""
-        extent = (self.longitude[0], self.longitude[-1], self.latitude[-1], self.latitude[0])
-        return ("longitude (degrees)", "latitude (degrees)"), extent
-
     @property
     def day(self) -> int | None:
         """Stored steps in a day; None where a day is no whole number of them."""
         steps = 24 / self.step_hours
         return round(steps) if steps == round(steps) else None
-
-    def ahead(self, steps: int) -> str:
-        """Return the time of so many stored steps, in words."""
-        return f"{steps * self.step_hours:g} h"
 
     def hours(self, file: File, rows: np.ndarray) -> np.ndarray:
         """Return the times of a file's rows, hours since 1970, float64."""

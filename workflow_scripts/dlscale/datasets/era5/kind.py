@@ -8,7 +8,7 @@ import itertools
 import pathlib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dlscale.config.dataset import (
     SPLITS,
@@ -16,9 +16,9 @@ from dlscale.config.dataset import (
     Path,
     Sha256,
     Split,
-    Storage,
     check_digests,
     refuse_changed,
+    refuse_shared,
 )
 from dlscale.core.schema import Extent, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
@@ -50,10 +50,7 @@ class Era5Simulated(Strict):
 
     @model_validator(mode="after")
     def _disjoint(self) -> Era5Simulated:
-        years = [*self.train, *self.valid, *self.test]
-        repeated = sorted({year for year in years if years.count(year) > 1})
-        if repeated:
-            raise ValueError(f"year {repeated[0]} stands twice: splits must be disjoint periods")
+        refuse_shared(*([str(year) for year in getattr(self, split)] for split in SPLITS))
         return self
 
 
@@ -131,9 +128,6 @@ class Era5Dataset(DatasetSettings):
             raise ValueError(f"split goes with source kinds files and zarr, not with {self.source.kind}")
         if isinstance(self.source, Era5Prepared):
             refuse_changed(self, "downsample", "storage", "pieces", "step_hours")
-        for key in ("channels", "chunk"):
-            if getattr(self.storage, key) != Storage.model_fields[key].default:
-                raise ValueError(f"storage.{key}: the times of a series are stored one after the other; leave it out")
         if len(set(self.channels)) != len(self.channels):
             raise ValueError("a channel stands twice in channels")
         return self
@@ -159,14 +153,6 @@ class PairSamples(Strict):
         "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training visits them in "
         "random order.",
     )
-
-    @field_validator("history", "clock")
-    @classmethod
-    def _once(cls, values: list[Any]) -> list[Any]:
-        for value in values:
-            if values.count(value) > 1:
-                raise ValueError(f"{value} stands twice")
-        return values
 
     def channels(self, states: int) -> int:
         """Return the channels of an input, given those of a state."""

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import calendar
 import itertools
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from numpy.typing import NDArray
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
-from dlscale.datasets.era5.cf import create_series
 
 Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
@@ -36,7 +33,6 @@ Complex = NDArray[np.complex128]
 RADIUS = 6.371e6  # of the Earth, m
 OMEGA = 7.292e-5  # its rotation rate, s-1
 
-SMALLEST_TRUNCATION, LARGEST_TRUNCATION = 21, 127  # by default: storms need the one, a year affords the other
 CHUNK_BYTES = 1 << 20  # of one variable: held in memory, then written at once
 
 # name, units, long name, CF standard name; the order of the channels of a snapshot
@@ -51,22 +47,10 @@ VARIABLES = (
 DAY = 86400.0  # s
 INTERVAL = 6 * 3600.0  # between snapshots, s
 
-LONGEST_STEP = 3600.0  # s; the Courant number sets the step where the wind is strong
-FASTEST_WIND = 400.0  # m/s; beyond it the integration is failing, whatever the step
-
-# The climate and its relaxation times, tuned for winds, temperatures and heights like the real ones, and
-# for a change in 6 hours of 0.3 to 0.5 standard deviations on a 5.6 degree grid.
-JET_SPEED = 20.0  # m/s
-MOUNTAIN_VORTICITY = 2.5e-4  # s-1, root mean square; slowly approached, never reached
-POLAR_COOLING = 46.0  # K, from equator to pole
-CONTINENT_WARMTH = 17.0  # K, root mean square
-VORTICITY_DAYS = 10.0
-TEMPERATURE_DAYS = 8.0
-DIFFUSION_HOURS = 8.0  # e-folding time at the truncation
-DIFFUSION_ORDER = 8  # power of the Laplacian: steep, so that the storms themselves are spared
+# Climate, relaxation times and forces are tuned for winds, temperatures and heights like the real ones, and for a
+# change in 6 hours of 0.3 to 0.5 standard deviations on a 5.6 degree grid.
 SPINUP_DAYS = 20  # simulated and discarded first
 STIRRING = 1e-6  # s-1, root mean square of the kick of vorticity before each 6 hours; of a field near 5e-5
-COURANT = 1.5  # bounds step x fastest wind x T / a; the Runge-Kutta scheme is stable up to 2.8
 
 
 def coupling(truncation: int) -> Real:
@@ -104,27 +88,23 @@ def synthesis(spectral: Complex, table: Real, longitudes: int) -> Real:
     return np.fft.irfft(fourier, n=longitudes, axis=-1, norm="forward")
 
 
-@dataclass(frozen=True)
 class Sphere:
-    """The Gaussian grid on which quadratic products of truncated fields project without aliasing."""
+    """The Gaussian grid on which quadratic products of truncated fields project without aliasing.
 
-    truncation: int  # largest total wavenumber T (triangular)
-    mu: Real  # Gaussian nodes, south to north, `[J]`, J >= (3 T + 1) / 2
-    weights: Real  # of the nodes, of sum 1, `[J]`
-    table: Real  # `legendre(truncation, mu)`
-    m: Real  # zonal wavenumbers, `[T+1, 1]`
-    n: Real  # total wavenumbers, `[1, T+2]`
-    eps: Real  # `coupling(truncation)`
-    kept: NDArray[np.bool_]  # where a scalar has coefficients, m <= n <= T; `[T+1, T+2]`
+    `mu` [J], J >= (3 T + 1) / 2, are its nodes from south to north, of `weights` [J] with the sum 1. A scalar has
+    coefficients where `kept` [T+1, T+2], m <= n <= T. The tables take 8 (T+1) J (T+2) bytes.
+    """
 
-    @classmethod
-    def of(cls, truncation: int) -> Sphere:
-        """Build the grid and its tables for a truncation; 8 (T+1) J (T+2) bytes."""
+    def __init__(self, truncation: int) -> None:
+        self.truncation = truncation
         nodes = 8 * -(-(3 * truncation + 1) // 16)  # a multiple of 8: the Fourier transforms stay fast
-        mu, weights = np.polynomial.legendre.leggauss(nodes)
-        m, n = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 2]
-        kept = (n >= m) & (n <= truncation)
-        return cls(truncation, mu, weights / 2, legendre(truncation, mu), m, n, coupling(truncation), kept)
+        self.mu, weights = np.polynomial.legendre.leggauss(nodes)
+        self.weights: Real = weights / 2
+        self.table, self.eps = legendre(truncation, self.mu), coupling(truncation)
+        wavenumbers = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 2]
+        self.m: Real = wavenumbers[0]  # zonal, [T+1, 1]
+        self.n: Real = wavenumbers[1]  # total, [1, T+2]
+        self.kept: NDArray[np.bool_] = (self.n >= self.m) & (self.n <= truncation)
 
     def to_grid(self, spectral: Complex) -> Real:
         """Evaluate `[K, T+1, T+2]` on the Gaussian grid, `[K, J, 2J]`."""
@@ -188,36 +168,27 @@ def snapshot(sphere: Sphere, state: Complex, mu: Real, table: Real, longitudes: 
     return fields.astype(np.float32)
 
 
-def simulate_year(
-    path: str | os.PathLike[str],
-    *,
-    year: int,
-    latitudes: int,
-    longitudes: int,
-    days: int | None = None,
-    seed: int = 0,
-    truncation: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Write one simulated year as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
+def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
+    """Write the year of a raw file as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
 
     The same settings give the same bytes on the same machine; seeds and years give independent trajectories. Memory
-    does not grow with `days`. `truncation` is the largest total wavenumber, whose cost grows as its fourth power; if
-    None, all that the grid resolves, between 21 and 127. `progress` is called with 6-hour steps done and in all.
+    does not grow with the days. `progress` is called with 6-hour steps done and in all.
     """
+    source, year = dataset.source, raw.index
+    latitudes, longitudes, seed = source.latitudes, source.longitudes, source.seed
     resolved = min(longitudes // 2, latitudes) - 1
-    truncation = truncation or min(max(resolved, SMALLEST_TRUNCATION), LARGEST_TRUNCATION)
-    when = times(year, days)
+    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need the one, a year affords the other
+    when = times(year, source.days)
     latitude = 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes
     longitude = 360.0 * np.arange(longitudes) / longitudes
     mu = np.sin(np.deg2rad(latitude))
-    sphere, table = Sphere.of(truncation), legendre(truncation, mu)
+    sphere, table = Sphere(truncation), legendre(truncation, mu)
     spinup, steps = 4 * SPINUP_DAYS, when.size
     chunk = min(steps, max(1, CHUNK_BYTES // (4 * latitudes * longitudes)))
     block = np.empty((chunk, len(VARIABLES), latitudes, longitudes), np.float32)
     states = trajectory(sphere, seed, year)
 
-    with whole(path) as temporary, Forgiving(temporary) as raw, h5netcdf.File(raw, "w") as file:
+    with whole(out) as temporary, Forgiving(temporary) as raw, h5netcdf.File(raw, "w") as file:
         hours = when.astype(np.int64).astype(np.float64)
         file.attrs["title"] = "Simulated 6-hourly atmosphere in the manner of ERA5"
         variables = create_series(file, hours, latitude, longitude, VARIABLES, chunk)
@@ -233,11 +204,34 @@ def simulate_year(
                 progress(done, spinup + steps)
 
 
-def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
-    """Simulate the year of a raw file."""
-    keys = ("latitudes", "longitudes", "truncation", "days", "seed")
-    settings = {key: getattr(dataset.source, key) for key in keys}
-    simulate_year(out, year=raw.index, progress=progress, **settings)
+def create_series(
+    file: h5netcdf.File,
+    hours: np.ndarray,
+    latitude: np.ndarray,
+    longitude: np.ndarray,
+    variables: Iterable[tuple[str, ...]],
+    chunk: int | None = None,
+) -> list[Any]:
+    """Create dimensions, coordinates and empty float32 variables; return the variables.
+
+    `hours` [T] count since 1970-01-01T00 UTC, axes are degrees; a variable has a name, units, long name and perhaps a
+    CF standard name. `chunk` times are stored together; contiguous if None.
+    """
+    axes = {"time": hours, "latitude": latitude, "longitude": longitude}
+    units = {"time": "hours since 1970-01-01", "latitude": "degrees_north", "longitude": "degrees_east"}
+    file.dimensions = {name: values.size for name, values in axes.items()}
+    for name, values in axes.items():
+        coordinate = file.create_variable(name, (name,), np.float64, data=values)
+        coordinate.attrs.update(units=units[name], standard_name=name, long_name=name)
+    file.variables["time"].attrs["calendar"] = "proleptic_gregorian"
+    file.attrs["Conventions"] = "CF-1.8"
+    chunks = None if chunk is None else (chunk, latitude.size, longitude.size)
+    created = []
+    for name, *attributes in variables:
+        variable = file.create_variable(name, tuple(axes), np.float32, chunks=chunks)
+        variable.attrs.update(zip(("units", "long_name", "standard_name"), attributes, strict=False))
+        created.append(variable)
+    return created
 
 
 def advection(sphere: Sphere, state: Complex) -> Complex:
@@ -276,19 +270,20 @@ def noise(sphere: Sphere, low: int, high: int, bits: np.random.Philox) -> Comple
 def climate(sphere: Sphere) -> Complex:
     """Return the fixed state that the model relaxes to, `[2, T+1, T+2]`.
 
-    Jets u = U sin^2(2 latitude) cos(latitude) and cold poles, plus frozen random mountains and continents.
+    Jets u = 20 m/s sin^2(2 latitude) cos(latitude) and poles that are 46 K colder than the equator, plus frozen random
+    mountains, slowly approached and never reached, and continents, 17 K.
     """
     mu = sphere.mu[:, None] + np.zeros(2 * sphere.mu.size)
-    jets = -8 * JET_SPEED / RADIUS * mu * (1 - mu**2) * (1 - 3 * mu**2)  # -(1/a) d(u cos(latitude)) / dmu
-    zonal = np.where(sphere.kept, sphere.to_spectral(np.stack([jets, 302.0 - POLAR_COOLING * mu**2])), 0)
+    jets = -8 * 20.0 / RADIUS * mu * (1 - mu**2) * (1 - 3 * mu**2)  # -(1/a) d(u cos(latitude)) / dmu
+    zonal = np.where(sphere.kept, sphere.to_spectral(np.stack([jets, 302.0 - 46.0 * mu**2])), 0)
     mountains = noise(sphere, 12, 16, np.random.Philox(key=[0, 1]))
     continents = noise(sphere, 4, 10, np.random.Philox(key=[0, 2]))
-    return zonal + np.stack([MOUNTAIN_VORTICITY * mountains, CONTINENT_WARMTH * continents])
+    return zonal + np.stack([2.5e-4 * mountains, 17.0 * continents])
 
 
 def tendency(sphere: Sphere, state: Complex, target: Complex) -> Complex:
-    """Return d(state)/dt: `advection`, and relaxation to `target`, all `[2, T+1, T+2]`."""
-    rates = 1 / (DAY * np.array([VORTICITY_DAYS, TEMPERATURE_DAYS])[:, None, None])
+    """Return d(state)/dt: `advection`, and relaxation to `target` in 10 and 8 days, all `[2, T+1, T+2]`."""
+    rates = 1 / (DAY * np.array([10.0, 8.0])[:, None, None])
     return advection(sphere, state) + rates * (target - state)
 
 
@@ -305,10 +300,10 @@ def fastest_wind(sphere: Sphere, state: Complex) -> float:
     """Return the largest wind speed on the grid, m/s; a failed integration is a `UserError`."""
     wind = sphere.to_grid(velocity_from_vorticity(sphere, state[0]))
     fastest = float(np.sqrt((wind**2).sum(0) / (1 - sphere.mu[:, None] ** 2)).max())
-    if not (fastest < FASTEST_WIND and np.isfinite(state).all()):
+    if not (fastest < 400.0 and np.isfinite(state).all()):  # beyond it the integration is failing, whatever the step
         raise UserError(
-            f"simulated era5: the integration failed (fastest wind {fastest:.3g} m/s, expected below "
-            f"{FASTEST_WIND:g} m/s); lower `truncation`"
+            f"simulated era5: the integration failed (fastest wind {fastest:.3g} m/s, expected below 400 m/s); lower "
+            "`truncation`"
         )
     return fastest
 
@@ -316,11 +311,13 @@ def fastest_wind(sphere: Sphere, state: Complex) -> float:
 def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
     """Return the state 6 hours later, relaxed to `target`. Errors: see `fastest_wind`."""
     with np.errstate(all="ignore"):  # what overflows is reported by `fastest_wind`
-        longest = COURANT * RADIUS / (sphere.truncation * max(fastest_wind(sphere, state), 1.0))
-        steps = int(np.ceil(INTERVAL / min(LONGEST_STEP, longest)))
+        # Courant number 1.5; the Runge-Kutta scheme is stable up to 2.8. An hour at most.
+        longest = 1.5 * RADIUS / (sphere.truncation * max(fastest_wind(sphere, state), 1.0))
+        steps = int(np.ceil(INTERVAL / min(3600.0, longest)))
         scale = sphere.n * (sphere.n + 1) / (sphere.truncation * (sphere.truncation + 1))
-        # linear and stiff: integrated exactly, after each step
-        diffusion = np.exp(-INTERVAL / steps / (3600 * DIFFUSION_HOURS) * scale**DIFFUSION_ORDER)
+        # Linear and stiff, so integrated exactly after each step: 8 hours of e-folding at the truncation, and so steep
+        # a power of the Laplacian that the storms themselves are spared.
+        diffusion = np.exp(-INTERVAL / steps / (3600 * 8.0) * scale**8)
         for _ in range(steps):
             state = diffusion * runge_kutta(lambda now: tendency(sphere, now, target), state, INTERVAL / steps)
         fastest_wind(sphere, state)

@@ -16,18 +16,14 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import Forgiving, whole
 from dlscale.data.kind import RawFile
 from dlscale.data.store import MEMORY
-from dlscale.datasets.era5.cf import create_series
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import Era5Source, wanted_names
-from dlscale.datasets.era5.variables import gridded, open_xarray
+from dlscale.datasets.era5.simulator import create_series
+from dlscale.datasets.era5.source import Era5Source, gridded, open_xarray, wanted_names
 
 if TYPE_CHECKING:
     import xarray as xr
 
-_ATTEMPTS = 4  # at a block from a remote store, with pauses from 1 s up: hours of reading should survive a hiccup
 _LONGEST_WAIT_S = 30.0
-_NETWORK = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
-_DAMAGED = "the store may be incomplete or damaged: copy it again"
 # public archives are read without an account, unless fsspec's own configuration names one
 _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": "anon"}, "s3": {"anon": True}}
 
@@ -41,9 +37,12 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     import h5netcdf
 
     remote = "://" in raw.origin
-    advice = _NETWORK if remote else _DAMAGED
+    advice = "the store may be incomplete or damaged: copy it again"
+    if remote:
+        advice = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
+    # At a block, with pauses from 1 s up: hours of reading should survive a hiccup.
     retrying = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(_ATTEMPTS if remote else 1),
+        stop=tenacity.stop_after_attempt(4 if remote else 1),
         wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT_S),
         retry=tenacity.retry_if_exception_type(UserError),
         reraise=True,
@@ -79,9 +78,7 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
         with warnings.catch_warnings():  # that it is not consolidated, e.g.
             warnings.simplefilter("ignore")
             return open_xarray(urls.whole(origin) if remote else origin, "zarr", chunks=None, **options)
-    except ImportError as error:
-        raise UserError(f"{origin}: a package for such addresses is missing ({error}); pip install it") from None
-    except Exception as error:
+    except Exception as error:  # a package for such addresses may be missing, too
         text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
         raise UserError(
             f"{origin}: there is no Zarr store that can be opened ({text}); expected a folder or address of a group; "

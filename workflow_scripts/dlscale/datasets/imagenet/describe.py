@@ -16,9 +16,6 @@ from dlscale.data.store import Field, Moments
 from dlscale.datasets.imagenet.kind import ImagenetDataset
 from dlscale.datasets.imagenet.pack import Pack
 
-#: Training images whose colours are looked at: to decode all would take as long as an epoch.
-LOOKED_AT = 200
-
 
 def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Path) -> Manifest:
     """Describe packs; the statistics of colours are those of some training images, evenly spread."""
@@ -32,7 +29,7 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
             raise UserError(f"{path}: other classes than in {sources[0]}; delete them and run the workflow again")
     edges_N2 = np.concatenate([pack.index[:, 2:] for pack in training])
     labels = np.concatenate([pack.labels for pack in training])
-    step = -(-len(labels) // LOOKED_AT)
+    step = -(-len(labels) // 200)  # to decode all would take as long as an epoch
     looked_at = [(pack, row) for pack in training for row in range(0, len(pack.labels), step)]
     colours = Moments.empty(3)
     for pack, row in tracked(looked_at, "looking", len(looked_at), "images"):
@@ -49,8 +46,3 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
     facts = [f"{len(names)} classes", edges]
     manifest = new_manifest(dataset, fields, splits, folder)
     return manifest.model_copy(update={"extra": {"classes": names}, "facts": facts})
-
-
-def complete(dataset: ImagenetDataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
-    """Return the manifest as it is: normalisation is the model's."""
-    return manifest

@@ -15,11 +15,9 @@ import h5py
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import stamp
-from dlscale.datasets.imagenet.packing import Picture, shard, write_pack
+from dlscale.datasets.imagenet.pack import Picture, shard, write_pack
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-#: Threads that look at folders: on a network's file system each look is a wait.
-LOOKING = 8
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
@@ -39,19 +37,17 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
 
 def class_names(folder: Path) -> list[str]:
     """Return the names of the folders, and links, in a folder, sorted; hidden ones are left out."""
-    entries = [entry for entry in _entries(folder) if entry.name[0] != "."]
-    names = sorted(entry.name for entry in entries if entry.is_dir() or entry.is_symlink())
-    if not names:
-        raise UserError(f"{folder}: no folders in it; expected one for each class, with its images")
-    return names
+
+    def is_class(entry: os.DirEntry[str]) -> bool:
+        return entry.name[0] != "." and (entry.is_dir() or entry.is_symlink())
+
+    return _names(folder, is_class, "folders in it; expected one for each class, with its images")
 
 
 def images(folder: Path) -> list[Path]:
     """Return the images of a class, sorted by name."""
-    found = sorted(folder / entry.name for entry in _entries(folder) if entry.name.lower().endswith(SUFFIXES))
-    if not found:
-        raise UserError(f"{folder}: no images in it ({', '.join(SUFFIXES)})")
-    return found
+    found = _names(folder, lambda entry: entry.name.lower().endswith(SUFFIXES), f"images in it ({', '.join(SUFFIXES)})")
+    return [folder / name for name in found]
 
 
 def pictures(folder: Path, classes: list[str]) -> list[Picture]:
@@ -64,7 +60,7 @@ def pictures(folder: Path, classes: list[str]) -> list[Picture]:
 def looks(folder: str, shards: int) -> list[str]:
     """Return a digest for each shard of a split, of classes and of names, sizes and times of images."""
     names = class_names(Path(folder))
-    with ThreadPoolExecutor(LOOKING) as pool:
+    with ThreadPoolExecutor(8) as pool:  # on a network's file system each look is a wait
         lines = [line for of_class in pool.map(lambda name: _lines(Path(folder, name)), names) for line in of_class]
     shares = (shard(len(lines), number, shards) for number in range(shards))
     texts = ("\0".join([*names, *lines[share.start : share.stop]]) for share in shares)
@@ -85,8 +81,12 @@ def _lines(folder: Path) -> list[str]:
         raise UserError(f"{error.filename}: cannot look at this file ({error.strerror}); mend or remove it") from None
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _names(folder: Path, wanted: Callable[[os.DirEntry[str]], bool], what: str) -> list[str]:
+    """Return the names of the wanted entries of a folder, sorted; a folder without any is refused."""
     try:
-        return list(os.scandir(folder))
+        names = sorted(entry.name for entry in os.scandir(folder) if wanted(entry))
     except OSError as error:
         raise UserError(f"{folder}: cannot read this folder ({error.strerror})") from None
+    if not names:
+        raise UserError(f"{folder}: no {what}")
+    return names

@@ -17,8 +17,6 @@ from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
 
 #: Splits that there are.
 PACKED: tuple[Split, ...] = ("train", "valid")
-#: Classes of simulated images.
-TEXTURES = 10
 
 
 class ImageFolders(Strict):
@@ -141,7 +139,7 @@ class Imagenet(DatasetKind):
             shards = getattr(dataset.shards, split)
             rows[split] = [len(range(shard, getattr(source, split), shards)) for shard in range(shards)]
         numbers = 3 * (sum(source.edges) // 2) ** 2 * (source.train + source.valid)  # of images of the middle size
-        return Outline({"labels": (1, ())}, rows, numbers, {"labels": TEXTURES})
+        return Outline({"labels": (1, ())}, rows, numbers, {"labels": 10})
 
     def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
         """Return a digest of the names, sizes and times of a pack's images."""

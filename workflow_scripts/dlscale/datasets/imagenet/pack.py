@@ -1,4 +1,4 @@
-"""A pack: an HDF5 file of many images of any size, each of which is read alone.
+"""A pack: an HDF5 file of many images of any size, each of which is written and read alone: memory holds one.
 
 ===========  =============================================================================================
 `bytes`      uint8 [total]: the images one after the other, in one piece of the file, which can be mapped
@@ -13,20 +13,26 @@ the digest of the packed files' names, sizes and times.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import h5py
 import numpy as np
 from PIL import Image
 
 from dlscale.core.errors import UserError, brief
-from dlscale.core.files import reading
+from dlscale.core.files import reading, whole
 from dlscale.data import store
 
 #: Formats that Pillow decodes itself. For others it may start a program that it finds (Ghostscript, for EPS).
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM")
-DAMAGED = "the pack is damaged: delete it and run the workflow again"
+#: Shorter edge, in pixels, to which larger images are reduced where pixels are packed.
+EDGE = 256
 
 
 def open_image(file: IO[bytes]) -> Image.Image:
@@ -70,4 +76,82 @@ class Pack:
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")
         except Exception as error:  # Pillow raises what its decoders stumble upon
-            raise UserError(f"{self.path}: image {row} cannot be decoded ({brief(error)}); {DAMAGED}") from None
+            raise UserError(
+                f"{self.path}: image {row} cannot be decoded ({brief(error)}); the pack is damaged: "
+                "delete it and run the workflow again"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file: its name in messages, its class, and how to read its bytes."""
+
+    name: str
+    label: int
+    read: Callable[[], bytes]
+
+
+def shard(count: int, number: int, shards: int) -> range:
+    """Return which of `count` images are in shard `number`; a shard without any is a `UserError`."""
+    images = range(count * number // shards, count * (number + 1) // shards)
+    if not images:
+        raise UserError(f"{count} images do not fill {shards} packs; lower the dataset's `shards`")
+    return images
+
+
+def write_pack(
+    out: Path,
+    pictures: Sequence[Picture],
+    classes: Sequence[str],
+    form: str,
+    progress: Callable[[int, int | None], None],
+    files: str | None = None,
+) -> None:
+    """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
+
+    HDF5 keeps values in one piece only if their number is known: until then they lie in a file without a name. `files`
+    is the digest of `folder.looks`.
+    """
+    index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
+    with whole(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
+        for number, picture in enumerate(pictures):
+            try:
+                values, size = _stored(picture.read(), form)
+            except Exception as error:  # Pillow raises what its decoders stumble upon
+                reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+                raise UserError(f"{picture.name}: not a readable image ({reason}); mend or remove it") from None
+            index[number] = gathered.tell(), len(values), *size
+            gathered.write(values)
+            digest.update(values)
+            progress(number + 1, len(pictures))
+        total = gathered.tell()
+        gathered.seek(0)
+        with h5py.File(temporary, "w") as pack:
+            stored = pack.create_dataset("bytes", (total,), "u1", fill_time="never")
+            block = 2**24  # bytes that are copied at a time
+            for first in range(0, total, block):
+                stored[first : first + block] = np.frombuffer(gathered.read(block), np.uint8)
+            for name, numbers in (("index", index), ("labels", np.array([each.label for each in pictures], np.int64))):
+                pack[name] = numbers
+                digest.update(numbers.data)
+            pack["classes"] = list(classes)
+            digest.update("\0".join(classes).encode())
+            pack.attrs["form"] = form
+            pack.attrs["sha256"] = digest.hexdigest()
+            if files is not None:
+                pack.attrs["files"] = files
+
+
+def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
+    """Return the bytes to store, and height and width of an image that can be decoded."""
+    with open_image(io.BytesIO(file)) as image:
+        width, height = image.size
+        if image.mode.startswith(("I", "F")):  # so Pillow calls numbers of more than 8 bits
+            raise ValueError(f"grey of more than 8 bits, mode {image.mode}, of unknown black and white; scale it")
+        if form == "encoded":
+            image.draft("RGB", (1, 1))  # of a JPEG all is read, but few pixels are computed
+            image.load()
+            return file, (height, width)
+        if min(height, width) > EDGE:
+            height, width = short_edge(height, width, EDGE)
+        return image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR).tobytes(), (height, width)

@@ -22,8 +22,6 @@ from dlscale.datasets.imagenet.pack import Pack, short_edge
 if TYPE_CHECKING:
     from dlscale.datasets.imagenet.kind import ImageSamples
 
-#: Tries to find a crop of a random shape that fits; then the middle of the image is taken.
-TRIES = 10
 #: Least and greatest width of a training crop by its height, and share of the crops that are mirrored.
 RATIO, FLIPPED = (3 / 4, 4 / 3), 0.5
 
@@ -40,7 +38,7 @@ def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale:
     crops_N4 = np.zeros((count, 4), np.int64)
     missing_N = np.ones(count, bool)
     logs = np.log(RATIO)
-    for number in range(TRIES):
+    for number in range(10):
         if number % 2 == 0:  # a sample has four words a stream: two tries
             words = sampling.words(seed, epoch, f"shape{number // 2}", count, first)
         area, log = (_uniform(words[:, 2 * (number % 2) + which]) for which in (0, 1))
@@ -99,26 +97,22 @@ class Images(CroppedImages):
         images = [self.packs[pack].stored(row) for pack, row in rows]
         labels = np.array([self.packs[pack].labels[row] for pack, row in rows], np.int64)
         edges_N2 = np.array([self.packs[pack].index[row, 2:] for pack, row in rows], np.int64).reshape(-1, 2)
-        return ImageWindows(images, labels, *self._places(epoch, indices.start, edges_N2))
+        count, size = len(rows), self._settings.size
+        corner_N2, start_N2 = np.zeros((2, count, 2), np.int64)
+        if self._training:
+            key = self._seed, epoch, indices.start
+            crops_N4 = random_crops(*key, edges_N2, self._settings.scale)
+            resized_N2, flip_N = np.full((count, 2), size), flips(*key, count)
+            return ImageWindows(images, labels, crops_N4[:, :2], crops_N4[:, 2:], resized_N2, start_N2, flip_N)
+        resized = [short_edge(height, width, self._settings.resize) for height, width in edges_N2.tolist()]
+        resized_N2 = np.array(resized, np.int64).reshape(-1, 2)
+        start_N2 = np.rint((resized_N2 - size) / 2).astype(np.int64)  # halves to even, as torchvision does
+        return ImageWindows(images, labels, corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool))
 
     def _rows(self, epoch: int, indices: range) -> list[tuple[int, int]]:
         """Return pack and row of some samples."""
         packs, rows = (each[indices.start : indices.stop].tolist() for each in self.visits.rows(epoch))
         return list(zip(packs, rows, strict=True))
-
-    def _places(self, epoch: int, first: int, edges_N2: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return where samples `first` and on come from, given the edges of their images: see `ImageWindows`."""
-        settings, count = self._settings, len(edges_N2)
-        corner_N2, start_N2 = np.zeros((2, count, 2), np.int64)
-        if self._training:
-            key = self._seed, epoch, first
-            crops_N4 = random_crops(*key, edges_N2, settings.scale)
-            resized_N2, flip_N = np.full((count, 2), settings.size), flips(*key, count)
-            return crops_N4[:, :2], crops_N4[:, 2:], resized_N2, start_N2, flip_N
-        resized = [short_edge(height, width, settings.resize) for height, width in edges_N2.tolist()]
-        resized_N2 = np.array(resized, np.int64).reshape(-1, 2)
-        start_N2 = np.rint((resized_N2 - settings.size) / 2).astype(np.int64)  # halves to even, as torchvision does
-        return corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool)
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
         """See `WritingSamples`."""

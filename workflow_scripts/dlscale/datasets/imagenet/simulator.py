@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dlscale.datasets.imagenet.packing import Picture, shard, write_pack
+from dlscale.datasets.imagenet.pack import Picture, shard, write_pack
 
 #: From coordinates (x, y), in pixels from the middle of the figure, and the pattern's period to its phase.
 PATTERNS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {

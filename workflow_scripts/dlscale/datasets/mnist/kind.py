@@ -10,11 +10,6 @@ from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
 from dlscale.core.schema import NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Paired, Part, RawFile
 
-#: Pixels along an edge of a simulated digit.
-EDGE = 28
-#: Classes.
-DIGITS = 10
-
 
 class IdxFiles(Strict):
     """Two IDX files that belong together: images uint8 [N, H, W] and labels uint8 [N]; gzipped or not."""
@@ -77,8 +72,8 @@ class Mnist(DatasetKind):
         if not isinstance(dataset.source, MnistSimulated):
             return None
         rows = {split: [count] for split in SPLITS if (count := getattr(dataset.source, split))}
-        fields = {"images": (1, (EDGE, EDGE)), "labels": (1, ())}
-        return Outline(fields, rows, (EDGE**2 + 1) * sum(map(sum, rows.values())), {"labels": DIGITS})
+        fields = {"images": (1, (28, 28)), "labels": (1, ())}
+        return Outline(fields, rows, (28**2 + 1) * sum(map(sum, rows.values())), {"labels": 10})
 
     def raw_settings(self, dataset: MnistDataset, raw: RawFile) -> dict[str, Any]:
         simulated = isinstance(dataset.source, MnistSimulated)

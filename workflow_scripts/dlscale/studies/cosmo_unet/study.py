@@ -123,6 +123,7 @@ class CosmoUNet(Study):
 
     dataset = "cosmo"
     Model, Loss = UNet3DSettings, UNet3DLoss
+    loss_info = LossInfo(title="L1", unit="model units")
     operations = frozenset({"conv3d"})
     supports = frozenset({"activation_checkpointing"})
     published_log = PublishedLog(
@@ -173,9 +174,6 @@ class CosmoUNet(Study):
         from dlscale.models.losses import l1
 
         return partial(l1, density_weight=run.loss.density_weight)
-
-    def loss_info(self, run: Any) -> LossInfo:
-        return LossInfo(title="L1", unit="model units")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> CosmoMetrics:
         return CosmoMetrics(manifest, device)

@@ -99,8 +99,6 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         (height, width), (rows, columns) = image_size, patch
-        if height % rows or width % columns:
-            raise ValueError(f"patch {rows} x {columns} does not divide the fields ({height} x {width} points)")
         self.grid = (height // rows, width // columns)
         self.patch, self.out_channels, self.residual = patch, out_channels, residual
         self.checkpointing, tokens = checkpointing, self.grid[0] * self.grid[1]

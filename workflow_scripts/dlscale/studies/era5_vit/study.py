@@ -161,6 +161,7 @@ class Era5ViT(Study):
 
     dataset = "era5"
     Model, Loss = ViTSettings, ViTLoss
+    loss_info = LossInfo(title="relative L2", unit="no unit")
     operations = frozenset({"conv2d", "attention"})
     supports = frozenset({"attention", "activation_checkpointing", "tp", "cp"})
     published_log = PublishedLog(
@@ -244,9 +245,6 @@ class Era5ViT(Study):
 
         return relative_l2
 
-    def loss_info(self, run: Any) -> LossInfo:
-        return LossInfo(title="relative L2", unit="no unit")
-
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Era5Metrics:
         return Era5Metrics(run, manifest, device)
 
@@ -262,8 +260,10 @@ class Era5ViT(Study):
                 zip(info.channels, info.units, info.transforms, strict=True)
             )
         ][:4]
-        figure = comparison(rows, ["input", "truth", "prediction"], *extra.axes())
-        figure.suptitle(f"first validation pair: {extra.ahead(run.samples.dt)} ahead", fontsize=9)
+        labels = ("longitude (degrees)", "latitude (degrees)")
+        extent = (extra.longitude[0], extra.longitude[-1], extra.latitude[-1], extra.latitude[0])
+        figure = comparison(rows, ["input", "truth", "prediction"], labels, extent)
+        figure.suptitle(f"first validation pair: {run.samples.dt * extra.step_hours:g} h ahead", fontsize=9)
         return figure
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:

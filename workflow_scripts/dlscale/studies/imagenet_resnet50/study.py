@@ -87,6 +87,7 @@ class ImagenetResNet50(Study):
 
     dataset = "imagenet"
     Model, Loss = ResNetSettings, CrossEntropy
+    loss_info = LossInfo(title="cross entropy", unit="nats")
     operations = frozenset({"conv2d"})
     published_log = PublishedLog(
         {
@@ -144,9 +145,6 @@ class ImagenetResNet50(Study):
         from dlscale.studies.imagenet_resnet50.model import cross_entropy
 
         return cross_entropy
-
-    def loss_info(self, run: Any) -> LossInfo:
-        return LossInfo(title="cross entropy", unit="nats")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> ImagenetMetrics:
         return ImagenetMetrics(manifest, device)

@@ -69,6 +69,7 @@ class MnistCNNStudy(Study):
 
     dataset = "mnist"
     Model, Loss = MnistCNNSettings, MnistLoss
+    loss_info = LossInfo(title="negative log-likelihood", unit="nats")
     operations = frozenset({"conv2d"})
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
@@ -92,9 +93,6 @@ class MnistCNNStudy(Study):
         from dlscale.studies.mnist_cnn.model import nll
 
         return nll
-
-    def loss_info(self, run: Any) -> LossInfo:
-        return LossInfo(title="negative log-likelihood", unit="nats")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> MnistMetrics:
         return MnistMetrics(manifest, run.samples.target)

@@ -67,6 +67,7 @@ class StarterCNNStudy(Study):
 
     dataset = "starter"
     Model, Loss = StarterCNNSettings, StarterCNNLoss
+    loss_info = LossInfo(title="mean squared error")
     operations = frozenset({"conv2d"})
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
@@ -98,9 +99,6 @@ class StarterCNNStudy(Study):
         from dlscale.studies.starter_cnn.model import mse
 
         return mse
-
-    def loss_info(self, run: Any) -> LossInfo:
-        return LossInfo(title="mean squared error")
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> StarterCNNMetrics:
         return StarterCNNMetrics(manifest.fields[run.samples.target], device)
