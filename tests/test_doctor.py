@@ -26,7 +26,7 @@ from dlscale.core import machine
 from dlscale.data import parts
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import launcher
-from dlscale.preflight import data, doctor, environment, probe
+from dlscale.preflight import doctor, probe
 from dlscale.preflight.probe import Finding
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
@@ -51,7 +51,7 @@ FACTS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare the import of torch, except to other processes of the command line."""
-    monkeypatch.setattr(environment, "FACTS", f"print({json.dumps(FACTS)!r})")
+    monkeypatch.setattr(doctor, "FACTS", f"print({json.dumps(FACTS)!r})")
 
 
 def load(results: Path, site: dict[str, Any] | None = None, **changes: Any) -> Configuration:
@@ -112,13 +112,13 @@ def test_account(
     command("sacctmgr", f"printf '{ASSOCIATIONS}'")
     asked = iter(wanted)
     monkeypatch.setattr(
-        environment.slurm, "request", lambda *_: dict(zip(("slurm_account", "qos"), next(asked), strict=True))
+        doctor.slurm, "request", lambda *_: dict(zip(("slurm_account", "qos"), next(asked), strict=True))
     )
     nobody: Any = None
-    found = environment.probe_account(nobody, [nobody] * len(wanted), ["data"])
+    found = doctor.probe_account(nobody, [nobody] * len(wanted), ["data"])
     assert found.status == status
     command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
-    assert environment.probe_account(nobody, [], ["data"]).status == "skip"
+    assert doctor.probe_account(nobody, [], ["data"]).status == "skip"
     for word in words:
         assert word in found.text + found.remedy
 
@@ -132,7 +132,7 @@ def test_accounts_are_those_of_the_jobs(
     scheduler = Scheduler.model_validate(yaml.safe_load(PERLMUTTER.read_text())["scheduler"])
     runs = [found.run for found in load(tmp_path).plans["cosmo_published"].values()]
     for stages, text in ((["data", "train"], "m1, m1_g"), (["throughput"], "m1_g"), (["data"], "m1")):
-        found = environment.probe_account(scheduler, runs, stages)
+        found = doctor.probe_account(scheduler, runs, stages)
         assert (found.status, found.text) == ("ok", text)
 
 
@@ -159,7 +159,7 @@ def test_nodes_have_what_the_site_says(
     command: Callable[[str, str], None], kind: dict[str, Any], most: int, status: str, word: str
 ) -> None:
     command("sinfo", f"printf '{NODES}'")
-    found = environment.probe_nodes(Nodes(**kind), most)
+    found = doctor.probe_nodes(Nodes(**kind), most)
     assert found.status == status and word in found.text
 
 
@@ -177,7 +177,7 @@ esac""",
         ("old", "FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs, 256,000 MB)"),
         ("newer", "FAIL", "sinfo has 0 (of features none)"),
     ):
-        found = environment.probe_nodes(Nodes(cpus=64, gpus=8, partition=name), 1)
+        found = doctor.probe_nodes(Nodes(cpus=64, gpus=8, partition=name), 1)
         assert found.status == status and text in found.text
 
 
@@ -193,7 +193,7 @@ esac""",
 def test_ping(command: Callable[[str, str], None], text: str, status: str) -> None:
     command("sbatch", "")
     command("scontrol", f"printf '{text}'")
-    assert environment.probe_slurm().status == status
+    assert doctor.probe_slurm().status == status
 
 
 # ---- probes that break or hang -----------------------------------------------------------------------
@@ -282,17 +282,17 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     (file := tmp_path / "image.sif").touch()
     command("apptainer", "")
     site = Site(engine="apptainer", image=str(file))
-    assert environment.probe_image(site).status == "ok"
-    assert environment.probe_image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
-    assert environment.probe_image(site.model_copy(update={"image": None})).status == "FAIL"
-    assert "no such command" in environment.probe_image(Site(engine="shifter", image="mine:1")).text
+    assert doctor.probe_image(site).status == "ok"
+    assert doctor.probe_image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
+    assert doctor.probe_image(site.model_copy(update={"image": None})).status == "FAIL"
+    assert "no such command" in doctor.probe_image(Site(engine="shifter", image="mine:1")).text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("listed", "status"), [("localhost/mine:1 true", "ok"), ("localhost/mine:1 false", "FAIL")])
 def test_migrated(command: Callable[[str, str], None], listed: str, status: str) -> None:
     command("podman-hpc", f'[ "$1" = images ] && echo "{listed}" || echo sha256:01')
-    assert environment.probe_image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
+    assert doctor.probe_image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
 
 
 @pytest.mark.parametrize(
@@ -317,20 +317,20 @@ def test_which_driver_a_cuda_needs(cuda: str, driver: str, needed: int | None) -
 def test_the_image_is_asked_with_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this machine has some: else the engine may refuse."""
     asked: list[list[str]] = []
-    monkeypatch.setattr(environment, "probe_python", lambda words, *_: asked.append(words) or [])
-    monkeypatch.setattr(environment, "probe_image", lambda _: Finding("image", "ok", ""))
+    monkeypatch.setattr(doctor, "probe_python", lambda words, *_: asked.append(words) or [])
+    monkeypatch.setattr(doctor, "probe_image", lambda _: Finding("image", "ok", ""))
     site = Site(engine="docker", image="localhost/mine:1", gpu=True)
     for device in (None, "nvidiactl", "nvidia0"):
         (tmp_path / device).touch() if device else None
-        environment.probe_site(site, [], devices=tmp_path)
+        doctor.probe_site(site, [], devices=tmp_path)
     assert ["--gpus=all" in words for words in asked] == [False, False, True]
 
 
 def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "FACTS", f"print({json.dumps(FACTS | {'gpus': 0})!r})")
-    assert not [f for f in environment.probe_site(Site(gpu=True), [], devices=tmp_path) if f.name == "GPU"]
+    monkeypatch.setattr(doctor, "FACTS", f"print({json.dumps(FACTS | {'gpus': 0})!r})")
+    assert not [f for f in doctor.probe_site(Site(gpu=True), [], devices=tmp_path) if f.name == "GPU"]
     (tmp_path / "nvidia0").touch()
-    found = named(environment.probe_site(Site(gpu=True), [], devices=tmp_path), "GPU")
+    found = named(doctor.probe_site(Site(gpu=True), [], devices=tmp_path), "GPU")
     assert found.status == "FAIL" and "stages do not see" in found.text
 
 
@@ -365,10 +365,10 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:
     """Where the site says that runs are on GPUs, a torch that cannot use any fails."""
     runs = [found.run for found in load(tmp_path).plans[plan].values()]
-    found = named(environment.environment({**FACTS, **facts}, runs), name)
+    found = named(doctor.environment({**FACTS, **facts}, runs), name)
     assert found.status == status, found
     assert found.status in ("ok", "skip") or found.remedy
-    on_gpus = named(environment.environment({**FACTS, **facts}, runs, on_gpus=True), name)
+    on_gpus = named(doctor.environment({**FACTS, **facts}, runs, on_gpus=True), name)
     assert on_gpus.status == ("FAIL" if name == "CUDA" and status != "ok" else status)
 
 
@@ -396,44 +396,44 @@ def files(*paths: object, kind: str = "files") -> DatasetSettings:
 def test_data(tmp_path: Path) -> None:
     """To be made, there, gone, changed."""
     simulated = dataset(COSMO)
-    assert data.probe_data("mine", simulated, tmp_path) == Finding("data mine", "ok", "will be simulated")
+    assert probe.probe_data("mine", simulated, tmp_path) == Finding("data mine", "ok", "will be simulated")
     file = made(tmp_path)
-    assert data.probe_data("mine", simulated, tmp_path).text.startswith("1 files, 100 B")
+    assert probe.probe_data("mine", simulated, tmp_path).text.startswith("1 files, 100 B")
     file.unlink()
-    gone = data.probe_data("mine", simulated, tmp_path)
+    gone = probe.probe_data("mine", simulated, tmp_path)
     assert gone.status == "warn" and "1 of 1 files" in gone.text and "made again" in gone.remedy
     file.write_bytes(bytes(99))
-    cut = data.probe_data("mine", simulated, tmp_path)
+    cut = probe.probe_data("mine", simulated, tmp_path)
     assert cut.status == "FAIL" and str(file) in cut.text and str(file) in cut.remedy
     (tmp_path / "data/mine/manifest.json").write_text("{")
-    assert data.probe_data("mine", simulated, tmp_path).status == "FAIL"
+    assert probe.probe_data("mine", simulated, tmp_path).status == "FAIL"
 
 
 @pytest.mark.parametrize("kind", ["files", "prepared"])
 def test_raw_files(tmp_path: Path, kind: str) -> None:
     (one := tmp_path / "one.h5").write_bytes(b"1")
     two = tmp_path / "two.h5"
-    found = data.probe_data("mine", files(one, two, kind=kind), tmp_path)
+    found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     assert found.status == "FAIL" and f"{two}: no such file" in found.text and "datasets.mine.source" in found.remedy
     two.touch()
-    assert "empty" in data.probe_data("mine", files(one, two, kind=kind), tmp_path).text
+    assert "empty" in probe.probe_data("mine", files(one, two, kind=kind), tmp_path).text
     two.unlink()
     two.write_bytes(b"2")
-    assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
+    assert probe.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "ok"
     made(tmp_path)
     describe(tmp_path / "data/mine", File(path=str(one), rows=1, bytes=7, digest=""))
-    found = data.probe_data("mine", files(one, two, kind=kind), tmp_path)
+    found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     assert found.status == "warn" and "another size" in found.text, "it is described again"
     one.unlink()  # nobody knows what was made of it
-    assert data.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
+    assert probe.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
     recorded = files(one, two, kind=kind).model_dump(mode="json")
     (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(recorded))
-    found = data.probe_data("mine", files(one, two, kind=kind), tmp_path)
+    found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     if kind == "prepared":
         assert found.status == "FAIL", "these are read at every training"
     else:
         assert found.status == "warn" and f"{one}: no such file" in found.text and "stays as it is" in found.text
-        assert data.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
+        assert probe.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
 
 
 def test_prepared_files(tmp_path: Path) -> None:
@@ -496,8 +496,8 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_space(monkeypatch: pytest.MonkeyPatch, total: float, free: float, status: str) -> None:
     """A warning below a tenth, and below 20 GB."""
-    monkeypatch.setattr(data.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
-    assert data.probe_space(Path("/not/there")).status == status
+    monkeypatch.setattr(probe.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
+    assert probe.probe_space(Path("/not/there")).status == status
 
 
 SHOWQUOTA = """\
@@ -510,13 +510,13 @@ SHOWQUOTA = """\
 
 
 def test_quota(command: Callable[[str, str], None]) -> None:
-    (found,) = probe.ask([("quota", data.probe_quota)])
+    (found,) = probe.ask([("quota", probe.probe_quota)])
     assert found.status == "skip"
     command("showquota", f"cat <<END\n{SHOWQUOTA}END")
-    assert data.probe_quota() == Finding("quota", "warn", "home 22 %, pscratch 95 %", "remove files there")
+    assert probe.probe_quota() == Finding("quota", "warn", "home 22 %, pscratch 95 %", "remove files there")
     for share, status in ((89.0, "ok"), (90.0, "warn"), (100.0, "FAIL")):
         command("showquota", f"echo '| a | {share}% |'")
-        assert data.probe_quota().status == status
+        assert probe.probe_quota().status == status
 
 
 def test_purge(tmp_path: Path) -> None:
@@ -526,13 +526,13 @@ def test_purge(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (now - read * day, now - written * day))
-    found = data.probe_purge([str(tmp_path / "b"), str(tmp_path / "a"), str(tmp_path / "d"), str(tmp_path / "no")], 56)
+    found = probe.probe_purge([str(tmp_path / "b"), str(tmp_path / "a"), str(tmp_path / "d"), str(tmp_path / "no")], 56)
     assert found.status == "ok" and str(tmp_path / "b/c") in found.text  # last read 30 days ago
     assert found.text.startswith(str(dt.date.fromtimestamp(now + 26 * day)))
-    assert data.probe_purge([str(tmp_path)], 36).status == "warn"  # 6 days left
-    assert data.probe_purge([str(tmp_path)], 38).status == "ok"
-    assert data.probe_purge([str(tmp_path)], 20).status == "warn"  # it may be gone any time
-    assert data.probe_purge([str(tmp_path / "no")], 56).status == "skip"
+    assert probe.probe_purge([str(tmp_path)], 36).status == "warn"  # 6 days left
+    assert probe.probe_purge([str(tmp_path)], 38).status == "ok"
+    assert probe.probe_purge([str(tmp_path)], 20).status == "warn"  # it may be gone any time
+    assert probe.probe_purge([str(tmp_path / "no")], 56).status == "skip"
 
 
 # ---- as a whole --------------------------------------------------------------------------------------
@@ -664,7 +664,7 @@ def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None
     resolved = {f"p.{name}": each.run for name, each in found.items()}
     for need, (what, _) in machine.NEEDS.items():
         monkeypatch.setitem(machine.NEEDS, need, (what, lambda: False))
-    lines = doctor.lines(environment.probe_here(resolved, devices=0))
+    lines = doctor.lines(doctor.probe_here(resolved, devices=0))
     assert len(lines) == 4
     assert lines[0].startswith("FAIL  run p.dali: loader.kind: needs NVIDIA DALI") and "needs: [dali]" in lines[0]
     assert lines[1].startswith("FAIL  run p.compiled: compile.mode: needs a C++ compiler") and "mode: none" in lines[1]
@@ -673,4 +673,4 @@ def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None
     assert "take bf16 or fp32" in lines[3]
     for need, (what, _) in machine.NEEDS.items():
         monkeypatch.setitem(machine.NEEDS, need, (what, lambda: True))
-    assert environment.probe_here(resolved, devices=1) == []
+    assert doctor.probe_here(resolved, devices=1) == []

@@ -21,7 +21,7 @@ from dlscale.core.ranges import RANGES, mark
 from dlscale.measure.profilers import child, nsys
 from dlscale.measure.profiling import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
-from dlscale.preflight.environment import environment as environment_of
+from dlscale.preflight.doctor import environment as environment_of
 from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run
 from tests.nsys_databases import Recording
 from tests.waiting import PATIENCE, until

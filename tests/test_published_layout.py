@@ -19,7 +19,7 @@ from dlscale.datasets.era5.describe import describe_prepared
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import Era5Dataset, PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from dlscale.preflight.data import probe_data
+from dlscale.preflight.probe import probe_data
 from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_parts, make_run, records, stage, train
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 

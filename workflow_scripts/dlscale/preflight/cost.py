@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -310,41 +310,38 @@ def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> 
     return Work(stage, plan, name, run, dataset=configuration.workflow.datasets[run.dataset])
 
 
-def works(configuration: Configuration, plans: Iterable[str] = (), trials: Collection[str] = ()) -> list[Work]:
+def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]:
     """Return the jobs that lack their results, of these plans or the targets; each run once.
 
-    Changed settings or sources do not count. `trials` of sweeps that train again have none of their results.
+    Changed settings or sources do not count.
     """
     workflow = configuration.workflow
     results = Path(workflow.results)
     datasets, runs = dict[str, Work](), dict[tuple[str, str, str], Work]()
     for plan in check_plans(list(plans), configuration):
-        for run, resolved in expected_runs(configuration.plans[plan], results, trials).items():
+        for run, resolved in expected_runs(configuration.plans[plan], results).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 datasets[data] = data_work(
                     configuration, data, data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 )
             for stage in configuration.stages(plan, run):
-                there = (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists()
-                if not there or resolved.trial in trials:
+                if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
                     runs[owner, name, stage] = run_work(configuration, owner, name, stage)
     return [*datasets.values(), *runs.values()]
 
 
-def expected_runs(runs: dict[str, ResolvedRun], results: Path, trials: Collection[str] = ()) -> dict[str, ResolvedRun]:
+def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
     """Return the runs that will be: of a rung of successive halving as many as it will have."""
-
-    def done(run: ResolvedRun) -> bool:
-        return run.trial not in trials and (results / "plans" / run.plan / run.name / "provenance.json").exists()
-
+    folders = {name: results / "plans" / run.plan / run.name for name, run in runs.items()}
+    done = {name for name, folder in folders.items() if (folder / "provenance.json").exists()}
     left = Counter({run.rung: run.rung_size for run in runs.values()})
-    left.subtract(run.rung for run in runs.values() if done(run))
+    left.subtract(runs[name].rung for name in done)
     expected = {}
     for name, run in runs.items():
-        if run.trial is None or done(run) or left[run.rung] > 0:
+        if run.trial is None or name in done or left[run.rung] > 0:
             expected[name] = run
-            left[run.rung] -= not done(run)
+            left[run.rung] -= name not in done
     return expected
 
 
@@ -368,7 +365,6 @@ class Row:
     estimate: Estimate
     geometry: str  #: In words.
     hours: dict[Hours, float] = field(default_factory=dict)
-    partition: str | None = None
     qos: str | None = None
 
 
@@ -423,24 +419,21 @@ def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -
         "gpu_hours": hours * (geometry.world_size if geometry and nodes.gpus else 0),
         "charged_hours": node_hours * scheduler.qos.get(qos or "", Qos()).charge,
     }
-    return Row(work, time, shown, priced, nodes.partition, qos)
+    return Row(work, time, shown, priced, qos)
 
 
 def lines(table: Table) -> list[str]:
     """Return the table as aligned text, with a total."""
     if not table.rows:
         return ["Nothing to run: all results are there."]
-    rows = [["run", "stage", "geometry", "partition", "QOS", "basis", *(WORDS[kind] for kind in table.kinds)]]
+    rows = [["run", "stage", "geometry", "QOS", "basis", *(WORDS[kind] for kind in table.kinds)]]
     for row in table.rows:
         bound = "≤" if row.estimate.basis == "limit" else ""
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
         hours = [_hours(row.hours.get(kind), bound) for kind in table.kinds]
-        queue = row.partition or "-", row.qos or "-"
-        rows.append([name, row.work.stage, row.geometry, *queue, row.estimate.basis, *hours])
-    rows.append(["total", *[""] * 5, *(_hours(table.total(kind), table.bound) for kind in table.kinds)])
-    hidden = {place for place, cells in enumerate(zip(*rows[1:-1], strict=True)) if set(cells) == {"-"}}
-    cells = [[cell for place, cell in enumerate(row) if place not in hidden] for row in rows]
-    text = aligned(cells, right=range(6 - len(hidden), len(cells[0])))
+        rows.append([name, row.work.stage, row.geometry, row.qos or "-", row.estimate.basis, *hours])
+    rows.append(["total", *[""] * 4, *(_hours(table.total(kind), table.bound) for kind in table.kinds)])
+    text = aligned(rows, right=range(5, len(rows[0])))
     text += ["≤: the whole time limit, for want of an estimate"] if table.bound else []
     unknown = any(not row.hours for row in table.rows)
     return text + (["?: no estimate; such rows are not in the total"] if unknown else [])
@@ -472,11 +465,10 @@ def over(table: Table, budget: Budget) -> str | None:
         f"{_hours(hours, table.bound)} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}"
         for kind, hours in exceeded.items()
     ]
-    keys = [f"budget.{kind} to {math.ceil(hours)}" for kind, hours in exceeded.items()]
     limits = "; ≤ counts jobs at their time limit (site.scheduler.minutes)" if table.bound else ""
     return (
-        f"budget: what would run is estimated at {' and '.join(what)}{limits}; raise {' and '.join(keys)}, drop runs "
-        "or plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
+        f"budget: what would run is estimated at {' and '.join(what)}{limits}; raise that, drop runs or "
+        "plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
     )
 
 

@@ -23,7 +23,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
 from dlscale.core.settings import flat, read_yaml
-from dlscale.core.text import NONE, aligned, duration, many, number, percent, shorten, size
+from dlscale.core.text import aligned, duration, many, number, percent, shorten, size
 from dlscale.measure.records import Throughput
 from dlscale.measure.scaling import validation
 from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
@@ -110,8 +110,6 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
             )
         records += [measured] if measured else []
         points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
-    if any(point.rate <= 0 for point in points):
-        raise UserError(f"{', '.join(map(str, folders))}: a rate of 0 was measured; run the stages again")
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
         raise UserError(
             f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
@@ -223,21 +221,7 @@ class Row:
     seconds: float | None  #: Of the training.
     node_hours: float | None
     parts: Step
-    ideal: float  #: Seconds that computing would take if each device did its share as fast as one alone.
     measured: float | None  #: Samples/s that were measured of this very job.
-
-    @property
-    def lost(self) -> str:
-        """What costs most of what one device alone does not pay."""
-        parts = {
-            "computing (shared host, small batch, split layers)": self.parts.compute - self.ideal,
-            "waiting for the slowest device": self.parts.waiting,
-            "communication": self.parts.slowed + self.parts.exposed,
-            "loading": self.parts.loading,
-        }
-        most = max(parts, key=parts.__getitem__)
-        share = parts[most] / self.parts.seconds
-        return f"{most} {percent(share)}" if share >= 0.005 else NONE
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -317,7 +301,6 @@ def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int)
         seconds=total,
         node_hours=None if total is None else nodes * total / 3600,
         parts=step(fitted.machine, fitted.work, fitted.costs, job),
-        ideal=step(fitted.machine, fitted.work, fitted.costs, one).compute * batch / study.batch / (tp * cp),
         measured=next((point.rate for point in fitted.points if (point.job, point.of) == (job, STEPS)), None),
     )
 
@@ -365,11 +348,10 @@ def lines(rows: Sequence[Row]) -> list[str]:
             "memory": size(row.memory),
             "time": duration(row.seconds),
             "node-hours": number(row.node_hours),
-            "most is lost to": row.lost,
         }
         for row in rows
     ]
-    return aligned([list(cells[0]), *(list(row.values()) for row in cells)], right=range(len(cells[0]) - 1))
+    return aligned([list(cells[0]), *(list(row.values()) for row in cells)], right=range(len(cells[0])))
 
 
 def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:

@@ -25,7 +25,7 @@ from dlscale.config.workflow import Workflow
 from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.files import read_json, write_json
 from dlscale.core.settings import Raw, nested, typed
-from dlscale.preflight import live
+from dlscale.preflight import status
 
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
@@ -287,4 +287,4 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(words[0], words)  # its status, and the signals that it gets, are its own
-    return live.run(words)
+    return status.shown(words)
