@@ -62,12 +62,8 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     end(whole[1])
     progress.look(now + 20)
     assert progress.left(now + 20) == 0 and progress.share(now + 20) == 1
-
-
-def test_a_job_alone_bounds_the_end(tmp_path: Path) -> None:
-    """However many run beside it, as on a cluster."""
-    jobs = [job(tmp_path, "a", 100, 0.1), job(tmp_path, "b", 10, 0.1)]
-    assert status.Progress(0.0, jobs).left(1.0) == 100
+    alone = [job(tmp_path, "alone", 100, 0.1), job(tmp_path, "beside it", 10, 0.1)]
+    assert status.Progress(now, alone).left(now) == 100, "however many run beside it, as on a cluster"
 
 
 def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:

@@ -102,14 +102,6 @@ def _read(path: Path, changed: int) -> Throughput:
     return Throughput.read(path)
 
 
-def rate(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> tuple[float, Basis] | None:
-    """Return samples/s of all devices of the run `plan`.`name` together, and its basis; None if unknown."""
-    if found := _measured(plan, name, run, results, scheduler):
-        return found, "measured"
-    found = _published(plan, name, run) if device_kind(scheduler) == "cuda" else None
-    return (found, "published") if found else None
-
-
 def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
     """Return the run's own rate with its compute settings on devices as the site's, or else the slowest of others."""
     digest, kind = compute_digest(run.model_dump(mode="json")), device_kind(scheduler)
@@ -224,11 +216,13 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, star
     scheduler
         Its nodes tell what a rate has to be measured on. None: this machine.
     """
-    run, samples = work.run, _samples(work, results)
-    if run is None or samples is None:
+    samples, aside = _demand(work, results, start_up)
+    if work.run is None or samples is None:
         return Estimate()
-    found = rate(work.plan, work.run_name, run, results, scheduler)
-    return Estimate(samples / found[0] + _aside(work, start_up), found[1]) if found else Estimate()
+    if rate := _measured(work.plan, work.run_name, work.run, results, scheduler):
+        return Estimate(samples / rate + aside, "measured")
+    rate = _published(work.plan, work.run_name, work.run) if device_kind(scheduler) == "cuda" else None
+    return Estimate(samples / rate + aside, "published") if rate else Estimate()
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
@@ -240,31 +234,27 @@ def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
     seconds = estimate(work, results, scheduler).seconds
     if seconds is not None:
         return _limit(seconds + compiling)
+    samples, aside = _demand(work, results, START_UP)
     if work.run is None:
         seconds = data_bound(work.plan, work.dataset, results) if work.dataset else None
-    elif (samples := _samples(work, results)) is not None:
+    elif samples is not None:
         manifest = manifest_of(work.run.dataset, work.dataset, results)
         seconds = bound(work.run, samples, manifest, scheduler)
-    return None if seconds is None else min(_limit(seconds + compiling + _aside(work)), scheduler.limit(work.stage))
+    return None if seconds is None else min(_limit(seconds + compiling + aside), scheduler.limit(work.stage))
 
 
 def _limit(seconds: float) -> int:
     return max(math.ceil(1.5 * seconds / 60) + 10, 15)
 
 
-def _samples(work: Work, results: Path) -> float | None:
-    """Return the work of a job in training samples; None for data, and where it is unknown."""
+def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, float]:
+    """Return the training samples of a job, None for data and where they are unknown, and the seconds beside them."""
     run, stage = work.run, STAGES.get(work.stage)
     if run is None or stage is None or stage.work is None:
-        return None
-    return stage.work(run, *(samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
-
-
-def _aside(work: Work, start_up: float = START_UP) -> float:
-    """Return the seconds of a job that no rate changes."""
-    stage = STAGES.get(work.stage)
-    by_clock = stage.seconds(work.run) if stage and stage.seconds and work.run else 0.0
-    return start_up * (stage.starts(work.run) if stage and stage.starts else 1) + by_clock
+        return None, start_up
+    samples = stage.work(run, *(samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
+    by_clock = stage.seconds(run) if stage.seconds else 0.0
+    return samples, start_up * (stage.starts(run) if stage.starts else 1) + by_clock
 
 
 def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> float:

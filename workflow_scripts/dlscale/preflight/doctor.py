@@ -269,9 +269,8 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
     constraint = kind.constraint or ""
     features = set(filter(None, constraint.split("&"))) if not set(constraint) & set("|[*(") else set()
     asks = kind.cpus, kind.gpus, kind.memory_mb or 0
-    fitting, seen, known = 0, list[str](), set[str]()
+    fitting, seen = 0, list[str]()
     for row in [line.split("|") for line in text.split() if line.count("|") == 4]:
-        known |= set(row[0].split(","))
         if features <= set(row[0].split(",")):
             gpus = re.findall(rf"\b{re.escape(kind.gres)}(?::[A-Za-z]\w*)?:(\d+)", row[2])
             has = int(row[1].rstrip("+")), max(map(int, gpus), default=0), int(row[4].rstrip("+"))
@@ -282,7 +281,7 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
     what = _has(*asks) + "".join(f", {word} {name}" for word, name in which.items() if name)
     if fitting >= wanted:
         return Finding(_name(kind), "ok", f"{fitting} of {what}")
-    there = "; ".join(dict.fromkeys(seen)) or f"of features {', '.join(sorted(known)) or 'none'}"
+    there = "; ".join(dict.fromkeys(seen)) or "none of that partition and constraint"
     remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
     text = f"{many(wanted, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
     return Finding(_name(kind), "FAIL", text, remedy)

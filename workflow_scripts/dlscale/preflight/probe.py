@@ -146,19 +146,13 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     watched = type(kind).look is not DatasetKind.look
     if (read_once and not watched) or not (trouble := _trouble(dataset)):
         return None
-    if read_once or (made and not kind.prepared(dataset) and _made_of_these(name, dataset, results)):
+    recorded = manifest_of(results, name).with_name("config.yaml")
+    source = read_yaml(recorded).get("source") if made and recorded.exists() else None
+    of_these = source == dataset.model_dump(mode="json")["source"] and not kind.prepared(dataset)
+    if read_once or (made and of_these):
         text = f"{trouble}; what was made of it stays as it is"
         return Finding(f"data {name}", "warn", text, "if that is meant, go on; else put it back")
     return Finding(f"data {name}", "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
-
-
-def _made_of_these(name: str, dataset: DatasetSettings, results: Path) -> bool:
-    """Whether a dataset was made of the very files that it names."""
-    try:
-        made = read_yaml(manifest_of(results, name).with_name("config.yaml"))
-    except UserError:
-        return False
-    return bool(made.get("source") == dataset.model_dump(mode="json")["source"])
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:

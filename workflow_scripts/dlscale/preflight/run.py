@@ -120,10 +120,6 @@ def typed_target(word: str, configuration: Configuration) -> Target:
         return Target(word)
     if found := read_target(f"plan_{word}" if word in configuration.plans else word, configuration):
         return found
-    if "/" in word:
-        raise UserError(f"{word}: no target; the files that can be made are in {configuration.workflow.results}/")
-    if "." in word:
-        raise UserError(f"{word}: no target is called so; a plan is named alone, a setting is typed as {word}=VALUE")
     names = [*configuration.plans, "all", "image", *(f"data_{name}" for name in configuration.workflow.datasets)]
     raise UserError(f"{word}: {unknown('target', word, names)}")
 
