@@ -127,11 +127,12 @@ class Call:
             self.check(works, files)
         except UserError as error:
             problems.append(f"It would not start: {error}")
-        table, findings = cost.price(works, scheduler, self.results), self.findings(works)
+        table = cost.price(works, scheduler, self.results) if scheduler else []
+        findings = self.findings(works)
         problems += doctor.lines(finding for finding in findings if finding.status == "FAIL")
         problems += filter(None, [cost.over(table, self.configuration.workflow.budget)])
         warnings = [] if scheduler else doctor.lines(finding for finding in findings if finding.status == "warn")
-        say(*(["", *cost.lines(table)] if scheduler and works else []))
+        say(*(["", *cost.lines(table)] if table else []))
         say("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
         if problems:
             fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
@@ -144,9 +145,8 @@ class Call:
         """Print what is found before jobs begin; a `UserError` where they may not."""
         works = self.works(waiting)
         self.check(works, files)
-        if problem := cost.over(
-            cost.price(works, self.site.scheduler, self.results), self.configuration.workflow.budget
-        ):
+        table = cost.price(works, self.site.scheduler, self.results) if self.site.scheduler else []
+        if problem := cost.over(table, self.configuration.workflow.budget):
             raise UserError(problem)
         findings = self.findings(works)
         say(*doctor.lines(findings))
