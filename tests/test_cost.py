@@ -312,8 +312,6 @@ def test_what_a_job_here_takes(tmp_path: Path) -> None:
     assert cost.seconds_here("train", train, tmp_path) == pytest.approx(3480 + cost.START_UP_HERE)
     assert cost.seconds_here("collect", None, tmp_path, file) == 7.5
     assert cost.seconds_here("collect", None, tmp_path, tmp_path / "no.tsv") == cost.OTHERS
-    assert cost.in_all((seconds, cost.share(threads, 2)) for seconds, threads in ((10, 64), (4, 1), (4, 1))) == 14
-    assert cost.in_all([(10, cost.share(1, 4))]) == 10 and cost.share(None, 4) == 1
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:
@@ -417,9 +415,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 1000}}\n")
     asked = ["cost", "cosmo_ladder", "--profile", "perlmutter", "--configfile", mine]
     assert stage(*asked) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("run ") and any(line.startswith("total ") for line in out)
-    assert sum(line.startswith("cosmo_ladder.") for line in out) == 2 * len(load(tmp_path).plans["cosmo_ladder"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cosmo_ladder.")]
+    assert len(lines) == 2 * len(load(tmp_path).plans["cosmo_ladder"])
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 0.5}}\n")
     assert stage(*asked) == 2
     assert "dlscale cost: budget: what would run" in capsys.readouterr().err

@@ -182,9 +182,6 @@ def test_jobs_in_the_queue(
     assert told["queue"] == ["17 (train p_a, pending)"]
     assert [(row["name"], row["state"]) for row in told["rows"]] == [(n, "waiting") for n in ("data d", "p.a", "p.b")]
     assert told["rows"][1]["doing"] is None
-    args.json = False
-    assert status.main(args, configuration(results)) == 0
-    assert "queue" not in capsys.readouterr().out, "there is no scheduler"
 
 
 def test_watched_until_all_is_done(

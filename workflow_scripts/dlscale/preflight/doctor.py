@@ -75,8 +75,6 @@ Facts = dict[str, Any]
 LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
 #: First and last cuDNN whose 3D convolutions in bf16 give wrong values.
 BAD_CUDNN = 90_800, 91_099
-#: Format of sinfo: features, CPUs, generic resources, number and memory of a group of nodes.
-COLUMNS = "%f|%c|%G|%D|%m"
 
 
 # ---- image and environment -------------------------------------------------------------------------
@@ -265,7 +263,8 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 
 def probe_nodes(kind: Nodes, most: int) -> Finding:
     """Check that there are nodes as the site says, `most` of them where they have GPUs: else a job waits for ever."""
-    text = said(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", COLUMNS])
+    # Features, CPUs, generic resources, number and memory of each group of nodes.
+    text = said(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
     constraint = kind.constraint or ""
     features = set(filter(None, constraint.split("&"))) if not set(constraint) & set("|[*(") else set()
     asks = kind.cpus, kind.gpus, kind.memory_mb or 0

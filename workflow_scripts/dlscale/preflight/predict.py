@@ -13,11 +13,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlscale.config.compute import compute_digest, compute_settings
 from dlscale.config.places import run_folder
-from dlscale.config.resolve import study_files
+from dlscale.config.resolve import Configuration, study_files
 from dlscale.config.run import DDP, DP, FSDP, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
@@ -44,9 +44,6 @@ from dlscale.measure.scaling.model import (
 )
 from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
-
-if TYPE_CHECKING:
-    from dlscale.config.resolve import Configuration
 
 #: Options that are numbers, and the greatest value of one.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
@@ -360,7 +357,8 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
     large = [row for row in rows if training and row.job.samples > training]
     possible = [row for row in rows if row not in large] or rows
     fastest = max(possible, key=lambda row: row.rate.value)
-    cheapest = min(possible, key=_cost)
+    # Where the length of the training is unknown, node-seconds a sample.
+    cheapest = min(possible, key=lambda row: row.nodes / row.rate.value if row.node_hours is None else row.node_hours)
     text = [f"Fastest: {_shown(fastest, args)}.", f"Cheapest: {_shown(cheapest, args)}."]
     if large:
         counts = ", ".join(f"{devices:,}" for devices in dict.fromkeys(row.job.devices for row in large))
@@ -384,11 +382,6 @@ def misfits(study: Study) -> list[str]:
         found.append((error, f"The fit misses {at} by {percent(error)}: {rates}."))
     worst = [line for error, line in sorted(found, reverse=True)[:3] if error > MISSED]
     return [*worst, "Measure again on a quiet machine, or ask for these runs one by one."] if worst else []
-
-
-def _cost(row: Row) -> float:
-    """Return node-hours of the training; where its length is unknown node-seconds a sample."""
-    return row.nodes / row.rate.value if row.node_hours is None else row.node_hours
 
 
 def _shown(row: Row, args: argparse.Namespace) -> str:

@@ -39,9 +39,8 @@ from dlscale.preflight import cost
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-State = Literal["running", "silent", "failed", "done", "waiting"]
 #: In the order in which they are printed.
-STATES: tuple[State, ...] = get_args(State)
+State = Literal["running", "silent", "failed", "done", "waiting"]
 
 #: Seconds without a status after which a stage on another machine counts as ended.
 SILENT = 12 * LINE_SECONDS
@@ -157,7 +156,7 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: float = 0.0) -> l
 
     `left`: seconds until all is done.
     """
-    rows = sorted(rows, key=lambda row: STATES.index(row.state))
+    rows = sorted(rows, key=lambda row: get_args(State).index(row.state))
     counts = Counter(row.state for row in rows)
     text = [", ".join(f"{count} {state}" for state, count in counts.items())]
     text[0] += f"; about {duration(left)} left" if left else ""
@@ -216,17 +215,17 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> float:
     """Return the time until all is done on this machine, s."""
-    results, jobs, cores = Path(configuration.workflow.results), list[tuple[float, float]](), os.cpu_count() or 1
+    workflow, cores = configuration.workflow, os.cpu_count() or 1
     rows = [row for row in rows if row.state != "done"]
-    for name in dict.fromkeys(row.name.removeprefix("data ") for row in rows if row.of_data):
-        number = cost.data_jobs(configuration.workflow.datasets[name], None)
-        jobs += [(cost.OTHERS, cost.share(1, cores))] * number
+    datasets = {row.name.removeprefix("data ") for row in rows if row.of_data}
+    count = sum(cost.data_jobs(workflow.datasets[name], None) for name in datasets)
+    jobs = [(cost.OTHERS, cost.share(1, cores))] * count
     for row in [row for row in rows if not row.of_data]:
         plan, run = row.name.split(".")
         work = cost.run_work(configuration, plan, run, row.stage)
         said = row.doing.left if row.doing and not row.doing.part else None
         threads = work.run.threads if work.run and row.stage == "train" else None
-        jobs.append((said or cost.seconds_here(row.stage, work, results), cost.share(threads, cores)))
+        jobs.append((said or cost.seconds_here(row.stage, work, Path(workflow.results)), cost.share(threads, cores)))
     return cost.in_all(jobs)
 
 

@@ -15,17 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dlscale.config.resolve import Configuration
 from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many, shorten
 from dlscale.preflight.run import ask, typed_target
 from dlscale.preflight.status import last_word
-
-if TYPE_CHECKING:
-    from dlscale.config.resolve import Configuration
 
 #: Settings of a line, and modules: more are counted.
 MOST = 4
