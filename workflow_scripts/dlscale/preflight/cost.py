@@ -365,7 +365,8 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
     """
     rows = []
     for work in works:
-        geometry, processes = (work.run.geometry, work.run.processes) if work.run else (None, None)
+        geometry = work.run.geometry if work.run else None
+        processes = work.run.processes if work.run else None
         time, limit = estimate(work, results, scheduler), minutes(work, results, scheduler)
         asked = slurm.request(scheduler, work.stage, geometry, limit, processes)
         hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)

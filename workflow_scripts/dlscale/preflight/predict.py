@@ -50,8 +50,6 @@ NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", 
 MOST = 1e15
 #: Settings in which runs that are fitted together differ.
 FREE = "geometry", "batch_size"
-#: Error of the fit from which on it is printed.
-MISSED = 0.1
 
 
 # ---- measurements ----------------------------------------------------------------------------------
@@ -368,20 +366,7 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
         )
     if any(row.job.shared > 1 for row in rows):
         text.append("The memory of devices that share a model is rough: its own page predicts it.")
-    return text + misfits(study)
-
-
-def misfits(study: Study) -> list[str]:
-    """Return the worst three measurements that the fit misses by more than `MISSED`."""
-    found = []
-    for point in [point for point in study.fit.points if point.of.mode != "VALIDATION"]:
-        fitted = study.fit.rate(point.job, point.of).value
-        error = abs(fitted / point.rate - 1)
-        at = f"{point.of.mode} on {many(point.job.devices, 'device')} with {point.job.samples:g} samples a step"
-        rates = f"{number(fitted)} samples/s for {number(point.rate)} measured"
-        found.append((error, f"The fit misses {at} by {percent(error)}: {rates}."))
-    worst = [line for error, line in sorted(found, reverse=True)[:3] if error > MISSED]
-    return [*worst, "Measure again on a quiet machine, or ask for these runs one by one."] if worst else []
+    return text
 
 
 def _shown(row: Row, args: argparse.Namespace) -> str:
