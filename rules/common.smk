@@ -13,7 +13,6 @@ from dlscale.core.fingerprint import remember
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
-from dlscale.preflight import doctor
 from dlscale.preflight.run import named_targets, studies
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
@@ -52,12 +51,11 @@ def refuse(message):
 
 def say(finding):
     """Print what was found, and end if nothing can be made of it; a job's own process leaves both to its stage."""
-    (line,) = doctor.lines([finding])
     if not workflow.is_main_process:
         return
     if finding.status == "FAIL" and not REPORTING:
-        refuse(line)
-    print(line, file=sys.stderr)
+        refuse(str(finding))
+    print(finding, file=sys.stderr)
 
 
 def rung_file(name, rung):

@@ -187,7 +187,6 @@ def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     for name in ("sacctmgr", "sinfo"):
         command(name, "echo gone >&2; exit 1")
     found = doctor.check(load(tmp_path / "results", yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}))
-    assert doctor.failed(found)
     assert named(found, "Slurm").status == "FAIL" and "no route to host" in named(found, "Slurm").text
     assert [named(found, name).status for name in ("account", "GPU nodes")] == ["warn"] * 2
     assert "sinfo: gone" in named(found, "GPU nodes").text
@@ -413,7 +412,6 @@ def test_plans(tmp_path: Path) -> None:
     """Those that are asked for, whatever the targets are."""
     configuration = load(tmp_path)
     found = doctor.check(configuration, plans=["cosmo_ladder"])
-    assert not [f for f in found if f.name == "nsys"], "its runs name nsys for those who profile them, and it does not"
     names = [f.name for f in found if f.name.startswith("data ")]
     assert names == ["data cosmo_published"]
     assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
@@ -508,7 +506,7 @@ def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None
     resolved = {f"p.{name}": each.run for name, each in found.items()}
     for need, (what, _) in machine.NEEDS.items():
         monkeypatch.setitem(machine.NEEDS, need, (what, lambda: False))
-    lines = doctor.lines(doctor.probe_here(resolved, devices=0))
+    lines = [str(finding) for finding in doctor.probe_here(resolved, devices=0)]
     assert len(lines) == 3
     assert lines[0].startswith("FAIL  run p.dali: loader.kind: needs NVIDIA DALI") and "needs: [dali]" in lines[0]
     assert lines[1].startswith("FAIL  run p.compiled: compile.mode: needs a C++ compiler") and "mode: none" in lines[1]

@@ -209,18 +209,6 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
 # ---- Slurm -----------------------------------------------------------------------------------------
 
 
-def slurm_probes(scheduler: Scheduler, runs: list[Run], stages: Collection[Job]) -> list[Probe]:
-    """Return the probes of Slurm for the jobs of these stages and runs."""
-    found: list[Probe] = [
-        ("Slurm", probe_slurm),
-        ("account", functools.partial(probe_account, scheduler, runs, stages)),
-    ]
-    kinds = [scheduler.cpu_nodes] if "data" in stages else []
-    kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages) else []
-    most = max((run.geometry.nodes for run in runs), default=1)
-    return found + [(_name(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds]
-
-
 def probe_slurm() -> Finding:
     """Check that a controller is up."""
     remedy = "wait until the site's Slurm is back"
@@ -320,27 +308,21 @@ def check(
         for tool in resolved.run.profile.tools
     }
     place = functools.partial(probe_site, workflow.site, runs, profilers, on_gpus)
-    probes = slurm_probes(scheduler, runs, stages_wanted) if scheduler else []
-    probes.append(("environment", place))
+    probes: list[Probe] = [("environment", place)]
+    if scheduler:
+        kinds = [scheduler.cpu_nodes] if "data" in stages_wanted else []
+        kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages_wanted) else []
+        most = max((run.geometry.nodes for run in runs), default=1)
+        probes += [
+            ("Slurm", probe_slurm),
+            ("account", functools.partial(probe_account, scheduler, runs, stages_wanted)),
+            *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds),
+        ]
     datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}
     for name, dataset in datasets.items():
         samples = [run.samples for run in runs if run.dataset == name]
         probes.append((f"data {name}", functools.partial(probe.probe_data, name, dataset, results, samples)))
     return probe.ask([*probes, ("quota", probe.probe_quota), space])
-
-
-def lines(findings: Iterable[Finding]) -> list[str]:
-    """Return one line a finding: status, check, finding, and the remedy of what is not fine."""
-    text = []
-    for finding in findings:
-        remedy = f"; {finding.remedy}" if finding.remedy and finding.status in ("warn", "FAIL") else ""
-        text.append(f"{finding.status:4}  {finding.name}: {finding.text}{remedy}".replace("\n", " ").rstrip())
-    return text
-
-
-def failed(findings: Iterable[Finding]) -> bool:
-    """Whether a check failed."""
-    return any(finding.status == "FAIL" for finding in findings)
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -349,5 +331,5 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:
-        print("\n".join(lines(findings)))
-    return int(failed(findings))
+        print(*findings, sep="\n")
+    return int(any(finding.status == "FAIL" for finding in findings))

@@ -41,6 +41,11 @@ class Finding:
     text: str
     remedy: str = ""
 
+    def __str__(self) -> str:
+        """Return one line: status, check, finding, and the remedy of what is not fine."""
+        remedy = f"; {self.remedy}" if self.remedy and self.status in ("warn", "FAIL") else ""
+        return f"{self.status:4}  {self.name}: {self.text}{remedy}".replace("\n", " ").rstrip()
+
 
 class AbsentError(Exception):
     """A command that is not here: nothing to check."""
@@ -106,14 +111,9 @@ def said(words: list[str]) -> str:
 # ---- data ------------------------------------------------------------------------------------------
 
 
-def manifest_of(results: Path, name: str) -> Path:
-    """Return the manifest's path of a dataset."""
-    return results / "data" / name / "manifest.json"
-
-
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
     """Check a dataset's raw files, its own files, and that they have samples for each run's `samples`."""
-    manifest, kind = manifest_of(results, name), parts.kind_of(dataset)
+    manifest, kind = results / "data" / name / "manifest.json", parts.kind_of(dataset)
 
     def found(status: Status, text: str, remedy: str = "") -> Finding:
         return Finding(f"data {name}", status, text, remedy)
@@ -141,12 +141,12 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
     """Check the raw files that a dataset still needs, or watches for changes; None if they are there."""
-    made, kind = manifest_of(results, name).exists(), parts.kind_of(dataset)
+    folder, kind = results / "data" / name, parts.kind_of(dataset)
+    made, recorded = (folder / "manifest.json").exists(), folder / "config.yaml"
     read_once = made and kind.acquirer(dataset) is not None
     watched = type(kind).look is not DatasetKind.look
     if (read_once and not watched) or not (trouble := _trouble(dataset)):
         return None
-    recorded = manifest_of(results, name).with_name("config.yaml")
     source = read_yaml(recorded).get("source") if made and recorded.exists() else None
     of_these = source == dataset.model_dump(mode="json")["source"] and not kind.prepared(dataset)
     if read_once or (made and of_these):

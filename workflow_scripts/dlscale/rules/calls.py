@@ -129,9 +129,9 @@ class Call:
             problems.append(f"It would not start: {error}")
         table = cost.price(works, scheduler, self.results) if scheduler else []
         findings = self.findings(works)
-        problems += doctor.lines(finding for finding in findings if finding.status == "FAIL")
+        problems += [str(finding) for finding in findings if finding.status == "FAIL"]
         problems += filter(None, [cost.over(table, self.configuration.workflow.budget)])
-        warnings = [] if scheduler else doctor.lines(finding for finding in findings if finding.status == "warn")
+        warnings = [] if scheduler else [str(finding) for finding in findings if finding.status == "warn"]
         say(*(["", *cost.lines(table)] if table else []))
         say("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
         if problems:
@@ -149,8 +149,9 @@ class Call:
         if problem := cost.over(table, self.configuration.workflow.budget):
             raise UserError(problem)
         findings = self.findings(works)
-        say(*doctor.lines(findings))
-        if doctor.failed(findings) or (works and self.site.engine != "none" and not self.jobs.image):
+        say(*map(str, findings))
+        failed = any(finding.status == "FAIL" for finding in findings)
+        if failed or (works and self.site.engine != "none" and not self.jobs.image):
             raise UserError("Not ready: nothing was started. See the lines with FAIL above.")
 
     # ---- what it came to -----------------------------------------------------------------------------
