@@ -1,4 +1,5 @@
 # Before and after the jobs: what they cost, whether the site is ready, what became of them.
+import functools
 import os
 import time
 
@@ -34,7 +35,7 @@ def show_end():
 
 def looked():
     """Print what a dry run found; return its status. Or tell the process that asked."""
-    reasons = why.found(reasons_to_run(), why.remembered(SOURCES, TABLES))
+    reasons = why.found(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
     lost = CALL.lost(files_to_make())
     if answer({"reasons": reasons, "lost": lost}):
         return 0

@@ -122,11 +122,6 @@ def typed_target(word: str, configuration: Configuration) -> Target:
     raise UserError(f"{word}: {unknown('target', word, names)}")
 
 
-def named_targets(words: Iterable[str], configuration: Configuration) -> list[Target]:
-    """Return the targets among the words of a call of Snakemake."""
-    return [target for word in words if (target := read_target(word, configuration))]
-
-
 def _check(word: str, what: str, name: str, configuration: Configuration) -> None:
     """Refuse a name that is not known; where it has results, the message says where those are from."""
     workflow = configuration.workflow

@@ -220,15 +220,11 @@ def remember(tables: Mapping[str, Mapping[str, str]], folder: Path) -> None:
             write_json(path, table)
 
 
-def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Sources:
-    """Return a function from a digest to its modules, of `tables` or the files of `remember`."""
-
-    def look(digest: str) -> Mapping[str, str] | None:
-        with contextlib.suppress(OSError, ValueError):
-            return tables.get(digest) or json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
-        return None
-
-    return look
+def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]], digest: str) -> Mapping[str, str] | None:
+    """Return the modules of a digest, from `tables` or the files of `remember`."""
+    with contextlib.suppress(OSError, ValueError):
+        return tables.get(digest) or json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
+    return None
 
 
 # ---- the question ------------------------------------------------------------------------------------
