@@ -13,8 +13,7 @@ from dlscale.core.fingerprint import remember
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
-from dlscale.preflight import doctor
-from dlscale.preflight.run import named_targets, studies
+from dlscale.preflight.run import read_target, studies
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
@@ -52,12 +51,11 @@ def refuse(message):
 
 def say(finding):
     """Print what was found, and end if nothing can be made of it; a job's own process leaves both to its stage."""
-    (line,) = doctor.lines([finding])
     if not workflow.is_main_process:
         return
     if finding.status == "FAIL" and not REPORTING:
-        refuse(line)
-    print(line, file=sys.stderr)
+        refuse(str(finding))
+    print(finding, file=sys.stderr)
 
 
 def rung_file(name, rung):
@@ -67,7 +65,8 @@ def rung_file(name, rung):
 
 def asked_targets():
     """The targets that are named on the command line; a job of a scheduler is a call of its own, and names none."""
-    return named_targets(sys.argv[1:], CONFIG) if workflow.is_main_process else []
+    words = sys.argv[1:] if workflow.is_main_process else []
+    return [target for word in words if (target := read_target(word, CONFIG))]
 
 
 try:

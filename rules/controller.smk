@@ -34,7 +34,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.process import only_writer
 from dlscale.launch import slurm
-from dlscale.preflight import live, why
+from dlscale.preflight import status, why
 from dlscale.preflight.run import LOOKING, LOUD, answer
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
@@ -98,7 +98,7 @@ if workflow.is_main_process:
             handler.addFilter(before_an_interrupt)
             handler.addFilter(is_no_page_to_come)
             handler.addFilter(is_no_lock_of_others)
-            if live.asked():
+            if status.asked():
                 handler.addFilter(is_wrong)
 
 

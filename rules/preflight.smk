@@ -1,7 +1,7 @@
 # Before and after the jobs: what they cost, whether the site is ready, what became of them.
+import functools
 import os
 import time
-from dataclasses import asdict
 
 from dlscale.core import progress
 from dlscale.core.fingerprint import TABLES
@@ -34,12 +34,12 @@ def show_end():
 
 def looked():
     """Print what a dry run found; return its status. Or tell the process that asked."""
-    reasons = why.found(reasons_to_run(), why.remembered(SOURCES, TABLES))
-    reasons.lost += CALL.lost(files_to_make())
-    if answer({**asdict(reasons), "lines": reasons.lines()}):
+    reasons = why.found(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
+    lost = CALL.lost(files_to_make())
+    if answer({"reasons": reasons, "lost": lost}):
         return 0
-    if lines := reasons.lines():
-        print("", "Why:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+    if reasons or lost:
+        print("", "Why:", *(f"  {line}" for line in [*reasons, *lost]), sep="\n", file=sys.stderr)
     if SITE.scheduler:
         show_requests(requests_to_show())
     return CALL.verdict(jobs_to_run(), workflow.config_settings.configfiles)
@@ -52,7 +52,7 @@ def show_failures():
         return True
     lines = sorted(why.failed(*job, STARTED) for job in failed_jobs())
     if lines:
-        if live.asked():
+        if status.asked():
             lines = [f"What Snakemake says: {', '.join(workflow.logger_manager.get_logfile())}", *lines]
         print("", *lines, sep="\n", file=sys.stderr)
     return bool(lines)
@@ -77,8 +77,8 @@ onstart:
         CALL.start(jobs_to_run(), workflow.config_settings.configfiles)
     except UserError as error:
         raise WorkflowError(str(error))
-    if live.asked():
-        live.tell(CALL.to_tell(jobs_to_run()))
+    if status.asked():
+        status.tell(CALL.to_tell(jobs_to_run()))
     for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
         print(f"The page will be {Path(page).resolve()}", file=sys.stderr)
 

@@ -962,7 +962,7 @@ MUTATIONS = [
     ),
     Mutation(
         "call_goes_on_unseen",
-        "preflight/live.py",
+        "preflight/status.py",
         "            preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),\n",
         "",
         "test_live.py::test_nothing_goes_on_unseen",

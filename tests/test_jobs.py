@@ -11,7 +11,7 @@ import pytest
 
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
-from dlscale.preflight.run import named_targets
+from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
@@ -143,7 +143,7 @@ def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
     """Options are none."""
     configuration = jobs(tmp_path).configuration
     words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
-    found = named_targets(words, configuration)
+    found = [target for word in words if (target := read_target(word, configuration))]
     assert [(each.plans, each.datasets) for each in found] == [(("p",), ()), ((), ("d",)), (("p",), ())]
     with pytest.raises(UserError, match="no plan is called 'other'"):
-        named_targets(["plan_other"], configuration)
+        read_target("plan_other", configuration)

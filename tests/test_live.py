@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 
 from dlscale.core.progress import SUFFIX, Doing
-from dlscale.preflight import live
+from dlscale.preflight import status
 from tests.waiting import PATIENCE, until
 
 
-def job(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rule: str = "train") -> live.Job:
-    return live.Job(name, rule, str(folder / f"{name}.log"), str(folder / f"{name}.tsv"), seconds, share)
+def job(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rule: str = "train") -> status.Job:
+    return status.Job(name, rule, str(folder / f"{name}.log"), str(folder / f"{name}.tsv"), seconds, share)
 
 
-def tell(job: live.Job, **more: object) -> None:
+def tell(job: status.Job, **more: object) -> None:
     """Have a process of another machine say what it does."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
     Doing.model_validate({**doing, "place": "elsewhere", "values": {"samples/s": 1234.0}, **more}).write(
@@ -31,7 +31,7 @@ def tell(job: live.Job, **more: object) -> None:
     )
 
 
-def end(job: live.Job, seconds: float | None = None) -> None:
+def end(job: status.Job, seconds: float | None = None) -> None:
     Path(job.benchmark).write_text(f"s\th:m:s\n{seconds or job.seconds}\t0:00:02\n")
     Path(f"{job.log}{SUFFIX}").unlink(missing_ok=True)
 
@@ -41,7 +41,7 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     now = time.time()
     whole = [job(tmp_path, name, 10) for name in "ab"]
     parts = [job(tmp_path, name, 4, 0.25) for name in "cdef"]
-    progress = live.Progress(now, [*whole, *parts])
+    progress = status.Progress(now, [*whole, *parts])
     progress.look(now)
     assert not progress.done and progress.left(now) == 24 and progress.share(now) == 0
     for each in parts:
@@ -62,18 +62,14 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     end(whole[1])
     progress.look(now + 20)
     assert progress.left(now + 20) == 0 and progress.share(now + 20) == 1
-
-
-def test_a_job_alone_bounds_the_end(tmp_path: Path) -> None:
-    """However many run beside it, as on a cluster."""
-    jobs = [job(tmp_path, "a", 100, 0.1), job(tmp_path, "b", 10, 0.1)]
-    assert live.Progress(0.0, jobs).left(1.0) == 100
+    alone = [job(tmp_path, "alone", 100, 0.1), job(tmp_path, "beside it", 10, 0.1)]
+    assert status.Progress(now, alone).left(now) == 100, "however many run beside it, as on a cluster"
 
 
 def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:
     one = job(tmp_path, "a")
     end(one)
-    progress = live.Progress(time.time() + 10, [one])
+    progress = status.Progress(time.time() + 10, [one])
     progress.look(time.time() + 10)
     assert not progress.done
 
@@ -83,9 +79,9 @@ def test_a_line(tmp_path: Path) -> None:
     now = time.time()
     jobs = [job(tmp_path, "p.a"), job(tmp_path, "p.b")]
     tell(jobs[0], time=now)
-    progress = live.Progress(now - 8, jobs)
+    progress = status.Progress(now - 8, jobs)
     progress.look(now)
-    assert live.line(progress, now).replace("\u00a0", " ") == (
+    assert status.line(progress, now).replace("\u00a0", " ") == (
         "7 % after 8.00 s; about 1 min 40 s left; 0 of 2 jobs; "
         "p.a train: 30 of 120 steps (25 %), 1,234 samples/s, 1 min 30 s left"
     )
@@ -98,10 +94,10 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     tell(jobs[0], time=now)
     for each in jobs[1:14]:
         tell(each, what="starting", unit="", left=None, values={}, time=now)
-    progress = live.Progress(now - 8, jobs)
+    progress = status.Progress(now - 8, jobs)
     progress.look(now)
     console = Console(file=io.StringIO(), width=120)
-    console.print(live.drawn(progress, now))
+    console.print(status.drawn(progress, now))
     assert isinstance(console.file, io.StringIO)
     first, *lines = console.file.getvalue().replace("\u00a0", " ").splitlines()
     assert first.split()[:2] == ["3", "%"] and "╸" in first
@@ -145,7 +141,7 @@ for number in range(6000):
 def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
     """Its words, its status; Ctrl-C comes to it once."""
     command = [sys.executable, "-c", CALL, str(tmp_path)]
-    code = f"import sys; from dlscale.preflight import live; sys.exit(live.run({command!r}))"
+    code = f"import sys; from dlscale.preflight import status; sys.exit(status.shown({command!r}))"
     with subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as shown:
@@ -165,8 +161,8 @@ def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["TERM", "HUP", "KILL", "closed pipe"])
 def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
     """However who shows a call ends, the call is asked to end."""
-    code = "import signal, sys; from dlscale.preflight import live; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-    code += f"sys.exit(live.run({[sys.executable, '-c', LONG]!r}))"
+    code = "import signal, sys; from dlscale.preflight import status; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    code += f"sys.exit(status.shown({[sys.executable, '-c', LONG]!r}))"
     shown = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -185,4 +181,4 @@ def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
 
 def test_a_call_that_is_killed(tmp_path: Path) -> None:
     killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    assert live.run(killed) == 137
+    assert status.shown(killed) == 137

@@ -20,7 +20,7 @@ from dlscale.config.run import Profile, load_run
 from dlscale.core.ranges import RANGES, mark
 from dlscale.measure.profilers import ProfiledTool, TopEntry, nsys
 from dlscale.parallel.world import World
-from dlscale.preflight.environment import environment as environment_of
+from dlscale.preflight.doctor import environment as environment_of
 from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run
 from tests.nsys_databases import Recording
 from tests.waiting import PATIENCE, until

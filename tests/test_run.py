@@ -82,9 +82,8 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
         ("data_cosmo_dmo", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("study_cosmo_net", "no study is called 'cosmo_net' (did you mean 'cosmo_unet'?)"),
         ("al", "no target is called 'al' (did you mean 'all'?)"),
-        ("optimizer.lr", "no target is called so; a plan is named alone, a setting is typed as optimizer.lr=VALUE"),
         ("results/plans/cosmo_dmo/a/b.json", "no plan is called 'cosmo_dmo'"),
-        ("mine/plan.json", "no target; the files that can be made are in results/"),
+        ("mine/plan.json", "no target is called 'mine/plan.json'"),
     ],
 )
 def test_a_target_that_is_none(configuration: resolve.Configuration, word: str, said: str) -> None:

@@ -509,7 +509,6 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
 
 @pytest.mark.slow
 def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what the fit misses is said; nothing else is."""
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4]
     rows = planned(capsys, *both)
     assert [row["measured"] for row in rows] == [90, pytest.approx(90 * 2**0.9), None]
@@ -517,15 +516,6 @@ def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys
     assert lines[0].startswith(
         "cosmo_unet, ddp on CPU, links of processes: fitted to 6 measurements on up to 2 devices"
     )
-    assert not any("misses" in line for line in lines)
-    record = results / "plans/cosmo_unet/two/throughput.json"
-    throughput = Throughput.read(record)
-    throughput.model_copy(update={"full": Trials(mean=500.0)}).write(record)
-    lines = told(capsys, *both)
-    missed = [line for line in lines if line.startswith("The fit misses ")]
-    assert any(" on 2 devices with 8 samples a step by " in line for line in missed), lines
-    assert all(line.endswith(" measured.") for line in missed) and len(missed) <= 3
-    assert any(line.startswith("Measure again on a quiet machine") for line in lines)
 
 
 def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlscale.preflight.why import Waiting, explained, found, lost, remember, remembered, replaced
+from dlscale.preflight.why import Waiting, explained, found, lost, replaced
 
 TABLES = {
     "1": {"studies/era5_vit/model.py": "a", "core/files.py": "b"},
@@ -91,10 +91,10 @@ def test_a_line_for_each_reason() -> None:
         "and what follows from that: collect, report_plan 2",
         "replaces the results of p.a, p.b, q.a (train, throughput); to keep them: a run of its own (from: p.a)",
     ]
-    assert found(jobs, TABLES.get).lines() == in_order
-    assert found(reversed(jobs), TABLES.get).lines() == in_order, "whatever the order in which Snakemake has them"
+    assert found(jobs, TABLES.get) == in_order
+    assert found(reversed(jobs), TABLES.get) == in_order, "whatever the order in which Snakemake has them"
     many = [Waiting("train", {"plan": "p", "run": f"r{number}"}) for number in range(6)]
-    assert found([Waiting("train", each.wildcards, missing=["x"]) for each in many], TABLES.get).lines() == [
+    assert found([Waiting("train", each.wildcards, missing=["x"]) for each in many], TABLES.get) == [
         "p.{r0, r1, r2, r3 and 2 more} (train): never made"
     ]
 
@@ -123,7 +123,7 @@ def test_what_is_replaced_is_told() -> None:
     """Of runs that have results, and get those of other settings: one line, the last."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
     line = "replaces the results of p.r (train); to keep them: a run of its own (from: p.r)"
-    assert found([job(one, other)], TABLES.get).lines() == ["p.r (train): lr 1 → 2", line]
+    assert found([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]
     several = [job(one, other), job(one, other, "throughput", wildcards={"plan": "p", "run": "a"})]
     assert replaced(several).startswith("replaces the results of p.a, p.r (train, throughput); ")
     unharmed = [
@@ -136,19 +136,5 @@ def test_what_is_replaced_is_told() -> None:
         job(follows=True, rule="collect"),
     ]
     assert replaced(unharmed) == ""
-
-
-@pytest.mark.parametrize("why", [{"follows": True}, {"newer": ["data/manifest.json"]}])
-def test_what_other_data_replace_is_told(why: dict[str, Any]) -> None:
-    """Whether the same call makes them again or another one did."""
-    assert found([job(**why)], TABLES.get).lines()[-1] == (
-        "replaces the results of p.r (train); to keep them: a run of its own (from: p.r)"
-    )
-
-
-def test_digests_are_remembered(tmp_path: Path) -> None:
-    remember(TABLES, tmp_path / "sources")
-    look = remembered(tmp_path / "sources", {"3": {"x.py": "d"}})
-    assert [look(digest) for digest in ("1", "2", "3", "4")] == [TABLES["1"], TABLES["2"], {"x.py": "d"}, None]
-    (tmp_path / "sources/1.json").write_text("{")
-    assert look("1") is None
+    for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):  # this call makes them, or another did
+        assert found([of_other_data], TABLES.get)[-1] == line

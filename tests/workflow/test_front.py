@@ -9,10 +9,6 @@ from tests.workflow.conftest import RESULTS, Tree
 from tests.workflow.test_why import why
 
 
-def last_lines(output: str, count: int = 1) -> list[str]:
-    return [line for line in output.splitlines() if line.strip()][-count:]
-
-
 def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree]) -> None:
     """A plan by its name, a dotted key, files, and options of Snakemake's behind."""
     tree = make_tree()
@@ -24,7 +20,7 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
     )
     assert typed.returncode == told.returncode == 0, typed
     assert typed.stderr == told.stderr and typed.stdout == told.stdout
-    assert why(typed.stderr)[0].startswith("data years (") and "until the end" in last_lines(typed.stderr)[0]
+    assert why(typed.stderr)[0].startswith("data years (") and "until the end" in typed.stderr.splitlines()[-1]
     assert why(tree.shell(f"{run} plan_era5 -n training.epochs=3 --cores 1").stderr) == why(typed.stderr)
     rest = tree.shell(f"{run} data_boxes -n --no-such-option")
     assert rest.returncode == 2 and "unrecognized arguments: --no-such-option" in rest.stderr

@@ -65,7 +65,7 @@ QUERIES = {
             _PLANS,
             option(
                 "--watch",
-                "look again every five seconds, until all is done, or nothing follows a failure",
+                "look again every five seconds, until all is done",
                 False,
                 action="store_true",
             ),

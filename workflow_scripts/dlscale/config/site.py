@@ -198,7 +198,6 @@ class Site(Lawful):
         description="Folder of Python packages that stages find beside those of the image or environment, none of "
         "which they hide: pip install --target FOLDER NAME.",
     )
-    scratch_days: PositiveInt | None = Field(None, description="Age at which the site removes files from scratch.")
     scheduler: Scheduler | None = None
 
     @property

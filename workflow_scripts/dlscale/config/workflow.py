@@ -230,7 +230,7 @@ class ReportPage(Strict):
 
 
 class Budget(Strict):
-    """What one call of the workflow may cost, as estimated; more is refused before anything is submitted."""
+    """What one call may cost on a site with a scheduler, as estimated; more is refused before anything is submitted."""
 
     gpu_hours: NonNegativeFloat | None = Field(None, description="GPUs x hours.")
     charged_hours: NonNegativeFloat | None = Field(None, description="Node-hours times the charge of their QOS.")

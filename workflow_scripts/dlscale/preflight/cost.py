@@ -11,8 +11,8 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -44,7 +44,7 @@ STEP_SECONDS, LOADING_SECONDS = 0.25, 0.01
 #: Bytes/s at which a data stage is trusted to simulate and preprocess: less than a tenth of what the simulators of the
 #: demo's datasets made on a core of a shared AMD EPYC, 4 to 32 MB/s.
 DATA_RATE = 0.3e6
-Hours = Literal["node_hours", "gpu_hours", "charged_hours", "process_hours"]
+Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
 
 #: Seconds from a job's start to its first step: interpreter, libraries, data, first batches; on a site, and here.
 START_UP, START_UP_HERE = 120.0, 5.0
@@ -59,7 +59,6 @@ WORDS: dict[Hours, str] = {
     "node_hours": "node-hours",
     "gpu_hours": "GPU-hours",
     "charged_hours": "charged hours",
-    "process_hours": "process-hours",
 }
 
 
@@ -100,14 +99,6 @@ def read_measured(folder: Path) -> Throughput | None:
 @functools.cache
 def _read(path: Path, changed: int) -> Throughput:
     return Throughput.read(path)
-
-
-def rate(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> tuple[float, Basis] | None:
-    """Return samples/s of all devices of the run `plan`.`name` together, and its basis; None if unknown."""
-    if found := _measured(plan, name, run, results, scheduler):
-        return found, "measured"
-    found = _published(plan, name, run) if device_kind(scheduler) == "cuda" else None
-    return (found, "published") if found else None
 
 
 def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
@@ -224,11 +215,13 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, star
     scheduler
         Its nodes tell what a rate has to be measured on. None: this machine.
     """
-    run, samples = work.run, _samples(work, results)
-    if run is None or samples is None:
+    samples, aside = _demand(work, results, start_up)
+    if work.run is None or samples is None:
         return Estimate()
-    found = rate(work.plan, work.run_name, run, results, scheduler)
-    return Estimate(samples / found[0] + _aside(work, start_up), found[1]) if found else Estimate()
+    if rate := _measured(work.plan, work.run_name, work.run, results, scheduler):
+        return Estimate(samples / rate + aside, "measured")
+    rate = _published(work.plan, work.run_name, work.run) if device_kind(scheduler) == "cuda" else None
+    return Estimate(samples / rate + aside, "published") if rate else Estimate()
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
@@ -240,31 +233,27 @@ def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
     seconds = estimate(work, results, scheduler).seconds
     if seconds is not None:
         return _limit(seconds + compiling)
+    samples, aside = _demand(work, results, START_UP)
     if work.run is None:
         seconds = data_bound(work.plan, work.dataset, results) if work.dataset else None
-    elif (samples := _samples(work, results)) is not None:
+    elif samples is not None:
         manifest = manifest_of(work.run.dataset, work.dataset, results)
         seconds = bound(work.run, samples, manifest, scheduler)
-    return None if seconds is None else min(_limit(seconds + compiling + _aside(work)), scheduler.limit(work.stage))
+    return None if seconds is None else min(_limit(seconds + compiling + aside), scheduler.limit(work.stage))
 
 
 def _limit(seconds: float) -> int:
     return max(math.ceil(1.5 * seconds / 60) + 10, 15)
 
 
-def _samples(work: Work, results: Path) -> float | None:
-    """Return the work of a job in training samples; None for data, and where it is unknown."""
+def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, float]:
+    """Return the training samples of a job, None for data and where they are unknown, and the seconds beside them."""
     run, stage = work.run, STAGES.get(work.stage)
     if run is None or stage is None or stage.work is None:
-        return None
-    return stage.work(run, *(samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
-
-
-def _aside(work: Work, start_up: float = START_UP) -> float:
-    """Return the seconds of a job that no rate changes."""
-    stage = STAGES.get(work.stage)
-    by_clock = stage.seconds(work.run) if stage and stage.seconds and work.run else 0.0
-    return start_up * (stage.starts(work.run) if stage and stage.starts else 1) + by_clock
+        return None, start_up
+    samples = stage.work(run, *(samples_of(run, split, results, work.dataset) for split in ("train", "valid")))
+    by_clock = stage.seconds(run) if stage.seconds else 0.0
+    return samples, start_up * (stage.starts(run) if stage.starts else 1) + by_clock
 
 
 def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> float:
@@ -310,41 +299,38 @@ def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> 
     return Work(stage, plan, name, run, dataset=configuration.workflow.datasets[run.dataset])
 
 
-def works(configuration: Configuration, plans: Iterable[str] = (), trials: Collection[str] = ()) -> list[Work]:
+def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]:
     """Return the jobs that lack their results, of these plans or the targets; each run once.
 
-    Changed settings or sources do not count. `trials` of sweeps that train again have none of their results.
+    Changed settings or sources do not count.
     """
     workflow = configuration.workflow
     results = Path(workflow.results)
     datasets, runs = dict[str, Work](), dict[tuple[str, str, str], Work]()
     for plan in check_plans(list(plans), configuration):
-        for run, resolved in expected_runs(configuration.plans[plan], results, trials).items():
+        for run, resolved in expected_runs(configuration.plans[plan], results).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 datasets[data] = data_work(
                     configuration, data, data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 )
             for stage in configuration.stages(plan, run):
-                there = (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists()
-                if not there or resolved.trial in trials:
+                if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
                     runs[owner, name, stage] = run_work(configuration, owner, name, stage)
     return [*datasets.values(), *runs.values()]
 
 
-def expected_runs(runs: dict[str, ResolvedRun], results: Path, trials: Collection[str] = ()) -> dict[str, ResolvedRun]:
+def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
     """Return the runs that will be: of a rung of successive halving as many as it will have."""
-
-    def done(run: ResolvedRun) -> bool:
-        return run.trial not in trials and (results / "plans" / run.plan / run.name / "provenance.json").exists()
-
+    folders = {name: results / "plans" / run.plan / run.name for name, run in runs.items()}
+    done = {name for name, folder in folders.items() if (folder / "provenance.json").exists()}
     left = Counter({run.rung: run.rung_size for run in runs.values()})
-    left.subtract(run.rung for run in runs.values() if done(run))
+    left.subtract(runs[name].rung for name in done)
     expected = {}
     for name, run in runs.items():
-        if run.trial is None or done(run) or left[run.rung] > 0:
+        if run.trial is None or name in done or left[run.rung] > 0:
             expected[name] = run
-            left[run.rung] -= not done(run)
+            left[run.rung] -= name not in done
     return expected
 
 
@@ -362,121 +348,94 @@ def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Cost of one `work`, all its jobs together; `hours` lack the kinds that are unknown."""
+    """Cost of one `work`, all its jobs together."""
 
     work: Work
-    estimate: Estimate
+    basis: Basis
     geometry: str  #: In words.
-    hours: dict[Hours, float] = field(default_factory=dict)
-    partition: str | None = None
-    qos: str | None = None
+    hours: dict[Hours, float]
+    qos: str | None
 
 
-@dataclass(frozen=True)
-class Table:
-    """Cost of all works, in the kinds of hours that there are: one without nodes and queues."""
-
-    rows: tuple[Row, ...]
-    kinds: tuple[Hours, ...]
-
-    def total(self, kind: Hours) -> float | None:
-        """Return the sum of the known rows, in hours; None if none is known."""
-        known = [row.hours[kind] for row in self.rows if kind in row.hours]
-        return math.fsum(known) if known else None
-
-    @property
-    def bound(self) -> str:
-        """Mark of an upper bound, where time limits are among the rows."""
-        return "≤" if any(row.estimate.basis == "limit" and row.hours for row in self.rows) else ""
-
-
-def price(works: Iterable[Work], scheduler: Scheduler | None, results: Path) -> Table:
-    """Return the cost of works on the site's nodes and queues; without a scheduler GPU-hours or process-hours alone.
+def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Row]:
+    """Return the cost of works on the site's nodes and queues.
 
     Node-hours = hours × nodes × part of a node (by GPUs, or by CPUs); the QOS for whole nodes costs all of a node.
     Charged hours = node-hours × charge of the QOS. A geometry that the site cannot hold is a `UserError`.
     """
-    kinds: tuple[Hours, ...] = ("node_hours", "gpu_hours", "charged_hours")
-    if scheduler is None:
-        kinds = ("gpu_hours",) if device_kind(None) == "cuda" else ("process_hours",)
-    return Table(tuple(_price(work, scheduler, results, kinds[0]) for work in works), kinds)
+    rows = []
+    for work in works:
+        geometry = work.run.geometry if work.run else None
+        processes = work.run.processes if work.run else None
+        time, limit = estimate(work, results, scheduler), minutes(work, results, scheduler)
+        asked = slurm.request(scheduler, work.stage, geometry, limit, processes)
+        hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
+        qos = asked.get("qos")
+        node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
+        priced: dict[Hours, float] = {
+            "node_hours": node_hours,
+            "gpu_hours": hours * (geometry.world_size if geometry and scheduler.gpu_nodes.gpus else 0),
+            "charged_hours": node_hours * scheduler.qos.get(qos or "", Qos()).charge,
+        }
+        shown = f"{many(work.jobs, 'job')} x {asked['cpus_per_task']} CPUs"
+        if geometry:
+            shown = slurm.shown(geometry, processes, device_kind(scheduler) == "cuda")
+        rows.append(Row(work, time.basis, shown, priced, qos))
+    return rows
 
 
-def _price(work: Work, scheduler: Scheduler | None, results: Path, own: Hours) -> Row:
-    geometry = work.run.geometry if work.run else None
-    time = estimate(work, results, scheduler)
-    on_gpus = device_kind(scheduler) == "cuda"
-    shown = slurm.shown(work.run.geometry, work.run.processes, on_gpus) if work.run else many(work.jobs, "job")
-    if scheduler is None:
-        if time.seconds is None or geometry is None:
-            return Row(work, time, shown)
-        return Row(work, time, shown, {own: time.seconds / 3600 * geometry.world_size})
-    limit = minutes(work, results, scheduler)
-    asked = slurm.request(scheduler, work.stage, geometry, limit, work.run.processes if work.run else None)
-    hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
-    nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
-    qos = asked.get("qos")
-    shown += "" if geometry else f" x {asked['cpus_per_task']} CPUs"
-    node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
-    priced: dict[Hours, float] = {
-        "node_hours": node_hours,
-        "gpu_hours": hours * (geometry.world_size if geometry and nodes.gpus else 0),
-        "charged_hours": node_hours * scheduler.qos.get(qos or "", Qos()).charge,
-    }
-    return Row(work, time, shown, priced, nodes.partition, qos)
+def total(rows: Iterable[Row], kind: Hours) -> float:
+    """Return the sum of rows, in hours."""
+    return math.fsum(row.hours[kind] for row in rows)
 
 
-def lines(table: Table) -> list[str]:
-    """Return the table as aligned text, with a total."""
-    if not table.rows:
+def bound_mark(rows: Iterable[Row]) -> str:
+    """Return the mark of an upper bound, if time limits are among the rows."""
+    return "≤" if any(row.basis == "limit" for row in rows) else ""
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """Return rows as aligned text, with a total."""
+    if not rows:
         return ["Nothing to run: all results are there."]
-    rows = [["run", "stage", "geometry", "partition", "QOS", "basis", *(WORDS[kind] for kind in table.kinds)]]
-    for row in table.rows:
-        bound = "≤" if row.estimate.basis == "limit" else ""
+    cells = [["run", "stage", "geometry", "QOS", "basis", *WORDS.values()]]
+    for row in rows:
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
-        hours = [_hours(row.hours.get(kind), bound) for kind in table.kinds]
-        queue = row.partition or "-", row.qos or "-"
-        rows.append([name, row.work.stage, row.geometry, *queue, row.estimate.basis, *hours])
-    rows.append(["total", *[""] * 5, *(_hours(table.total(kind), table.bound) for kind in table.kinds)])
-    hidden = {place for place, cells in enumerate(zip(*rows[1:-1], strict=True)) if set(cells) == {"-"}}
-    cells = [[cell for place, cell in enumerate(row) if place not in hidden] for row in rows]
-    text = aligned(cells, right=range(6 - len(hidden), len(cells[0])))
-    text += ["≤: the whole time limit, for want of an estimate"] if table.bound else []
-    unknown = any(not row.hours for row in table.rows)
-    return text + (["?: no estimate; such rows are not in the total"] if unknown else [])
+        hours = [_hours(row.hours[kind], bound_mark([row])) for kind in WORDS]
+        cells.append([name, row.work.stage, row.geometry, row.qos or "-", row.basis, *hours])
+    mark = bound_mark(rows)
+    cells.append(["total", *[""] * 4, *(_hours(total(rows, kind), mark) for kind in WORDS)])
+    note = ["≤: the whole time limit, for want of an estimate"] if mark else []
+    return aligned(cells, right=range(5, len(cells[0]))) + note
 
 
-def outlook(table: Table, jobs: int, seconds: float | None) -> str:
+def outlook(rows: Sequence[Row], jobs: int, seconds: float | None) -> str:
     """Return the sum of a dry run: jobs, their cost on a site, or `seconds` until all is done on this machine."""
     if seconds is not None:
         return f"{many(jobs, 'job')}; about {duration(seconds)} until the end"
-    node_hours, charged = (_hours(table.total(kind) or 0.0, table.bound) for kind in ("node_hours", "charged_hours"))
+    node_hours, charged = (_hours(total(rows, kind), bound_mark(rows)) for kind in ("node_hours", "charged_hours"))
     return f"{many(jobs, 'job')}; {node_hours} node-hours (charged {charged})"
 
 
-def _hours(value: float | None, bound: str) -> str:
-    return "?" if value is None else f"{bound if value else ''}{value:,.2f}"
+def _hours(value: float, mark: str) -> str:
+    return f"{mark if value else ''}{value:,.2f}"
 
 
-def over(table: Table, budget: Budget) -> str | None:
-    """Return the message where the estimate exceeds a cap, or None.
-
-    Without a scheduler only `gpu_hours` can be exceeded, and without a GPU nothing.
-    """
+def over(rows: Sequence[Row], budget: Budget) -> str | None:
+    """Return the message where the estimate exceeds a cap, or None."""
     caps = budget.model_dump(exclude_none=True)
-    totals = {kind: table.total(kind) or 0.0 for kind in WORDS}
-    exceeded = {kind: hours for kind, hours in totals.items() if hours > caps.get(kind, math.inf)}
+    exceeded = {kind: hours for kind in WORDS if (hours := total(rows, kind)) > caps.get(kind, math.inf)}
     if not exceeded:
         return None
+    mark = bound_mark(rows)
     what = [
-        f"{_hours(hours, table.bound)} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}"
+        f"{_hours(hours, mark)} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}"
         for kind, hours in exceeded.items()
     ]
-    keys = [f"budget.{kind} to {math.ceil(hours)}" for kind, hours in exceeded.items()]
-    limits = "; ≤ counts jobs at their time limit (site.scheduler.minutes)" if table.bound else ""
+    limits = "; ≤ counts jobs at their time limit (site.scheduler.minutes)" if mark else ""
     return (
-        f"budget: what would run is estimated at {' and '.join(what)}{limits}; raise {' and '.join(keys)}, drop runs "
-        "or plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
+        f"budget: what would run is estimated at {' and '.join(what)}{limits}; raise that, drop runs or "
+        "plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
     )
 
 
@@ -485,8 +444,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     plans = check_plans(args.plans, configuration)
     assert configuration
     workflow = configuration.workflow
-    table = price(works(configuration, plans), workflow.site.scheduler, Path(workflow.results))
-    print("\n".join(lines(table)))
-    if message := over(table, workflow.budget):
+    if workflow.site.scheduler is None:
+        raise UserError("this site has no queue that charges hours; name one that has, as --profile perlmutter")
+    rows = price(works(configuration, plans), workflow.site.scheduler, Path(workflow.results))
+    print("\n".join(lines(rows)))
+    if message := over(rows, workflow.budget):
         raise UserError(message)
     return 0

@@ -1,25 +1,288 @@
 """`dlscale doctor`: what the workflow needs, checked before the first job waits in a queue for it.
 
-Without a configuration the environment alone is checked: a container image's HEALTHCHECK.
+Container engine, image, the versions in it and its GPUs, a site's Slurm, data and disks. Without a configuration the
+environment alone is checked: a container image's HEALTHCHECK.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import getpass
 import json
+import os
+import re
+import shutil
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration
-from dlscale.config.site import Job
+from dlscale.config.run import Geometry, Run
+from dlscale.config.site import Job, Nodes, Scheduler, Site
+from dlscale.core import registry
+from dlscale.core.fingerprint import ROOT
+from dlscale.core.machine import missing, too_old
 from dlscale.core.stages import RUN_STAGES
-from dlscale.launch import launcher
-from dlscale.preflight import data, environment, probe
-from dlscale.preflight.probe import Finding, Probe
+from dlscale.core.text import many
+from dlscale.launch import image as images
+from dlscale.launch import launcher, slurm
+from dlscale.preflight import probe
+from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, said
+
+#: Prints the versions where it runs, as one line of JSON. One process, since importing torch takes seconds.
+FACTS = """
+import json, os, platform, shutil
+from importlib.metadata import PackageNotFoundError, version
+
+def of(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+facts = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
+facts["nsys"] = shutil.which(os.environ.get("NSYS") or "nsys")
+try:
+    import nvidia.dali
+    facts["dali"] = nvidia.dali.__version__
+except Exception:
+    facts["dali"] = None
+if facts["torch"]:
+    try:
+        import torch
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        facts.update(torch=torch.__version__, cuda=torch.version.cuda, gpus=seen)
+        if torch.version.cuda:
+            facts.update(cudnn=torch.backends.cudnn.version())
+    except Exception as error:
+        facts["error"] = f"{type(error).__name__}: {error}"
+try:
+    import pynvml
+    pynvml.nvmlInit()
+    facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
+except Exception:  # no NVIDIA driver here
+    pass
+print(json.dumps(facts))
+"""
+
+Facts = dict[str, Any]
+
+#: Oldest versions that work: those of pyproject.toml's ranges. Early builds of a version count as it.
+LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
+#: First and last cuDNN whose 3D convolutions in bf16 give wrong values.
+BAD_CUDNN = 90_800, 91_099
+
+
+# ---- image and environment -------------------------------------------------------------------------
+
+
+def probe_site(
+    site: Site, runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False, devices: Path = Path("/dev")
+) -> list[Finding]:
+    """Check the image, and the versions in it: by the words that start a stage."""
+    site, _ = launcher.resolve(site)
+    image = probe_image(site)
+    if image.status == "FAIL":
+        return [image, Finding("environment", "skip", "it is in the image, which is not here")]
+    here = any(devices.glob("nvidia[0-9]*"))
+    place = launcher.Place(folder=str(Path.cwd()), sources=str(ROOT.parent), uid=os.getuid(), gid=os.getgid())
+    words = launcher.launch(site, place, Geometry() if here else None)
+    found = probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers, on_gpus)
+    if here and site.gpu and any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found):
+        remedy = "see the engine's set-up for NVIDIA GPUs (nvidia-container-toolkit), and site.modules"
+        found.append(Finding("GPU", "FAIL", "this machine has one that stages do not see", remedy))
+    return [image, *found]
+
+
+def probe_image(site: Site) -> Finding:
+    """Check the container engine and its image."""
+
+    def failed(text: str, remedy: str = "snakemake image, with your profile, builds or pulls it") -> Finding:
+        return Finding("image", "FAIL", text, remedy)
+
+    if site.engine == "none":
+        return Finding("image", "skip", "no engine: commands run as they are")
+    if not shutil.which(site.engine):
+        return failed(f"{site.engine}: no such command here", "install it, or set site.engine")
+    if not site.image:
+        return failed("the site names none", "set site.image")
+    if site.engine == "apptainer":  # its identity is the SHA-256 of the file, which takes too long here
+        if not Path(site.image).is_file():
+            return failed(f"{site.image}: no file", f"apptainer pull {site.image} docker://NAME")
+        return Finding("image", "ok", site.image)
+    if (identity := images.identity(site.engine, site.image)) is None:
+        return failed(f"{site.image}: {site.engine} does not have it")
+    if site.engine == "podman-hpc" and not images.migrated(site.image):
+        return failed(f"{site.image}: not migrated, so compute nodes do not see it")
+    return Finding("image", "ok", f"{site.image} ({identity.removeprefix('sha256:')[:12]})")
+
+
+def probe_python(
+    python: list[str], runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False
+) -> list[Finding]:
+    """Check the versions of an interpreter that is started by these words."""
+    try:
+        printed = said([*python, "-P", "-c", FACTS])  # as stages run: nothing is imported from the working folder
+    except (AbsentError, FailedError) as error:
+        remedy = "activate the environment, or see what the engine says"
+        return [Finding("python", "FAIL", f"does not run where the stages do: {error}", remedy)]
+    # An image may greet whoever enters it.
+    return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
+
+
+def environment(
+    facts: Facts, runs: Iterable[Run], profilers: Collection[str] = (), on_gpus: bool = False
+) -> list[Finding]:
+    """Judge the versions where the stages run.
+
+    Parameters
+    ----------
+    profilers
+        Profilers of the runs.
+    on_gpus
+        Whether the site says that runs are on GPUs.
+    """
+    runs, findings = list(runs), list[Finding]()
+    for name, least in LEAST.items():
+        known, error = str(facts.get(name) or ""), facts.get("error") if name == "torch" else None
+        remedy = "install dlscale's requirements there (pip install dlscale), or build the image anew"
+        numbers = re.match(r"\d+(\.\d+)*", known)
+        wrong = f" does not import: {error}" if error else ""
+        if not numbers or tuple(map(int, numbers.group().split("."))) < least:
+            wrong = f"{'' if known else 'not installed'}, expected at least {'.'.join(map(str, least))}"
+        findings.append(Finding(name, "FAIL" if wrong else "ok", f"{known}{wrong}", remedy))
+    dali, nsys = any(run.loader.kind == "dali" for run in runs), "nsys" in profilers
+    wanted: list[tuple[str, bool, Status, str]] = [
+        ("dali", dali, "FAIL", "pip install 'dlscale[dali]', or leave loader.kind dali"),
+        ("nsys", nsys, "warn", "install Nsight Systems there, set NSYS in site.environment, or leave nsys out"),
+    ]
+    for name, _, status, remedy in [each for each in wanted if each[1]]:
+        found = facts.get(name)
+        findings.append(Finding(name, "ok" if found else status, found or "not found there; runs use it", remedy))
+    if cudnn := facts.get("cudnn"):
+        version = f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        bf16 = [run for run in runs if run.precision.startswith("bf16")]
+        conv3d = any("conv3d" in registry.study(run.study).operations for run in bf16)
+        if conv3d and BAD_CUDNN[0] <= cudnn <= BAD_CUDNN[1]:
+            remedy = "take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision"
+            text = f"{version}: 3D convolutions in bf16 give wrong values"
+            findings.append(Finding("cuDNN", "FAIL", text, remedy))
+        else:
+            findings.append(Finding("cuDNN", "ok", version))
+    return [*findings, _cuda(facts, on_gpus)] if facts.get("torch") else findings
+
+
+def _cuda(facts: Facts, on_gpus: bool) -> Finding:
+    """Judge whether torch can compute on GPUs: with compat libraries it may see them by an older driver, too."""
+    cuda, driver, seen = facts.get("cuda"), facts.get("driver"), facts.get("gpus", 0)
+    if not cuda:
+        remedy = "install a PyTorch for CUDA there, take the image gpu, or set site.gpu: false"
+        return Finding("CUDA", "FAIL" if on_gpus else "skip", "this torch computes on CPUs only", remedy)
+    if driver and not seen and (old := too_old(driver, cuda)):
+        remedy = "take a newer driver, an image of an older CUDA, or CUDA's compat libraries (docs/sites.md)"
+        return Finding("CUDA", "FAIL" if on_gpus else "warn", old, remedy)
+    return Finding("CUDA", "ok", f"{cuda}{f' on driver {driver}' if driver else ''}, {seen} GPUs seen by torch")
+
+
+def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
+    """Return what runs, by name, lack on this machine with so many GPUs; at once, without importing torch."""
+    findings = []
+    for name, run in runs.items():
+        what = f"run {name}"
+        for key, need, wanted, instead in (
+            ("compile.mode", "compiler", run.compile.mode != "none", "mode: none"),
+            ("loader.kind", "dali", run.loader.kind == "dali", "another loader"),
+        ):
+            if wanted and (lacking := missing([need])):
+                remedy = f"install it, take {instead}, or write needs: [{need}], which leaves the run out without it"
+                findings.append(Finding(what, "FAIL", f"{key}: needs {lacking[0]}, not here", remedy))
+        if run.cuda_graph and not devices:
+            remedy = "set it to false, or run where there is a GPU"
+            findings.append(Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and none is here", remedy))
+    return findings
+
+
+# ---- Slurm -----------------------------------------------------------------------------------------
+
+
+def probe_slurm() -> Finding:
+    """Check that a controller is up."""
+    remedy = "wait until the site's Slurm is back"
+    if not shutil.which("sbatch"):
+        return Finding("Slurm", "FAIL", "sbatch: no such command here", "run this on a login node of the site")
+    try:
+        text = " ".join(said(["scontrol", "ping"]).split())
+    except FailedError as error:
+        return Finding("Slurm", "FAIL", str(error), remedy)
+    return Finding("Slurm", "ok" if re.search(r"\bis UP\b", text) else "FAIL", text or "no answer", remedy)
+
+
+def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> Finding:
+    """Check accounts and QOS of the jobs that would be submitted by those of the user."""
+    jobs = [(stage, None) if stage == "data" else (stage, run.geometry) for stage in stages for run in runs]
+    requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]
+    wanted = {(each["slurm_account"], each.get("qos") or "") for each in requests if each.get("slurm_account")}
+    try:
+        listed = said(["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account,qos"])
+    except FailedError as error:
+        if "accounting_storage" not in str(error):
+            raise
+        return Finding("account", "skip", "this Slurm keeps none")
+    mine = dict[str, set[str]]()
+    for name, _, queues in (line.partition("|") for line in listed.split()):
+        mine.setdefault(name, set()).update(filter(None, queues.split(",")))
+    remedy = f"export SBATCH_ACCOUNT=PROJECT, or set site.scheduler.account; yours: {', '.join(sorted(mine))}"
+    if not wanted:
+        return Finding("account", "warn", "none is set; Slurm takes your default, if you have one", remedy)
+    for name, queue in sorted(wanted):
+        allowed = mine.get(name.lower())  # Slurm's database is in lower case
+        if allowed is None:
+            return Finding("account", "FAIL", f"{name}: not yours", remedy)
+        # A site's submit filter may give a QOS another name: gpu_shared for shared.
+        if queue and allowed and not any(queue == other or queue in other.split("_") for other in allowed):
+            remedy = f"use one of its QOS: {', '.join(sorted(allowed))} (site.scheduler)"
+            return Finding("account", "FAIL", f"{name} may not use QOS {queue}", remedy)
+    return Finding("account", "ok", ", ".join(sorted({name for name, _ in wanted})))
+
+
+def probe_nodes(kind: Nodes, most: int) -> Finding:
+    """Check that there are nodes as the site says, `most` of them where they have GPUs: else a job waits for ever."""
+    # Features, CPUs, generic resources, number and memory of each group of nodes.
+    text = said(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
+    constraint = kind.constraint or ""
+    features = set(filter(None, constraint.split("&"))) if not set(constraint) & set("|[*(") else set()
+    asks = kind.cpus, kind.gpus, kind.memory_mb or 0
+    fitting, seen = 0, list[str]()
+    for row in [line.split("|") for line in text.split() if line.count("|") == 4]:
+        if features <= set(row[0].split(",")):
+            gpus = re.findall(rf"\b{re.escape(kind.gres)}(?::[A-Za-z]\w*)?:(\d+)", row[2])
+            has = int(row[1].rstrip("+")), max(map(int, gpus), default=0), int(row[4].rstrip("+"))
+            seen.append(f"{row[3]} of {_has(*has)}")
+            fitting += int(row[3]) if all(one >= other for one, other in zip(has, asks, strict=True)) else 0
+    wanted = most if kind.gpus else 1
+    which = {"partition": kind.partition, "constraint": constraint, "--gres": kind.gres if kind.gpus else ""}
+    what = _has(*asks) + "".join(f", {word} {name}" for word, name in which.items() if name)
+    if fitting >= wanted:
+        return Finding(_name(kind), "ok", f"{fitting} of {what}")
+    there = "; ".join(dict.fromkeys(seen)) or "none of that partition and constraint"
+    remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
+    text = f"{many(wanted, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
+    return Finding(_name(kind), "FAIL", text, remedy)
+
+
+def _name(kind: Nodes) -> str:
+    return "GPU nodes" if kind.gpus else "CPU nodes"
+
+
+def _has(cpus: int, gpus: int, memory: int) -> str:
+    return ", ".join([many(cpus, "CPU"), many(gpus, "GPU"), *([f"{memory:,} MB"] if memory else [])])
+
+
+# ---- all of it -------------------------------------------------------------------------------------
 
 
 def check(
@@ -29,12 +292,12 @@ def check(
 ) -> list[Finding]:
     """Check what these stages of plans (the targets by default) need on this site; this neither raises nor hangs."""
     results = Path(configuration.workflow.results) if configuration else Path()
-    space: Probe = ("space", functools.partial(data.probe_space, results))
+    space: Probe = ("space", functools.partial(probe.probe_space, results))
     if configuration is None:
-        here = functools.partial(environment.probe_python, [sys.executable], [])
+        here = functools.partial(probe_python, [sys.executable], [])
         return probe.ask([("environment", here), space])
     workflow = configuration.workflow
-    scheduler, days = workflow.site.scheduler, workflow.site.scratch_days
+    scheduler = workflow.site.scheduler
     named = [(plan, *each) for plan in plans or workflow.targets for each in configuration.plans[plan].items()]
     runs = [resolved.run for _, _, resolved in named]
     on_gpus = bool(set(RUN_STAGES) & set(stages_wanted)) and launcher.device(workflow.site) == "cuda"
@@ -44,35 +307,22 @@ def check(
         if "profile" in stages_wanted and "profile" in configuration.stages(plan, run)
         for tool in resolved.run.profile.tools
     }
-    place = functools.partial(environment.probe_site, workflow.site, runs, profilers, on_gpus)
-    probes = environment.slurm_probes(scheduler, runs, stages_wanted) if scheduler else []
-    probes.append(("environment", place))
+    place = functools.partial(probe_site, workflow.site, runs, profilers, on_gpus)
+    probes: list[Probe] = [("environment", place)]
+    if scheduler:
+        kinds = [scheduler.cpu_nodes] if "data" in stages_wanted else []
+        kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages_wanted) else []
+        most = max((run.geometry.nodes for run in runs), default=1)
+        probes += [
+            ("Slurm", probe_slurm),
+            ("account", functools.partial(probe_account, scheduler, runs, stages_wanted)),
+            *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds),
+        ]
     datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}
     for name, dataset in datasets.items():
         samples = [run.samples for run in runs if run.dataset == name]
-        probes.append((f"data {name}", functools.partial(data.probe_data, name, dataset, results, samples)))
-    to_fetch = [each for name, each in datasets.items() if not data.manifest_of(results, name).exists()]
-    if "data" in stages_wanted:
-        for server in sorted({place for dataset in to_fetch for place in data.hosts(dataset)}):
-            probes.append(("network", functools.partial(data.probe_network, server, scheduler)))
-    if days:
-        paths = [str(results / "data"), *(path for each in datasets.values() for path in data.local_files(each))]
-        probes.append(("purge", functools.partial(data.probe_purge, paths, days)))
-    return probe.ask([*probes, ("quota", data.probe_quota), space])
-
-
-def lines(findings: Iterable[Finding]) -> list[str]:
-    """Return one line a finding: status, check, finding, and the remedy of what is not fine."""
-    text = []
-    for finding in findings:
-        remedy = f"; {finding.remedy}" if finding.remedy and finding.status in ("warn", "FAIL") else ""
-        text.append(f"{finding.status:4}  {finding.name}: {finding.text}{remedy}".replace("\n", " ").rstrip())
-    return text
-
-
-def failed(findings: Iterable[Finding]) -> bool:
-    """Whether a check failed."""
-    return any(finding.status == "FAIL" for finding in findings)
+        probes.append((f"data {name}", functools.partial(probe.probe_data, name, dataset, results, samples)))
+    return probe.ask([*probes, ("quota", probe.probe_quota), space])
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -81,5 +331,5 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:
-        print("\n".join(lines(findings)))
-    return int(failed(findings))
+        print(*findings, sep="\n")
+    return int(any(finding.status == "FAIL" for finding in findings))

@@ -13,17 +13,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlscale.config.compute import compute_digest, compute_settings
 from dlscale.config.places import run_folder
-from dlscale.config.resolve import study_files
+from dlscale.config.resolve import Configuration, study_files
 from dlscale.config.run import DDP, DP, FSDP, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
 from dlscale.core.settings import flat, read_yaml
-from dlscale.core.text import NONE, aligned, duration, many, number, percent, shorten, size
+from dlscale.core.text import aligned, duration, many, number, percent, shorten, size
 from dlscale.measure.records import Throughput
 from dlscale.measure.scaling import fit as fitting
 from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
@@ -46,16 +46,11 @@ from dlscale.measure.scaling.model import (
 from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
 
-if TYPE_CHECKING:
-    from dlscale.config.resolve import Configuration
-
 #: Options that are numbers, and the greatest value of one.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
 MOST = 1e15
 #: Settings in which runs that are fitted together differ.
 FREE = "geometry", "batch_size"
-#: Error of the fit from which on it is printed.
-MISSED = 0.1
 
 
 # ---- measurements ----------------------------------------------------------------------------------
@@ -111,8 +106,6 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
             )
         records += [measured] if measured else []
         points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
-    if any(point.rate <= 0 for point in points):
-        raise UserError(f"{', '.join(map(str, folders))}: a rate of 0 was measured; run the stages again")
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
         raise UserError(
             f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
@@ -224,21 +217,7 @@ class Row:
     seconds: float | None  #: Of the training.
     node_hours: float | None
     parts: Step
-    ideal: float  #: Seconds that computing would take if each device did its share as fast as one alone.
     measured: float | None  #: Samples/s that were measured of this very job.
-
-    @property
-    def lost(self) -> str:
-        """What costs most of what one device alone does not pay."""
-        parts = {
-            "computing (shared host, small batch, split layers)": self.parts.compute - self.ideal,
-            "waiting for the slowest device": self.parts.waiting,
-            "communication": self.parts.slowed + self.parts.exposed,
-            "loading": self.parts.loading,
-        }
-        most = max(parts, key=parts.__getitem__)
-        share = parts[most] / self.parts.seconds
-        return f"{most} {percent(share)}" if share >= 0.005 else NONE
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -318,7 +297,6 @@ def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int)
         seconds=total,
         node_hours=None if total is None else nodes * total / 3600,
         parts=step(fitted.machine, fitted.work, fitted.costs, job),
-        ideal=step(fitted.machine, fitted.work, fitted.costs, one).compute * batch / study.batch / (tp * cp),
         measured=next((point.rate for point in fitted.points if (point.job, point.of) == (job, STEPS)), None),
     )
 
@@ -366,11 +344,10 @@ def lines(rows: Sequence[Row]) -> list[str]:
             "memory": size(row.memory),
             "time": duration(row.seconds),
             "node-hours": number(row.node_hours),
-            "most is lost to": row.lost,
         }
         for row in rows
     ]
-    return aligned([list(cells[0]), *(list(row.values()) for row in cells)], right=range(len(cells[0]) - 1))
+    return aligned([list(cells[0]), *(list(row.values()) for row in cells)], right=range(len(cells[0])))
 
 
 def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
@@ -379,7 +356,8 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
     large = [row for row in rows if training and row.job.samples > training]
     possible = [row for row in rows if row not in large] or rows
     fastest = max(possible, key=lambda row: row.rate.value)
-    cheapest = min(possible, key=_cost)
+    # Where the length of the training is unknown, node-seconds a sample.
+    cheapest = min(possible, key=lambda row: row.nodes / row.rate.value if row.node_hours is None else row.node_hours)
     text = [f"Fastest: {_shown(fastest, args)}.", f"Cheapest: {_shown(cheapest, args)}."]
     if large:
         counts = ", ".join(f"{devices:,}" for devices in dict.fromkeys(row.job.devices for row in large))
@@ -389,25 +367,7 @@ def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[s
         )
     if any(row.job.shared > 1 for row in rows):
         text.append("The memory of devices that share a model is rough: its own page predicts it.")
-    return text + misfits(study)
-
-
-def misfits(study: Study) -> list[str]:
-    """Return the worst three measurements that the fit misses by more than `MISSED`."""
-    found = []
-    for point in [point for point in study.fit.points if point.of.mode != "VALIDATION"]:
-        fitted = study.fit.rate(point.job, point.of).value
-        error = abs(fitted / point.rate - 1)
-        at = f"{point.of.mode} on {many(point.job.devices, 'device')} with {point.job.samples:g} samples a step"
-        rates = f"{number(fitted)} samples/s for {number(point.rate)} measured"
-        found.append((error, f"The fit misses {at} by {percent(error)}: {rates}."))
-    worst = [line for error, line in sorted(found, reverse=True)[:3] if error > MISSED]
-    return [*worst, "Measure again on a quiet machine, or ask for these runs one by one."] if worst else []
-
-
-def _cost(row: Row) -> float:
-    """Return node-hours of the training; where its length is unknown node-seconds a sample."""
-    return row.nodes / row.rate.value if row.node_hours is None else row.node_hours
+    return text
 
 
 def _shown(row: Row, args: argparse.Namespace) -> str:

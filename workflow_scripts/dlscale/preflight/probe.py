@@ -1,16 +1,26 @@
-"""Probes, which ask commands and file systems, and their findings."""
+"""Probes, which ask commands and file systems, and their findings: of any kind, of datasets, and of disks."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
+from dlscale.core.settings import read_yaml
+from dlscale.core.text import size
+from dlscale.data import parts
+from dlscale.data.kind import DatasetKind
+from dlscale.data.manifest import Manifest
 
 Status = Literal["ok", "warn", "FAIL", "skip"]
 
@@ -18,6 +28,8 @@ Status = Literal["ok", "warn", "FAIL", "skip"]
 LIMIT = 20.0
 #: Timeout of a probe, which may ask several commands, s.
 PROBE_LIMIT = 3 * LIMIT
+#: Free bytes below which nothing can run, and below which a warning is given.
+LEAST, LITTLE = 0.5e9, 20e9
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,11 @@ class Finding:
     status: Status
     text: str
     remedy: str = ""
+
+    def __str__(self) -> str:
+        """Return one line: status, check, finding, and the remedy of what is not fine."""
+        remedy = f"; {self.remedy}" if self.remedy and self.status in ("warn", "FAIL") else ""
+        return f"{self.status:4}  {self.name}: {self.text}{remedy}".replace("\n", " ").rstrip()
 
 
 class AbsentError(Exception):
@@ -89,3 +106,88 @@ def said(words: list[str]) -> str:
         why = printed[-1].removeprefix(f"{words[0]}: ") if printed else done.returncode
         raise FailedError(f"{words[0]}: {why}")
     return done.stdout
+
+
+# ---- data ------------------------------------------------------------------------------------------
+
+
+def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
+    """Check a dataset's raw files, its own files, and that they have samples for each run's `samples`."""
+    manifest, kind = results / "data" / name / "manifest.json", parts.kind_of(dataset)
+
+    def found(status: Status, text: str, remedy: str = "") -> Finding:
+        return Finding(f"data {name}", status, text, remedy)
+
+    if trouble := probe_raw(name, dataset, results):
+        return trouble
+    if not manifest.exists():
+        return found("ok", "will be made from its files" if kind.origins(dataset) else "will be simulated")
+    described = Manifest.read(manifest)
+    files = [(described.path(file), file.bytes) for split in described.splits.values() for file in split]
+    # What is gone is made again.
+    changed = [path for path, bytes_ in files if path.is_file() and path.stat().st_size != bytes_]
+    if changed:
+        text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
+        own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
+        remedy = f"delete {changed[0]} and run the workflow again" if own else "go on: it is described again"
+        return found("FAIL" if own else "warn", text, remedy)
+    for split in ("train", "valid"):
+        rows = [file.rows for file in described.splits[split]]
+        if any(kind.available(each, rows) == 0 for each in samples):
+            text = f"{split}: no sample as a run's `samples` asks for, in files of {', '.join(map(str, rows))} "
+            return found("FAIL", text + kind.rows, "change samples of the plan, or give the dataset more")
+    return found("ok", f"{len(files)} files, {size(sum(bytes_ for _, bytes_ in files), ' ')}, as described")
+
+
+def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
+    """Check the raw files that a dataset still needs, or watches for changes; None if they are there."""
+    folder, kind = results / "data" / name, parts.kind_of(dataset)
+    made, recorded = (folder / "manifest.json").exists(), folder / "config.yaml"
+    read_once = made and kind.acquirer(dataset) is not None
+    watched = type(kind).look is not DatasetKind.look
+    if (read_once and not watched) or not (trouble := _trouble(dataset)):
+        return None
+    source = read_yaml(recorded).get("source") if made and recorded.exists() else None
+    of_these = source == dataset.model_dump(mode="json")["source"] and not kind.prepared(dataset)
+    if read_once or (made and of_these):
+        text = f"{trouble}; what was made of it stays as it is"
+        return Finding(f"data {name}", "warn", text, "if that is meant, go on; else put it back")
+    return Finding(f"data {name}", "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
+
+
+def _trouble(dataset: DatasetSettings) -> str | None:
+    """Return the fault of the first local raw file that has one."""
+    kind = parts.kind_of(dataset)
+    files = kind.prepared_files(dataset) if kind.prepared(dataset) else kind.origins(dataset)
+    for path in [Path(file) for file in files if "://" not in file]:
+        if not path.is_file() and not path.is_dir():
+            return f"{path}: no such file or folder"
+        if not os.access(path, os.R_OK) or (path.is_file() and path.stat().st_size == 0):
+            return f"{path}: empty, or no permission to read it"
+    return None
+
+
+# ---- disks -----------------------------------------------------------------------------------------
+
+
+def probe_space(folder: Path) -> Finding:
+    """Check the room where a folder is, or will be."""
+    folder = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
+    usage = shutil.disk_usage(folder)
+    little = usage.free < LITTLE or usage.free < usage.total / 10
+    status: Status = "FAIL" if usage.free < LEAST else "warn" if little else "ok"
+    text = f"{size(usage.free, ' ')} of {size(usage.total, ' ')} free at {folder}"
+    return Finding("space", status, text, "free some, or choose a larger place for `results`")
+
+
+def probe_quota() -> Finding:
+    """Check the user's shares in use by the table of NERSC's `showquota`: per cent in cells, a file system a row."""
+    used = {}
+    for line in said(["showquota"]).splitlines():
+        name, *cells = line.strip(" |").split("|")
+        if shares := [float(share) for cell in cells for share in re.findall(r"([\d.]+) ?%", cell)]:
+            used[name.strip()] = max(shares)
+    full = max(used.values(), default=0.0)
+    status: Status = "FAIL" if full >= 100 else "warn" if full >= 90 else "ok"
+    text = ", ".join(f"{name} {share:.0f} %" for name, share in used.items())
+    return Finding("quota", status, text, "remove files there")

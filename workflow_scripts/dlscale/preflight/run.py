@@ -25,7 +25,7 @@ from dlscale.config.workflow import Workflow
 from dlscale.core.errors import UserError, of_another, unknown
 from dlscale.core.files import read_json, write_json
 from dlscale.core.settings import Raw, nested, typed
-from dlscale.preflight import live
+from dlscale.preflight import status
 
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
@@ -54,8 +54,6 @@ From the first other option on, all words are Snakemake's (`snakemake --help`): 
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 #: Options of ours.
 OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|config|configfile|profile(=.*)?)")
-#: Ends of files of settings, of which several may follow `--configfile`.
-SETTINGS_FILE = (".yaml", ".yml", ".json")
 #: Begins of a target's name, and their kinds in words.
 KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
 #: Variable with the file to which a dry run writes its answer.
@@ -96,14 +94,14 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
         path = results / path.relative_to(results.resolve())
     if path.is_relative_to(results):
         folder, name, *further = [*path.relative_to(results).parts, "", ""]
-        inside = any(further)
-        if inside and folder == "plans":
-            return Target(str(path), plans=(_known(word, "plan", name, configuration),))
-        return Target(str(path), datasets=(name,) if inside and folder == "data" else ())
+        if folder == "plans" and any(further):
+            _check(word, "plan", name, configuration)
+            return Target(str(path), plans=(name,))
+        return Target(str(path), datasets=(name,) if folder == "data" and any(further) else ())
     what, _, name = word.partition("_")
     if not (what in KINDS and re.fullmatch(r"[\w-]+", name)):
         return None
-    _known(word, what, name, configuration)
+    _check(word, what, name, configuration)
     if what == "data":
         return Target(word, datasets=(name,))
     if what == "study":
@@ -120,21 +118,12 @@ def typed_target(word: str, configuration: Configuration) -> Target:
         return Target(word)
     if found := read_target(f"plan_{word}" if word in configuration.plans else word, configuration):
         return found
-    if "/" in word:
-        raise UserError(f"{word}: no target; the files that can be made are in {configuration.workflow.results}/")
-    if "." in word:
-        raise UserError(f"{word}: no target is called so; a plan is named alone, a setting is typed as {word}=VALUE")
     names = [*configuration.plans, "all", "image", *(f"data_{name}" for name in configuration.workflow.datasets)]
     raise UserError(f"{word}: {unknown('target', word, names)}")
 
 
-def named_targets(words: Iterable[str], configuration: Configuration) -> list[Target]:
-    """Return the targets among the words of a call of Snakemake."""
-    return [target for word in words if (target := read_target(word, configuration))]
-
-
-def _known(word: str, what: str, name: str, configuration: Configuration) -> str:
-    """Return a name that is known, or refuse it; where it has results, the message says where those are from."""
+def _check(word: str, what: str, name: str, configuration: Configuration) -> None:
+    """Refuse a name that is not known; where it has results, the message says where those are from."""
     workflow = configuration.workflow
     kinds: dict[str, Collection[str]] = {
         "plan": configuration.plans,
@@ -146,7 +135,6 @@ def _known(word: str, what: str, name: str, configuration: Configuration) -> str
         file = {"plan": f"plans/{name}/plan.yaml", "data": f"data/{name}/manifest.json"}.get(what)
         other = of_another(Path(workflow.results, file)) if file else ""
         raise UserError(f"{word}: {unknown(KINDS[what], name, known)}{other}")
-    return name
 
 
 # ---- the words of a call ---------------------------------------------------------------------------
@@ -182,7 +170,8 @@ def sort(words: Iterable[str]) -> Call:
         args = parser.parse_intermixed_args([word for word in all_[:end] if word not in ("--", "--config")])
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}") from None
-    files = [word for word in args.configfile if word.endswith(SETTINGS_FILE) and not SETTING.fullmatch(word)]
+    ends = (".yaml", ".yml", ".json")  # of files of settings, of which several may follow `--configfile`
+    files = [word for word in args.configfile if word.endswith(ends) and not SETTING.fullmatch(word)]
     typed_ = [word for word in [*args.configfile, *args.words] if word not in files]
     settings = [word for word in typed_ if SETTING.fullmatch(word)]
     targets = [word for word in typed_ if word not in settings]
@@ -287,4 +276,4 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(words[0], words)  # its status, and the signals that it gets, are its own
-    return live.run(words)
+    return status.shown(words)

@@ -1,47 +1,57 @@
-"""`dlscale status`: progress of the runs of plans, from results, logs, and the status files of their stages.
+"""Progress: of the runs of plans (`dlscale status`), and of a call of the workflow while it runs (`dlscale run`).
 
-It asks neither Snakemake nor the nodes, which write their status files every ten seconds (`dlscale.core.progress`).
+Both read results, logs, benchmarks and the status files that stages write every ten seconds (`dlscale.core.progress`);
+neither asks Snakemake or the nodes. A call that is shown writes its jobs into a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration
+from dlscale.core import machine
 from dlscale.core.errors import UserError
+from dlscale.core.files import read_json, write_json
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
-from dlscale.core.stages import STAGES
-from dlscale.core.text import NONE, aligned, duration, number, percent
+from dlscale.core.stages import DATA_STAGES, STAGES
+from dlscale.core.text import NONE, aligned, duration, many, number, percent
 from dlscale.launch import slurm
 from dlscale.preflight import cost
 
-State = Literal["running", "silent", "failed", "stopped", "done", "waiting"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 #: In the order in which they are printed.
-STATES: tuple[State, ...] = get_args(State)
+State = Literal["running", "silent", "failed", "done", "waiting"]
 
 #: Seconds without a status after which a stage on another machine counts as ended.
 SILENT = 12 * LINE_SECONDS
-#: Begins of the last word of a stage that was asked to end, and will go on.
-STOPPED = ("asked to end", "interrupted")
-#: Stages that make a dataset. Logs of all stages lie side by side, and a plan may be called as a dataset is.
-DATA_STAGES = ("acquire", "preprocess", "assemble", "describe", "preview")
 #: Seconds between two looks of `--watch`.
 EVERY = 5.0
-#: Seconds without a job after which a failure ends `--watch`.
-IDLE = 60.0
+#: Variable with the file into which a call writes its jobs: then Snakemake itself says no more than what is wrong.
+TOLD = "DLSCALE_TOLD"
+#: Seconds between two looks at a call, and between two lines where there is no terminal.
+LOOK_EVERY, LINE_EVERY = 0.5, 20.0
+#: Rest of a job that takes longer than expected, as a share of its time so far.
+OVERDUE = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,19 +88,19 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
 def _data(results: Path, name: str) -> list[Row]:
     """Return a row for each running job of a dataset; else one on its state."""
     what = f"data {name}"
-    logs = {
+    logs = {  # of all stages lie side by side, and a plan may be called as a dataset is
         log: stage
         for stage in DATA_STAGES
         for pattern in (f"{name}/**/*.log*", f"{name}.log*")
         for log in sorted((results / "logs" / stage).glob(pattern))
     }
-    words = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := read(file)) and alive(doing)]
-    if words:
-        return [Row(what, doing.what, "running", doing) for doing in words]
+    told = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := read(file)) and alive(doing)]
+    if told:
+        return [Row(what, doing.what, "running", doing) for doing in told]
     if (results / "data" / name / "manifest.json").exists():
         return [Row(what, "", "done")]
-    ended = [(stage, ended) for log, stage in logs.items() if (ended := _ended(log, stage))]
-    return [Row(what, stage, state, error=word) for stage, (state, word) in ended[:1]] or [Row(what, "", "waiting")]
+    ended = [Row(what, stage, "failed", error=word) for log, stage in logs.items() if (word := last_word(log, stage))]
+    return ended[:1] or [Row(what, "", "waiting")]
 
 
 def _row(results: Path, plan: str, run: str, stage: str) -> Row:
@@ -102,19 +112,12 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
         state = "running"
     elif doing:
         state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
-    elif ended := _ended(log, stage):
-        state, error = ended
+    elif error := last_word(log, stage):
+        state = "failed"
     if stage == "train" and state != "waiting":
         with contextlib.suppress(UserError):  # none is done
             epoch = read_epochs(folder / "metrics.jsonl")[-1]
     return Row(f"{plan}.{run}", stage, state, doing, epoch, error)
-
-
-def _ended(log: Path, stage: str) -> tuple[State, str] | None:
-    """Return state and last word of a stage that ended without its result; None if it did not."""
-    if not log.is_file() or log.name.endswith(SUFFIX) or not (word := last_word(log, stage)):
-        return None
-    return "stopped" if word.startswith(STOPPED) else "failed", word
 
 
 def read(file: Path) -> Doing | None:
@@ -135,6 +138,8 @@ def alive(doing: Doing) -> bool:
 
 def last_word(log: Path, stage: str) -> str | None:
     """Return the reason at the end of a log why its stage ended without its result; None if there is none."""
+    if not log.is_file() or log.name.endswith(SUFFIX):
+        return None
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         tail = file.read().decode(errors="replace").splitlines()
@@ -151,7 +156,7 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: float = 0.0) -> l
 
     `left`: seconds until all is done.
     """
-    rows = sorted(rows, key=lambda row: STATES.index(row.state))
+    rows = sorted(rows, key=lambda row: get_args(State).index(row.state))
     counts = Counter(row.state for row in rows)
     text = [", ".join(f"{count} {state}" for state, count in counts.items())]
     text[0] += f"; about {duration(left)} left" if left else ""
@@ -166,10 +171,9 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: float = 0.0) -> l
             values = doing.values if doing else {}
             loss = values.get("loss", epoch.train_loss if epoch else None)
             rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
-            seconds = doing.left if doing and doing.left else None
-            shown = "≥ " * bool(seconds and doing and doing.part) + duration(seconds)  # further parts may follow
+            left_ = duration(doing.left if doing and not doing.part else None)  # further parts may follow
             figures = number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)
-            cells.append((row.name, row.stage, row.state, progress_of(row), shown, *figures))
+            cells.append((row.name, row.stage, row.state, progress_of(row), left_, *figures))
     text += ["", *aligned(cells)] if cells[1:] else []
     text += [""] * bool(waiting)
     for name, stages in waiting.items():
@@ -189,14 +193,10 @@ def progress_of(row: Row) -> str:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the progress of `args.plans`, or the targets; with `--watch` until all is done.
-
-    Returns 1 if something failed, and `--watch` saw for a minute that nothing followed.
-    """
+    """Print the progress of `args.plans`, or the targets; with `--watch` until all is done."""
     plans = check_plans(args.plans, configuration)
     assert configuration
     scheduled = configuration.workflow.site.scheduler is not None
-    busy = time.monotonic()
     while True:
         rows = look(configuration, plans)
         queued = slurm.left_running(str(Path.cwd())) or [] if scheduled else []
@@ -210,24 +210,186 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             print("\n".join(text), flush=True)
         if not args.watch or all(row.state == "done" for row in rows):
             return 0
-        if queued or any(row.state == "running" for row in rows):
-            busy = time.monotonic()
-        elif time.monotonic() - busy >= IDLE and any(row.error for row in rows):
-            return 1
         time.sleep(EVERY)
 
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> float:
     """Return the time until all is done on this machine, s."""
-    results, jobs, cores = Path(configuration.workflow.results), list[tuple[float, float]](), os.cpu_count() or 1
+    workflow, cores = configuration.workflow, os.cpu_count() or 1
     rows = [row for row in rows if row.state != "done"]
-    for name in dict.fromkeys(row.name.removeprefix("data ") for row in rows if row.of_data):
-        number = cost.data_jobs(configuration.workflow.datasets[name], None)
-        jobs += [(cost.OTHERS, cost.share(1, cores))] * number
+    datasets = {row.name.removeprefix("data ") for row in rows if row.of_data}
+    count = sum(cost.data_jobs(workflow.datasets[name], None) for name in datasets)
+    jobs = [(cost.OTHERS, cost.share(1, cores))] * count
     for row in [row for row in rows if not row.of_data]:
         plan, run = row.name.split(".")
         work = cost.run_work(configuration, plan, run, row.stage)
         said = row.doing.left if row.doing and not row.doing.part else None
         threads = work.run.threads if work.run and row.stage == "train" else None
-        jobs.append((said or cost.seconds_here(row.stage, work, results), cost.share(threads, cores)))
+        jobs.append((said or cost.seconds_here(row.stage, work, Path(workflow.results)), cost.share(threads, cores)))
     return cost.in_all(jobs)
+
+
+# ---- a call of the workflow while it runs ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the call."""
+
+    name: str  #: PLAN.RUN, or what else it makes.
+    rule: str
+    log: str
+    benchmark: str
+    seconds: float  #: Expected time.
+    share: float  #: Of the machine, while it runs.
+
+
+def asked() -> bool:
+    """Whether another process shows this call."""
+    return TOLD in os.environ
+
+
+def tell(jobs: Iterable[Job]) -> None:
+    """Write the jobs of this call for the process that shows it."""
+    write_json(os.environ[TOLD], [vars(job) for job in jobs])
+
+
+# ---- progress ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """Progress of a call; times are seconds since 1970-01-01 UTC."""
+
+    began: float
+    jobs: list[Job] = field(default_factory=list)
+    done: dict[Job, float] = field(default_factory=dict)  #: Seconds that they took.
+    running: dict[Job, tuple[float, Doing]] = field(default_factory=dict)  #: Begin and status.
+
+    def look(self, now: float) -> None:
+        """Look for jobs that run and that are done."""
+        for job in [job for job in self.jobs if job not in self.done]:
+            benchmark = Path(job.benchmark)
+            since, _ = self.running.pop(job, (now, None))
+            if benchmark.exists() and benchmark.stat().st_mtime >= self.began:
+                self.done[job] = cost.took(benchmark) or job.seconds
+            elif (doing := read(Path(f"{job.log}{SUFFIX}"))) and alive(doing):
+                self.running[job] = since, doing
+
+    def left_of(self, job: Job, now: float) -> float:
+        """Return the time that a job takes yet, s; jobs that are done tell how much longer than expected."""
+        expected = sum(other.seconds for other in self.done)
+        takes = job.seconds * (sum(self.done.values()) / expected if expected else 1.0)
+        if job not in self.running:
+            return takes
+        since, doing = self.running[job]
+        if doing.left is not None and not doing.part:
+            return max(0.0, doing.left - (now - doing.time))
+        return max(takes - (now - since), OVERDUE * (now - since))
+
+    def left(self, now: float) -> float:
+        """Return the time that all jobs take yet, s."""
+        return cost.in_all((self.left_of(job, now), job.share) for job in self.jobs if job not in self.done)
+
+    def share(self, now: float) -> float:
+        """Return the share of the time that has passed, of 1."""
+        passed = now - self.began
+        return passed / (passed + self.left(now)) if passed > 0 else 0.0
+
+    def total(self, now: float) -> list[str]:
+        """Return the progress of all jobs in words: per cent, time left, number."""
+        left = f"about {duration(self.left(now))} left"
+        return [percent(self.share(now)), left, f"{len(self.done)} of {many(len(self.jobs), 'job')}"]
+
+    def each(self) -> list[list[str]]:
+        """Return the progress of each job that runs in words: name, stage, count, samples/s, time left."""
+        rows = []
+        for job, (_, doing) in self.running.items():
+            done = progress_of(Row(job.name, job.rule, "running", doing)) if doing.unit else doing.what
+            rate = doing.values.get("samples/s")
+            left = f"{duration(doing.left)} left" if doing.left and not doing.part else ""
+            rows.append([job.name, job.rule, done, f"{number(rate)} samples/s" if rate else "", left])
+        return rows
+
+
+def line(progress: Progress, now: float) -> str:
+    """Return the progress of a call in a line."""
+    total, *further = progress.total(now)
+    told = [f"{total} after {duration(now - progress.began)}", *further]
+    for name, rule, *words in progress.each()[:3]:
+        told.append(f"{name} {rule}: {', '.join(filter(None, words))}")
+    return "; ".join(told)
+
+
+def drawn(progress: Progress, now: float) -> RenderableType:
+    """Return a bar for the call, and a line for each job that runs."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    total, jobs = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    share, *words = progress.total(now)
+    total.add_row(share, ProgressBar(1.0, progress.share(now), width=20), *words, f"{len(progress.running)} running")
+    for row in progress.each():
+        jobs.add_row(*row)
+    return Group(total, jobs)
+
+
+# ---- the call ----------------------------------------------------------------------------------------
+
+
+def shown(command: Sequence[str]) -> int:
+    """Run Snakemake and show its progress; return its status.
+
+    Ctrl-C comes to both, as a terminal has it. When this process ends before, Snakemake is asked to end.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console, said, last = Console(stderr=True), deque[str](), 0.0
+    bar = Live(console=console, auto_refresh=False, transient=True)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        told, progress = Path(folder, "jobs.json"), Progress(time.time())
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, TOLD: str(told)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),
+        )
+        for number, handler in (
+            (signal.SIGINT, lambda *_: None),
+            (signal.SIGTERM, lambda *_: child.terminate()),
+        ):
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        assert child.stdout
+        reader = threading.Thread(target=lambda lines: said.extend(map(str.rstrip, lines)), args=[child.stdout])
+        reader.daemon = True
+        reader.start()
+        if console.is_terminal:
+            stack.enter_context(bar)
+        while True:
+            ended, now = child.poll() is not None, time.time()
+            if ended:
+                reader.join(5)  # what outlives Snakemake may hold the pipe
+            if not progress.jobs and told.exists():
+                progress.jobs = [Job(**job) for job in read_json(told)]
+                progress.began = min(now, told.stat().st_mtime)
+            progress.look(now)
+            while said:
+                text = said.popleft()
+                colour = "red" if text.startswith(("FAILED", "FAIL ")) else ""
+                if progress.jobs or not text.startswith("Using "):  # profiles, before Snakemake reads our rules
+                    console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
+            if progress.jobs and bar.is_started:
+                bar.update(drawn(progress, now), refresh=True)
+            elif progress.jobs and now - last >= LINE_EVERY and not ended:
+                last = now
+                console.print(line(progress, now), markup=False, highlight=False, soft_wrap=True)
+            if ended:
+                break
+            time.sleep(LOOK_EVERY)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode

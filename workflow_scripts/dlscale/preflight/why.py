@@ -13,19 +13,17 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dlscale.config.resolve import Configuration
 from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many, shorten
 from dlscale.preflight.run import ask, typed_target
 from dlscale.preflight.status import last_word
-
-if TYPE_CHECKING:
-    from dlscale.config.resolve import Configuration
 
 #: Settings of a line, and modules: more are counted.
 MOST = 4
@@ -60,53 +58,32 @@ def _order(rule: str) -> int:
     return [*STAGES, stage_of(rule)].index(stage_of(rule))
 
 
-@dataclass
-class Line:
-    """Jobs of a plan, or others, with one reason."""
-
-    group: str  #: `PLAN.`, `plan `, `data `, or nothing.
-    reason: str
-    names: list[str] = field(default_factory=list)
-    rules: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        names = _some(self.names)
-        several = len(self.names) > 1 and self.group.endswith(".")
-        return f"{self.group}{f'{{{names}}}' if several else names} ({', '.join(self.rules)}): {self.reason}"
+def _in_order(rules: Iterable[str]) -> list[str]:
+    return sorted(rules, key=lambda rule: (_order(rule), rule))
 
 
-@dataclass
-class Reasons:
-    """Reasons of the jobs of a call."""
-
-    reasons: list[Line] = field(default_factory=list)
-    follow: dict[str, int] = field(default_factory=dict)  #: Number of jobs that follow from others, by rule.
-    lost: list[str] = field(default_factory=list)  #: Lines on what is gone and nothing would make.
-    replaced: str = ""  #: Line on results that are replaced.
-
-    def lines(self) -> list[str]:
-        """Return all of it, a line for each reason."""
-        follow = sorted(self.follow.items(), key=lambda each: (_order(each[0]), each))
-        further = ", ".join(f"{rule} {count}" if count > 1 else rule for rule, count in follow)
-        text = [*map(str, self.reasons), f"and what follows from that: {further}" if further else "", *self.lost]
-        return [line for line in [*text, self.replaced] if line]
-
-
-def found(jobs: Iterable[Waiting], sources: Sources) -> Reasons:
-    """Return the reasons of jobs."""
-    jobs, told, follow = list(jobs), dict[tuple[str, str], Line](), Counter[str]()
+def found(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
+    """Return a line for each reason, with the jobs of a plan that have it, then what follows and what is replaced."""
+    jobs, told, follow = list(jobs), dict[tuple[str, str], tuple[set[str], set[str]]](), Counter[str]()
     for job in jobs:
         if not (reason := explained(job, sources)):
             follow[job.rule] += 1
             continue
         group, name = place(job.rule, job.wildcards)
-        line = told.setdefault((group, reason), Line(group, reason))
-        line.names = sorted({*line.names, name})
-        line.rules = sorted({*line.rules, job.rule}, key=lambda rule: (_order(rule), rule))
-    for line in told.values():  # the rule that writes a plan's runs goes without saying where others use them
-        line.rules = [rule for rule in line.rules if stage_of(rule) != "configure"] or line.rules
-    lines = sorted(told.values(), key=lambda line: (_order(line.rules[0]), line.group, line.names))
-    return Reasons(lines, dict(follow), replaced=replaced(jobs))
+        names, rules = told.setdefault((group, reason), (set(), set()))
+        names.add(name)
+        rules.add(job.rule)
+    reasons = []
+    for (group, reason), (names, rules) in told.items():
+        # The rule that writes a plan's runs goes without saying where others use them.
+        in_order = _in_order(rule for rule in rules if stage_of(rule) != "configure") or _in_order(rules)
+        several = len(names) > 1 and group.endswith(".")
+        text = f"{{{_some(sorted(names))}}}" if several else _some(sorted(names))
+        line = f"{group}{text} ({', '.join(in_order)}): {reason}"
+        reasons.append((_order(in_order[0]), group, sorted(names), line))
+    further = [f"{rule} {follow[rule]}" if follow[rule] > 1 else rule for rule in _in_order(follow)]
+    text = f"and what follows from that: {', '.join(further)}" if further else ""
+    return [line for line in [*(line for *_, line in sorted(reasons)), text, replaced(jobs)] if line]
 
 
 def replaced(jobs: Iterable[Waiting]) -> str:
@@ -122,7 +99,7 @@ def replaced(jobs: Iterable[Waiting]) -> str:
             rules.add(job.rule)
     if not names:
         return ""
-    runs = f"{_some(sorted(names))} ({', '.join(sorted(rules, key=_order))})"
+    runs = f"{_some(sorted(names))} ({', '.join(_in_order(rules))})"
     return f"replaces the results of {runs}; to keep them: a run of its own (from: {min(names)})"
 
 
@@ -243,15 +220,11 @@ def remember(tables: Mapping[str, Mapping[str, str]], folder: Path) -> None:
             write_json(path, table)
 
 
-def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Sources:
-    """Return a function from a digest to its modules, of `tables` or the files of `remember`."""
-
-    def look(digest: str) -> Mapping[str, str] | None:
-        with contextlib.suppress(OSError, ValueError):
-            return tables.get(digest) or json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
-        return None
-
-    return look
+def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]], digest: str) -> Mapping[str, str] | None:
+    """Return the modules of a digest, from `tables` or the files of `remember`."""
+    with contextlib.suppress(OSError, ValueError):
+        return tables.get(digest) or json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
+    return None
 
 
 # ---- the question ------------------------------------------------------------------------------------
@@ -260,14 +233,12 @@ def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]]) -> Sources
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print why Snakemake would run what it would for `args.targets`; return its exit status."""
     names = [typed_target(word, configuration).name for word in args.targets] if configuration else args.targets
-    status, said, reasons = ask(names, args)
+    status, said, found = ask(names, args)
     if status:
         print(said, file=sys.stderr)
-        return status
-    if args.json:
-        print(json.dumps(reasons, indent=2, ensure_ascii=False))
-        return 0
-    rest = "." if reasons["lost"] else ": all is there, and as it was asked for."
-    nothing = [] if reasons["reasons"] else [f"Nothing would run{rest}"]
-    print("\n".join([*nothing, *reasons["lines"]]))
-    return 0
+    elif args.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        rest = "." if found["lost"] else ": all is there, and as it was asked for."
+        print("\n".join([*(found["reasons"] or [f"Nothing would run{rest}"]), *found["lost"]]))
+    return int(status)

@@ -17,10 +17,9 @@ from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.core.text import many
 from dlscale.launch import launcher, slurm
-from dlscale.preflight import cost, doctor, environment, live, why
+from dlscale.preflight import cost, doctor, status, why
 from dlscale.preflight.cost import Work
-from dlscale.preflight.data import probe_space
-from dlscale.preflight.probe import Finding
+from dlscale.preflight.probe import Finding, probe_space
 from dlscale.report import sections
 from dlscale.report.results import read_plan
 from dlscale.rules.jobs import Jobs
@@ -53,7 +52,7 @@ class Call:
     def works(self, waiting: Iterable[Any]) -> list[Work]:
         """Return Snakemake's jobs as the estimate of their cost knows them: data counted by dataset."""
         plans = self.configuration.plans
-        runs, data, halving = list[Work](), Counter[str](), list[str]()
+        runs, data, halving = list[Work](), Counter[str](), dict[str, None]()
         for job in waiting:
             name, wildcards = job.rule.name, job.wildcards
             if name in RUN_STAGES:
@@ -61,12 +60,10 @@ class Call:
             elif name in DATA_STAGES:
                 data[wildcards.dataset] += 1
             elif name == "promote":
-                halving.append(wildcards.plan)
-        for plan in dict.fromkeys(halving):  # which trials come to a later rung is not known yet, but how many
-            trials = {plans[plan][work.run_name].trial for work in runs if work.plan == plan} - {None}
-            for work in cost.works(self.configuration, [plan], {each for each in trials if each}):
-                if work.run and plans[plan][work.run_name].rung and work not in runs:
-                    runs.append(work)
+                halving[wildcards.plan] = None
+        # Which trials come to a later rung is not known yet, but how many.
+        later = cost.works(self.configuration, halving) if halving else []
+        runs += [work for work in later if work.run and plans[work.plan][work.run_name].rung and work not in runs]
         order = {plan: (number, [*plans[plan]]) for number, plan in enumerate(plans)}
         runs.sort(key=lambda work: (order[work.plan][0], order[work.plan][1].index(work.run_name), work.stage))
         return [*(cost.data_work(self.configuration, name, number) for name, number in sorted(data.items())), *runs]
@@ -77,10 +74,10 @@ class Call:
         work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
-    def to_tell(self, waiting: Sequence[Any]) -> list[live.Job]:
+    def to_tell(self, waiting: Sequence[Any]) -> list[status.Job]:
         """Return the jobs for the process that shows how far the call is."""
         return [
-            live.Job(
+            status.Job(
                 "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
                 why.stage_of(job.rule.name),
                 str(next(iter(job.log), "")),
@@ -118,7 +115,9 @@ class Call:
             plans = {work.plan for work in works if work.run}
             return doctor.check(self.configuration, {work.stage for work in works}, plans)
         runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
-        found = [*environment.probe_here(runs, gpus()), probe_space(self.results)]
+        found = [*doctor.probe_here(runs, gpus()), probe_space(self.results)]
+        if self.configuration.workflow.budget.model_dump(exclude_none=True):
+            found.append(Finding("budget", "warn", "not looked at: this site has no queue that charges hours"))
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
 
     def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> int:
@@ -130,11 +129,12 @@ class Call:
             self.check(works, files)
         except UserError as error:
             problems.append(f"It would not start: {error}")
-        table, findings = cost.price(works, scheduler, self.results), self.findings(works)
-        problems += doctor.lines(finding for finding in findings if finding.status == "FAIL")
+        table = cost.price(works, scheduler, self.results) if scheduler else []
+        findings = self.findings(works)
+        problems += [str(finding) for finding in findings if finding.status == "FAIL"]
         problems += filter(None, [cost.over(table, self.configuration.workflow.budget)])
-        warnings = [] if scheduler else doctor.lines(finding for finding in findings if finding.status == "warn")
-        say(*(["", *cost.lines(table)] if scheduler and works else []))
+        warnings = [] if scheduler else [str(finding) for finding in findings if finding.status == "warn"]
+        say(*(["", *cost.lines(table)] if table else []))
         say("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
         if problems:
             fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
@@ -147,13 +147,13 @@ class Call:
         """Print what is found before jobs begin; a `UserError` where they may not."""
         works = self.works(waiting)
         self.check(works, files)
-        if problem := cost.over(
-            cost.price(works, self.site.scheduler, self.results), self.configuration.workflow.budget
-        ):
+        table = cost.price(works, self.site.scheduler, self.results) if self.site.scheduler else []
+        if problem := cost.over(table, self.configuration.workflow.budget):
             raise UserError(problem)
         findings = self.findings(works)
-        say(*doctor.lines(findings))
-        if doctor.failed(findings) or (works and self.site.engine != "none" and not self.jobs.image):
+        say(*map(str, findings))
+        failed = any(finding.status == "FAIL" for finding in findings)
+        if failed or (works and self.site.engine != "none" and not self.jobs.image):
             raise UserError("Not ready: nothing was started. See the lines with FAIL above.")
 
     # ---- what it came to -----------------------------------------------------------------------------

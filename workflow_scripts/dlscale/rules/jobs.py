@@ -31,8 +31,7 @@ from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import cost
-from dlscale.preflight.data import probe_raw
-from dlscale.preflight.probe import Finding
+from dlscale.preflight.probe import Finding, probe_raw
 
 #: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
 ALL_CORES = 64
