@@ -58,8 +58,8 @@ class Machine:
         return self.rates[number] * math.exp(self.level + error + slow)
 
 
-def search(machine: Machine, seconds: float = 60, keep: float = 0.5) -> int | None:
-    return tune.search(len(machine.rates), machine, seconds, keep)[0]
+def search(machine: Machine, seconds: float = 60) -> int | None:
+    return tune.search(len(machine.rates), machine, seconds)[0]
 
 
 def duel(challenger: int, machine: Measure, rounds: int = 8, seconds: float = 30) -> list[tuple[float, float]]:
@@ -73,13 +73,12 @@ def exhaustive(rates: Sequence[float]) -> int:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 10, 27])
-@pytest.mark.parametrize("keep", [0.2, 0.5, 0.9])
-def test_without_noise_halving_finds_what_exhaustive_search_does(count: int, keep: float) -> None:
+def test_without_noise_halving_finds_what_exhaustive_search_does(count: int) -> None:
     for seed in range(20):
         rates = [random.Random(seed * 100 + number).uniform(50, 150) for number in range(count)]
         machine = Machine(rates, seed, noise=0, disturbed=0)
         machine.random.gauss = lambda *_: 0.0  # type: ignore[method-assign]
-        assert search(machine, keep=keep) == exhaustive(rates)
+        assert search(machine) == exhaustive(rates)
         if count > 2:
             assert machine.seconds == pytest.approx(60)
 
@@ -112,7 +111,7 @@ def test_every_rung_takes_as_long_and_has_the_runs_own_setting() -> None:
     machine = Machine([100, *range(50, 60)], 0, noise=0, disturbed=0)
     _, found = tune.search(11, machine, 60, 0.5)
     assert [len(rung) for rung in found] == [11, 6, 3]
-    assert tune.rungs(10, 0.5) == [10, 5, 2]
+    assert tune.rungs(10) == [10, 5, 2]
     assert all(0 in rung and {len(rates) for rates in rung.values()} == {tune.TURNS} for rung in found)
     assert machine.measured[:22] == [*range(11), *reversed(range(11))]
 
@@ -228,7 +227,6 @@ def test_a_mistake_in_the_space_is_one_message(tmp_path: Path) -> None:
         ({"loaders": ["dirct"]}, "no loader with data is called 'dirct' (did you mean 'direct'?)"),
         ({"loaders": ["synthetic"]}, "no loader with data is called 'synthetic'"),
         ({"workers": [-1]}, "tune.workers.0"),
-        ({"keep": 1}, "tune.keep"),
     ):
         with pytest.raises(UserError) as raised:
             a_run(tmp_path, tune=settings)
@@ -357,16 +355,16 @@ def test_the_stage_from_end_to_end(
 @pytest.mark.slow
 def test_too_much_memory_is_out(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is that of the trial: an earlier one does not count, the loader's processes do."""
-    peaks = iter([100, 100, 700, 100, 100, 100, 100, 100])
+    peaks = iter([100, 100, 950, 100, 100, 100, 100, 100])
     monkeypatch.setattr(memory, "total", lambda device, processes: 1000)
     monkeypatch.setattr(memory, "peak", lambda device: 0)
     monkeypatch.setattr(memory, "of_children", lambda: next(peaks, 100))
-    space = {**QUICK, "workers": [0, 1], "prefetch": [1, 2], "memory": 0.5}
+    space = {**QUICK, "workers": [0, 1], "prefetch": [1, 2]}
     found = tune_run(tmp_path, cosmo_data, tune=space)
     assert [each.problem for each in found.candidates].count(None) == len(found.candidates) - 1
     assert (
         found.candidates[2].problem
-        == "takes 700\N{NO-BREAK SPACE}B of memory; at most 500\N{NO-BREAK SPACE}B is allowed"
+        == "takes 950\N{NO-BREAK SPACE}B of memory; at most 900\N{NO-BREAK SPACE}B is allowed"
     )
 
 

@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dlscale.config.run import Geometry
-from dlscale.config.site import Site
 from dlscale.core.errors import UserError
-from dlscale.core.machine import VERIFY
 from dlscale.data import verification
-from dlscale.data.manifest import File, Manifest
-from dlscale.launch.launcher import Place, launch
+from dlscale.data.manifest import Manifest
 from tests.conftest import ERA5, ERA5_RUN, make_run, stage, train
 
 
@@ -71,26 +67,22 @@ def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, chan
         Manifest.read(manifest)
 
 
-def test_once(manifest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once(manifest: Path) -> None:
     """A file is read again when somebody wrote to it, though he set its time back; others are not."""
     data, splits = Manifest.read(manifest), ("train", "valid")
     files = data.splits["train"] + data.splits["valid"]
     assert all(file.verifiable for file in files) and len(files) >= 2
 
-    def unverified(when: str) -> list[File]:
-        monkeypatch.setenv(VERIFY, when)
-        return verification.unverified(data, splits)
-
-    assert unverified("once") == files, "copied to here"
+    assert verification.unverified(data, splits) == files, "copied to here"
     assert verification.damaged(data, files) == []
     verification.remember(data, files)
-    assert (unverified("once"), unverified("always")) == ([], files)
+    assert verification.unverified(data, splits) == []
     damage(data.path(files[1]))
-    assert (unverified("once"), unverified("never")) == ([files[1]], [])
+    assert verification.unverified(data, splits) == [files[1]]
     (message,) = verification.damaged(data, files)
     assert message.startswith(f"{data.path(files[1])}: damaged: ")
     (manifest.parent / verification.RECORD).write_text("[torn")
-    assert unverified("once") == files
+    assert verification.unverified(data, splits) == files
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:
@@ -98,11 +90,3 @@ def test_what_was_described_here_is_known(era5_data: Path) -> None:
     data = Manifest.read(era5_data / "manifest.json")
     record = json.loads((era5_data / verification.RECORD).read_text())
     assert set(record) == {file.path for files in data.splits.values() for file in files}
-
-
-def test_the_site_says_when() -> None:
-    """By the environment: no run is another one for it."""
-    here, one = Place(folder="/work", sources="/work/workflow_scripts", uid=1, gid=1), Geometry()
-    words = launch(Site.model_validate({"verify": "always"}), here, one)
-    assert words[:2] == ["env", f"{VERIFY}=always"]
-    assert not any(VERIFY in word for word in launch(Site(), here, one))

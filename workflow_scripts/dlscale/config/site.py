@@ -172,11 +172,6 @@ class Site(Lawful):
         Limits(),
         description="When a run ends of whose processes one is gone or hangs; null: it does not, and waits.",
     )
-    verify: Literal["once", "always", "never"] = Field(
-        "once",
-        description="When a run's stages read its data files to see that none is damaged: once, and again when one "
-        "changes; always; never.",
-    )
     gpu: bool | None = Field(
         None,
         description="Whether runs are on GPUs: their containers get them, and a stage that sees none ends. Absent: "

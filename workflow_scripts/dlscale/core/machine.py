@@ -26,9 +26,6 @@ LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 #: The variable that has the watchdog's limits where they are not the usual ones: a site's `watchdog`.
 WATCHDOG = "DLSCALE_WATCHDOG"
 
-#: The variable that says when data files are verified, if not once: a site's `verify`.
-VERIFY = "DLSCALE_VERIFY"
-
 
 def let_threads_wait() -> None:
     """Set `WAITING`, unless the environment says otherwise; call it before anything loads OpenMP."""

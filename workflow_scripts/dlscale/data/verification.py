@@ -6,13 +6,11 @@ A stage reads a file that no stage has verified; a record beside the manifest ha
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, sha256, write_json
-from dlscale.core.machine import VERIFY
 from dlscale.core.progress import tracked
 from dlscale.data.manifest import File, Manifest
 
@@ -21,11 +19,10 @@ RECORD = "verified.json"
 
 
 def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
-    """Return the files of `splits` to read, as `site.verify` asks: once, unless they changed, always, or never."""
-    when = os.environ.get(VERIFY, "once")
+    """Return the files of `splits` to read: those that nobody read before, or that changed since."""
     files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
-    record = _record(manifest) if when == "once" else {}
-    return [file for file in files if when != "never" and record.get(file.path) != _seen(manifest, file)]
+    record = _record(manifest)
+    return [file for file in files if record.get(file.path) != _seen(manifest, file)]
 
 
 def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:

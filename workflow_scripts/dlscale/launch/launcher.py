@@ -12,7 +12,7 @@ from pathlib import Path
 from dlscale.config.run import Geometry
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
-from dlscale.core.machine import LOCAL_DISK, VERIFY, WATCHDOG, answer
+from dlscale.core.machine import LOCAL_DISK, WATCHDOG, answer
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
@@ -76,7 +76,6 @@ def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
     environment, mounts = dict[str, str](), dict[str, str]()
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
-        environment |= {VERIFY: site.verify} if site.verify != "once" else {}
         environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}
         if site.local_disk and site.engine not in ("none", "shifter"):
             mounts[site.local_disk] = site.local_disk

@@ -52,6 +52,9 @@ TURNS = 2
 #: Share of the time that is for the duel, where there is something to search before it.
 DUEL = 0.5
 
+#: Share of a device's memory that a setting may take.
+MEMORY = 0.9
+
 #: Uncounted steps of a trial, beside one for each of the loader's workers: each has a batch ready when the first comes.
 WARM_UP = 2
 #: And of the first trial of a step: compilation, choice of kernels, recording of a graph
@@ -90,10 +93,10 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
     logging.info("%d settings; %.0f s are measured", len(changes), settings.seconds)
     with contextlib.closing(_Trials(run, manifest, world, cores, changes)) as trials:
-        sizes = rungs(len(changes) - 1, settings.keep)
+        sizes = rungs(len(changes) - 1)
         total = TURNS * sum(number + 1 for number in sizes) + 2 * settings.rounds
         with Progress("tuning", total, "trials") as trials.progress:
-            best, found = search(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
+            best, found = search(len(changes), trials, settings.seconds - duel_seconds)
             meter = Meter()
             rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
             # Each rank reads the machine's counters at a moment of its own: all say what the first one saw.
@@ -143,19 +146,19 @@ def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: floa
     return rates
 
 
-def rungs(others: int, keep: float) -> list[int]:
+def rungs(others: int) -> list[int]:
     """Return the number of settings beside the run's own in each rung; one that is alone is not measured."""
-    return [size for size in halved(others, 1 / keep) if size > 1]
+    return [size for size in halved(others, 2) if size > 1]
 
 
-def search(count: int, measure: Measure, seconds: float, keep: float) -> tuple[int | None, list[Rates]]:
+def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, list[Rates]]:
     """Return the best of settings 1 … `count` - 1, if any can be measured, and the rates of each rung.
 
     All rungs take the same share of the seconds. Setting 0, the run's own, goes through all of them, of the others the
-    best share `keep` goes on. Within a turn they come in the order of their numbers.
+    better half goes on. Within a turn they come in the order of their numbers.
     """
     others, found = list(range(1, count)), list[Rates]()
-    planned = rungs(len(others), keep)
+    planned = rungs(len(others))
     for most in planned:
         if len(others) > 1:  # some may have failed
             shared = seconds / len(planned) / TURNS / (most + 1)
@@ -214,7 +217,7 @@ class _Trials:
     def __init__(self, run: Any, manifest: str | Path, world: World, cores: int, changes: list[dict[str, Any]]) -> None:
         self.peaks: dict[int, int] = {}  #: Bytes by setting.
         self.problems: dict[int, str] = {}
-        self.limit = memory.total(world.device, run.processes.gpus_per_node) * run.tune.memory
+        self.limit = memory.total(world.device, run.processes.gpus_per_node) * MEMORY
         self.progress: Progress | None = None
         self._run, self._manifest, self._world, self._changes = run, manifest, world, changes
         self._threads = cores * run.processes.gpus_per_node
