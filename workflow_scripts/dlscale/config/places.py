@@ -1,15 +1,22 @@
-"""Places of results: the folders of plans and runs that a user names."""
+"""Plans and runs: which there are (stage `configure`), and the folders of those that a user names."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError, cut, of_another, unknown
+from dlscale.core.settings import read_settings, write_yaml
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write `args.settings` (JSON) as YAML to `args.out`."""
+    write_yaml(args.out, read_settings(args.settings, "--settings")[0])
 
 
 def results_of(configuration: Configuration | None) -> Path:

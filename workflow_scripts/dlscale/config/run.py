@@ -105,9 +105,9 @@ class Schedule(Lawful):
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
-        description="cosine, linear, polynomial (quadratic): reach end_lr when all steps are done; exponential: times gamma over "
-        "every epoch, a little at each step; step: times gamma after every step_epochs epochs, or after those of "
-        "milestones.",
+        description="cosine, linear, polynomial (quadratic): reach end_lr when all steps are done; exponential: times "
+        "gamma over every epoch, a little at each step; step: times gamma after every step_epochs epochs, or after "
+        "those of milestones.",
     )
     warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from 0.")
     warmup_epochs: NonNegativeInt = Field(0, description="Instead of warmup_steps.")

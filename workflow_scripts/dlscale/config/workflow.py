@@ -15,13 +15,12 @@ from pydantic import (
     model_validator,
 )
 
+from dlscale.config.blocks import Convergence, Parts, Scaling, Sweep, label
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.laws import Law, Lawful
 from dlscale.config.records import PlanKind
 from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
-from dlscale.config.scaling import Convergence, Parts, Scaling
 from dlscale.config.site import Site
-from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
