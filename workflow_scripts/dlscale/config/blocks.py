@@ -20,10 +20,6 @@ from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Number, Pos
 from dlscale.core.settings import holds
 from dlscale.core.text import many
 
-#: The computation with and without averaged gradients: what lies between is communication.
-TWINS: dict[str, Any] = {"ddp": {}, "no_sync": {"parallel": {"sync": False}}}
-
-
 #: Changes of a run that a block makes, by the key of the block where they are written.
 Parts = dict[str, dict[str, Any]]
 
@@ -41,7 +37,7 @@ class Scaling(Lawful):
         "strong_scaling: on all devices together.",
     )
     variants: dict[Name, Any] = Field(
-        TWINS,
+        {"ddp": {}, "no_sync": {"parallel": {"sync": False}}},
         min_length=1,
         description="Further settings by name: each variant runs on all numbers of devices. One with parallel.sync: "
         "false is the twin of the others that shows what communication costs; on one device there is none.",
@@ -296,7 +292,6 @@ class Sweep(Lawful):
 
     @property
     def count(self) -> float:
-        """Number of combinations."""
         return math.prod(values.count if isinstance(values, Range) else len(values) for values in self.over.values())
 
     @property
@@ -324,7 +319,10 @@ class Sweep(Lawful):
         # Each setting has random numbers of its own: the first trials stay where more are drawn.
         shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
         for drawn in itertools.islice(shares, 20 * self.trials):  # a narrow range has few values
-            draw = {key: _at(each, share) for (key, each), share in zip(self.over.items(), drawn, strict=True)}
+            draw = {
+                key: values.at(share) if isinstance(values, Range) else values[int(share * len(values))]
+                for (key, values), share in zip(self.over.items(), drawn, strict=True)
+            }
             found.setdefault(_name(draw, self._words), draw)
             if len(found) == self.trials:
                 break
@@ -357,10 +355,6 @@ def _spread(seed: str) -> Iterator[float]:
         for stratum in free:
             shares.append((stratum + numbers.random()) / strata)
             yield shares[-1]
-
-
-def _at(values: list[Any] | Range, share: float) -> Any:
-    return values.at(share) if isinstance(values, Range) else values[int(share * len(values))]
 
 
 def _number(value: Any) -> Any:

@@ -486,7 +486,6 @@ class RunCore(Lawful):
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged."""
         return not isinstance(self.parallel, DDP) or self.parallel.sync
 
     @property
@@ -497,7 +496,6 @@ class RunCore(Lawful):
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of a step on one device, or on those that share a model."""
         return self.batch_size // self.geometry.dp
 
     def loaders(self, stage: str) -> list[str]:
