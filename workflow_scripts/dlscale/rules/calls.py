@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,9 +23,6 @@ from dlscale.preflight.probe import Finding
 from dlscale.report import sections
 from dlscale.report.results import read_plan
 from dlscale.rules.jobs import Jobs
-
-#: Plans whose results are told at the end of a call.
-RESULTS_SHOWN = 8
 
 
 def say(*lines: str) -> None:
@@ -147,9 +143,8 @@ class Call:
         """Print what is found before jobs begin; a `UserError` where they may not."""
         works = self.works(waiting)
         self.check(works, files)
-        if problem := cost.over(
-            cost.price(works, self.site.scheduler, self.results), self.configuration.workflow.budget
-        ):
+        table = cost.price(works, self.site.scheduler, self.results)
+        if problem := cost.over(table, self.configuration.workflow.budget):
             raise UserError(problem)
         findings = self.findings(works)
         say(*doctor.lines(findings))
@@ -159,38 +154,26 @@ class Call:
     # ---- what it came to -----------------------------------------------------------------------------
 
     def lost(self, making: Collection[str] = ()) -> list[str]:
-        """Return lines of results that are gone, though nothing would make them."""
+        """Return a line for each result that is gone and that nothing would make."""
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
         datasets = dict.fromkeys([*self.jobs.plan_datasets(self.plans), *self.datasets])
         return why.lost(str(self.results), runs, datasets, making, self.jobs.own_settings)
 
     def show_pages(self, files: Iterable[Path]) -> None:
-        """Print where the pages of the files that were asked for are; of a part of a plan its page."""
+        """Print where the pages that were asked for are; without any, the previews of datasets."""
         files = list(files)
         pages = [file for file in files if file == Path(self.jobs.page) or file.name == "report.html"]
-        plans = {
-            self.results / "plans" / file.relative_to(self.results).parts[1]: file
-            for file in files
-            if file.is_relative_to(self.results / "plans")
-        }
-        pages = pages or [folder / "report.html" for folder in plans if (folder / "report.html").exists()]
         previews = [] if pages else [file for file in files if file.name == "preview.png"]
         say(*(f"Report: {page.resolve()}" for page in pages), *(f"Preview: {file.resolve()}" for file in previews))
 
     def show_results(self) -> None:
-        """Print what each plan that was asked for came to, and what to ask next."""
+        """Print what each plan that was asked for came to."""
         plans = []
         for name in self.plans:
             with contextlib.suppress(UserError):  # only a part of it was asked for
                 plans.append(read_plan(self.results / "plans" / name / "plan.yaml"))
-        say(*map(sections.line, plans[:RESULTS_SHOWN]))
-        if len(plans) > RESULTS_SHOWN:
-            say(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page")
-        best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
-        if seen := [f"{plan.name}.{run.name}" for plan, run in best_first if run.throughput or run.profile]:
-            call = shlex.join(["dlscale", "explain", seen[0], *self.jobs.own_settings])
-            say(f"Next: {call}  # what holds it back, what to try")
+        say(*map(sections.line, plans))
 
 
 def show_requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> None:

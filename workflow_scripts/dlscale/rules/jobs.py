@@ -20,7 +20,7 @@ from dlscale.config import resolve
 from dlscale.config.compute import compute_settings, decisive_settings
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.records import Rung
-from dlscale.config.resolve import Configuration, ResolvedRun
+from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
 from dlscale.core import registry, urls
@@ -116,7 +116,6 @@ class Jobs:
         return [f"{folder}-{piece}.h5" for piece in range(self.dataset(wildcards).pieces)]
 
     def data_files(self, name: str) -> list[str]:
-        """Return all files that hold a dataset's samples."""
         dataset = self.datasets[name]
         kind = parts.kind_of(dataset)
         if not kind.prepared(dataset):
@@ -194,7 +193,6 @@ class Jobs:
         return [weights] if weights else []
 
     def run_params(self, stage: str) -> Callable[[Wildcards], Params]:
-        """Return a function from wildcards to the params of one of a run's stages."""
         return lambda wildcards: self._run_params(stage, self.run(wildcards), ())
 
     def _run_params(self, stage: str, run: Run, loaders: Iterable[str]) -> Params:
@@ -291,13 +289,6 @@ class Jobs:
     def promoted(self, name: str, rung: int) -> list[str]:
         return Rung.read(self.rung_file(name, rung)).trials
 
-    def chosen_runs(self, name: str) -> dict[str, ResolvedRun]:
-        return {
-            run: resolved
-            for run, resolved in self.plans[name].items()
-            if not resolved.rung or resolved.trial in self.promoted(name, resolved.rung)
-        }
-
     def promote_inputs(self, wildcards: Wildcards) -> list[str]:
         name, before = wildcards.plan, int(wildcards.rung) - 1
         trials = self.promoted(name, before) if before else self.configuration.workflow.plans[name].runs
@@ -311,13 +302,14 @@ class Jobs:
         """Return the files that a plan's runs leave, of all the stages that they go through."""
         return [
             f"{self.results}/plans/{resolved.plan}/{resolved.name}/{file}"
-            for run, resolved in self.chosen_runs(name).items()
+            for run, resolved in self.plans[name].items()
+            if not resolved.rung or resolved.trial in self.promoted(name, resolved.rung)
             for stage in self.configuration.stages(name, run)
             for file in STAGES[stage].outputs
         ]
 
     def _known(self, name: str) -> list[str]:
-        """Return the same; of successive halving none, for the table asks for its runs."""
+        # Of successive halving none are known, for the table asks for its runs.
         return [] if self.configuration.workflow.plans[name].halves else self.measured(name)
 
     def plan_files(self, name: str) -> list[str]:
@@ -342,8 +334,7 @@ class Jobs:
         return self.own_params("collect", self.plan_settings(wildcards.plan))
 
     def sooner(self, wildcards: Wildcards) -> float:
-        """Return a job's priority: plans of few runs come first."""
-        return 1 / len(self.plans[wildcards.plan])
+        return 1 / len(self.plans[wildcards.plan])  # plans of few runs come first
 
     def page_to_fill(self, wildcards: Wildcards, input: Any) -> list[str]:
         workflow = self.configuration.workflow
@@ -413,7 +404,6 @@ class Jobs:
         return self.launch(input, self.run(wildcards).processes)
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return the words that start a stage that reads a local store."""
         dataset = self.dataset(wildcards)
         raw = parts.raws(dataset).get(wildcards.file)
         there = [raw.origin] if raw and Path(raw.origin).exists() else []
