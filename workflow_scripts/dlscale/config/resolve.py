@@ -297,8 +297,9 @@ class _Resolver:
         """Return the runs that need what this machine lacks, and what that is."""
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
-            for name, settings in self.workflow.plans[plan].runs.items():
-                written = settings if isinstance(settings, dict) else {}
+            for name in self.workflow.plans[plan].runs:
+                parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
+                written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}
                 needs = written.get("needs", [])
                 if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
                     what = f"expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"
