@@ -56,17 +56,6 @@ def test_what_changed_is_named(clone: Tree) -> None:
 
 
 @pytest.mark.slow
-def test_a_measurement_prices_the_same_work(clone: Tree) -> None:
-    """More epochs are the same step; a wider model is another one."""
-    (clone.results / "plans/era5/vit/provenance.json").unlink()
-    for key, value, basis in (("training.epochs", 3, "measured"), ("model.embed_dim", 96, "limit")):
-        configure(f"plans.era5.settings.{key}", value)(clone)
-        done = clone.shell("python -m dlscale cost --configfile tiny.yaml -- era5")
-        (row,) = [line for line in done.stdout.splitlines() if line.startswith("era5.vit") and " train " in line]
-        assert basis in row.split() and "1 node x 1 process" in row and "GPU" not in done.stdout, done
-
-
-@pytest.mark.slow
 def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) -> None:
     """Snakemake marks the outputs of a job that runs, and forces it where the mark is found later."""
     tree = make_tree()

@@ -90,8 +90,9 @@ class Call:
     def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> float:
         """Return how long jobs take here together, those of later rungs included."""
         cores = self.cores or 1
-        jobs = [job for job in waiting if job.rule.name in RUN_STAGES]
-        there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
+        there = {
+            (job.rule.name, job.wildcards.plan, job.wildcards.run) for job in waiting if job.rule.name in RUN_STAGES
+        }
         later = [work for work in works if (work.stage, work.plan, work.run_name) not in there]
         taken = [(self.seconds_of(job), job.threads) for job in waiting]
         taken += [(cost.seconds_here(each.stage, each, self.results), each.run.threads) for each in later if each.run]

@@ -77,11 +77,10 @@ class Jobs:
     def run(self, wildcards: Wildcards) -> Run:
         return self.plans[wildcards.plan][wildcards.run].run
 
-    def params(self, modules: Iterable[str], settings: Any, files: Iterable[Path] = ()) -> Params:
+    def params(self, modules: Sequence[str], settings: Any, files: Iterable[Path] = ()) -> Params:
         """Return what makes a job run again; without modules (a fetched file) no code of dlscale decides the result."""
-        modules = list(modules)
-        around = {"image": self.image, "packages": self.packages} if modules else {}
-        kept = {key: value for key, value in around.items() if value}
+        around = {"image": self.image, "packages": self.packages}
+        kept = {key: value for key, value in around.items() if modules and value}
         return {"sources": fingerprint(modules, files), "settings": settings, **kept}
 
     def own_params(self, stage: str, settings: Any = None, files: Iterable[Path] = ()) -> Params:
@@ -99,8 +98,7 @@ class Jobs:
 
     def look_for_raw_files(self, name: str) -> None:
         """Say once what to do about raw files that are not there: Snakemake takes what was made of others for done."""
-        asked = name, self.datasets[name], Path(self.results)
-        if name not in self._looked and (found := probe_raw(*asked)):
+        if name not in self._looked and (found := probe_raw(name, self.datasets[name], Path(self.results))):
             self.say(found)
         self._looked.add(name)
 
