@@ -262,11 +262,6 @@ def test_what_devices_that_share_a_model_cannot_do(case: str) -> None:
     assert words in said and "\n" not in said, said
 
 
-def test_graphs_of_a_shared_model_that_drops_nothing() -> None:
-    for graph in ({"cuda_graph": True}, {"compile": {"mode": "max-autotune"}}):
-        load(**plan({"geometry": {**TWO, "tp": 2}, "model": {"dropout": 0}, **graph}, study="era5_vit"))
-
-
 def test_two_mistakes_are_two_lines() -> None:
     lines = message(**plan({"optimizer": {"lrr": 1}, "precision": "bf61"})).split("\n")
     assert len(lines) == 2
@@ -293,12 +288,6 @@ def test_what_a_later_rung_makes_wrong_is_reported_where_it_stands() -> None:
 )
 def test_circles_are_shown(plans: Raw, chain: str) -> None:
     one(message(plans={name: {"study": "cosmo_unet", **plan} for name, plan in plans.items()}), "plans", chain)
-
-
-def test_seeds_of_repeats_have_the_bound_of_a_seed() -> None:
-    plan = {"study": "cosmo_unet", "repeat": 3, "settings": {"seed": 2**63 - 3}, "runs": {"a": {}}}
-    assert len(load(plans={"p": plan}).plans["p"]) == 3
-    one(message(plans={"p": {**plan, "repeat": 4}}), "plans.p.repeat", "a seed above 9223372036854775807")
 
 
 def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -459,12 +448,6 @@ def test_use_names_a_run_that_another_plan_has() -> None:
         assert (resolved.plan, resolved.name) == ("sound", "second")
         assert resolved.run == found["sound"]["second"].run
     assert (found["p"]["own"].plan, found["p"]["own"].name) == ("p", "own")
-
-
-def test_a_stage_may_be_for_some_runs_only() -> None:
-    changes = plan(runs={"a": {}, "b": {}}, measure=["throughput", "profile"], only={"profile": ["b"]})
-    found = load(**changes).workflow.plans["p"]
-    assert {run: found.stages(run) for run in found.runs} == {"a": ["throughput"], "b": ["throughput", "profile"]}
 
 
 def test_a_later_layer_changes_between_epochs_and_steps() -> None:
@@ -939,6 +922,7 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
     [
         ({"repeat": 0}, "plans.p.repeat: got 0; expected greater than or equal to 1"),
         ({"repeat": 2, "measure": ["throughput"]}, "repeat: the plan does not train; add train to measure"),
+        ({"repeat": 4, "runs": {"a": {"seed": 2**63 - 3}}}, "a seed above 9223372036854775807"),
         ({"repeat": 2, "runs": {"a": {}, "a-seed1": {}}}, "repeat: no run can be called a-seed1: it is there already"),
         ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 letters"),
         (

@@ -244,7 +244,7 @@ def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
 def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
     """Slurm warns all processes of a job, whatever they are at."""
     code = (
-        "import os, signal, dlscale.cli as cli, dlscale.config.configure as c\n"
+        "import os, signal, dlscale.cli as cli, dlscale.config.places as c\n"
         "def main(args):\n    os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getpid(), signal.SIGUSR1)\n"
         "c.main = main\nraise SystemExit(cli.main(['configure', '--settings', '{}', '--out', 'x']))"
     )

@@ -13,7 +13,7 @@ from dlscale.config import resolve
 from dlscale.core.errors import UserError
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
-from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
+from dlscale.rules.jobs import ALL_CORES, Jobs
 
 RUN = SimpleNamespace(plan="p", run="a")
 DATA = SimpleNamespace(dataset="d", split="train", part="images", file="none")
@@ -113,10 +113,6 @@ def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = there.resources("train")["runtime"](RUN, attempt=2)
     assert again == 2 * asked["runtime"]
     assert there.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
-
-
-def test_names_are_matched_as_they_are() -> None:
-    assert exactly(["a", "b"]) == "a|b" and exactly([]) == "(?!)"
 
 
 def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

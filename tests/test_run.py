@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,23 +152,6 @@ def test_the_call() -> None:
     assert run.command(call, ["plan_a"], over) == [sys.executable, "-m", "snakemake", *words]
     rest = run.sort(["a", "--forcerun", "train", "--", "plan_b"])
     assert run.command(rest, ["plan_a"], {})[3:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
-
-
-@pytest.mark.slow
-def test_options_and_their_help_reach_it(tmp_path: Path) -> None:
-    """Whatever the command line's own parser takes for an option."""
-    dlscale = [sys.executable, "-m", "dlscale", "run"]
-    told = subprocess.run([*dlscale, "-n", "--help"], capture_output=True, text=True)
-    assert told.returncode == 0 and told.stdout == run.HELP
-    wrong = subprocess.run([*dlscale, "-n", "cosmo_dmo", "--cores", "1"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
-    assert wrong.stderr.startswith(
-        "dlscale run: cosmo_dmo: no target is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"
-    )
-    lost = subprocess.run(dlscale, capture_output=True, text=True, cwd=tmp_path)
-    assert lost.returncode == 2 and lost.stderr == (
-        "dlscale run: Snakefile: no such file here; call it in the folder of the repository\n"
-    )
 
 
 def test_help_lists_the_commands_of_users_and_names_the_stages() -> None:

@@ -84,8 +84,8 @@ def test_steps_are_pytorchs(settings: dict[str, Any], theirs: Any) -> None:
             lambda o, n: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.02 / 0.5, total_iters=n),
         ),
         (
-            {"kind": "polynomial", "power": 0.9},
-            lambda o, n: torch.optim.lr_scheduler.PolynomialLR(o, total_iters=n, power=0.9),
+            {"kind": "polynomial"},
+            lambda o, n: torch.optim.lr_scheduler.PolynomialLR(o, total_iters=n, power=2.0),
         ),
         (
             {"kind": "exponential", "gamma": 0.3},

@@ -16,9 +16,9 @@ import torch
 import yaml
 
 from dlscale.config import resolve
+from dlscale.config.blocks import Sweep
 from dlscale.config.records import Rung
 from dlscale.config.resolve import ResolvedRun
-from dlscale.config.sweep import Sweep
 from dlscale.core.errors import UserError
 from dlscale.preflight import cost
 from dlscale.report.collect import rows_of

@@ -55,8 +55,8 @@ class Machine:
         return self.rates[number] * math.exp(self.level + error + slow)
 
 
-def search(machine: Machine, seconds: float = 60, keep: float = 0.5) -> int | None:
-    return tune.search(len(machine.rates), machine, seconds, keep)[0]
+def search(machine: Machine, seconds: float = 60) -> int | None:
+    return tune.search(len(machine.rates), machine, seconds)[0]
 
 
 def duel(challenger: int, machine: Measure, rounds: int = 8, seconds: float = 30) -> list[tuple[float, float]]:
@@ -70,13 +70,12 @@ def exhaustive(rates: Sequence[float]) -> int:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 10, 27])
-@pytest.mark.parametrize("keep", [0.2, 0.5, 0.9])
-def test_without_noise_halving_finds_what_exhaustive_search_does(count: int, keep: float) -> None:
+def test_without_noise_halving_finds_what_exhaustive_search_does(count: int) -> None:
     for seed in range(20):
         rates = [random.Random(seed * 100 + number).uniform(50, 150) for number in range(count)]
         machine = Machine(rates, seed, noise=0, disturbed=0)
         machine.random.gauss = lambda *_: 0.0  # type: ignore[method-assign]
-        assert search(machine, keep=keep) == exhaustive(rates)
+        assert search(machine) == exhaustive(rates)
         if count > 2:
             assert machine.seconds == pytest.approx(60)
 
@@ -109,7 +108,7 @@ def test_every_rung_takes_as_long_and_has_the_runs_own_setting() -> None:
     machine = Machine([100, *range(50, 60)], 0, noise=0, disturbed=0)
     _, found = tune.search(11, machine, 60, 0.5)
     assert [len(rung) for rung in found] == [11, 6, 3]
-    assert tune.rungs(10, 0.5) == [10, 5, 2]
+    assert tune.rungs(10) == [10, 5, 2]
     assert all(0 in rung and {len(rates) for rates in rung.values()} == {tune.TURNS} for rung in found)
     assert machine.measured[:22] == [*range(11), *reversed(range(11))]
 
@@ -215,7 +214,6 @@ def test_a_mistake_in_the_space_is_one_message(tmp_path: Path) -> None:
         ({"loaders": ["dirct"]}, "no loader with data is called 'dirct' (did you mean 'direct'?)"),
         ({"loaders": ["synthetic"]}, "no loader with data is called 'synthetic'"),
         ({"workers": [-1]}, "tune.workers.0"),
-        ({"keep": 1}, "tune.keep"),
     ):
         with pytest.raises(UserError) as raised:
             a_run(tmp_path, tune=settings)

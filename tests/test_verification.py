@@ -72,6 +72,7 @@ def test_once(manifest: Path) -> None:
     data, splits = Manifest.read(manifest), ("train", "valid")
     files = data.splits["train"] + data.splits["valid"]
     assert all(file.verifiable for file in files) and len(files) >= 2
+
     assert staging.unverified(data, splits) == files, "copied to here"
     assert staging.damaged(data, files) == []
     staging.remember(data, files)

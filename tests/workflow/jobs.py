@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from dlscale.config.dataset import dataset_type
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
@@ -78,19 +80,7 @@ def trained(*datasets: str) -> list[str]:
     return stage("train", *datasets) + tables(*(plan for name in datasets for plan in PLANS[name] if plan in TRAINING))
 
 
-def timed(*datasets: str) -> list[str]:
-    """Return throughput on these datasets, and what shows its results; the plan `again` does not measure it."""
-    return stage("throughput", *datasets)
-
-
-def tuned(*datasets: str) -> list[str]:
-    """Return tuning on these datasets, and what shows its results."""
-    return stage("tune", *datasets)
-
-
-def profiled(*datasets: str) -> list[str]:
-    """Return profiles on these datasets, and what shows them."""
-    return stage("profile", *datasets)
+timed, tuned, profiled = (functools.partial(stage, name) for name in ("throughput", "tune", "profile"))
 
 
 def runs(*datasets: str) -> list[str]:

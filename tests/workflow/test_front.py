@@ -24,14 +24,6 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
     assert why(tree.shell(f"{run} plan_era5 -n training.epochs=3 --cores 1").stderr) == why(typed.stderr)
     rest = tree.shell(f"{run} data_boxes -n --no-such-option")
     assert rest.returncode == 2 and "unrecognized arguments: --no-such-option" in rest.stderr
-    for words, said in (
-        ("era6", "era6: no target is called 'era6' (did you mean 'era5'?)"),
-        ("era5 training.epoch=3", "configuration: plans.era5.settings.training: unknown key 'epoch' (did you mean"),
-        ("data_boxes training.epochs=3", "training.epochs=3: of which plan? Name it, as in dlscale run PLAN"),
-    ):
-        wrong = tree.shell(f"{run} {words}")
-        assert wrong.returncode == 2 and wrong.stdout == "" and len(wrong.stderr.splitlines()) == 1, wrong
-        assert wrong.stderr.startswith(f"dlscale run: {said}")
 
 
 def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.workflow.conftest import Tree
 
 ROW = """    "sizes": Stage(
@@ -134,18 +131,3 @@ def test_a_kind_of_dataset_inside(clone: Tree) -> None:
     manifest = json.loads((clone.results / "data/pulses/manifest.json").read_text())
     assert [sum(file["rows"] for file in manifest["splits"][split]) for split in ("train", "valid")] == [10, 2]
     assert (clone.results / "data/pulses/preview.png").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_study_outside(make_tree: Callable[..., Tree]) -> None:
-    """The commands of the guide: copy the example, run it."""
-    tree = make_tree()
-    for file in (ROOT / "docs/examples").glob("waves*"):
-        shutil.copy(file, tree.path)
-    shutil.copy(ROOT / "docs/examples/waves_run.yaml", tree.path / "tiny.yaml")
-    outcome = tree.snakemake("--cores", "2")
-    assert outcome.status == 0, outcome.output[-3000:]
-    results = tree.path / "results/mine"
-    assert "waves_ladder" in (results / "report/index.html").read_text()
-    assert len((results / "plans/waves_ladder/summary.csv").read_text().splitlines()) == 3

@@ -57,14 +57,11 @@ def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
         ([], [OWN]),
         (["plan_one", "plan_other"], ["plans/one/report.html", "plans/other/report.html"]),
         (["data_squares"], ["data/squares/preview.png"]),
-        (["results/plans/one/a/metrics.jsonl"], ["plans/one/report.html"]),
     ):
         for _ in range(2):
             done = small.snakemake("--cores", "2", "--", *targets)
             assert (done.status, shown(small, done)) == (0, pages), (targets, done.output)
         assert "Nothing to be done" in done.output
-    (page,) = shown(small, small.snakemake("--cores", "2", "--force", "--", "results/plans/one/summary.csv"))
-    assert page == "plans/one/report.html"
     assert shown(small, small.snakemake("--cores", "2", "--config", 'targets=["other"]')) == ["report/other.html"]
     assert (small.results / "report/index.html").read_text() == "of all plans"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 
 import pytest
 import yaml
@@ -54,12 +53,3 @@ def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome
     # With the same files nothing else has changed, least of all what was tuned.
     files = ["--configfile", "tiny.yaml", file]
     assert clone.planned(*files).names == []
-
-
-@pytest.mark.slow
-def test_the_command_has_the_settings_of_the_call(make_tree: Callable[..., Tree]) -> None:
-    given = """report={"title": "it's"}"""
-    jobs = make_tree().planned("--config", given, targets=["plan_tuned"]).jobs
-    (words,) = [shlex.split(job.command) for job in jobs if job.rule == "tune"]
-    call = words[words.index("--call") + 1]
-    assert shlex.split(call) == ["snakemake", "--config", given, "--configfile", "tiny.yaml"]

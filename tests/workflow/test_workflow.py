@@ -270,21 +270,6 @@ def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
     assert rules["describe"] == rules["configure_plan"] == rules["collect"] == rules["report_plan"] == 1
 
 
-@pytest.mark.slow
-def test_a_dry_run_is_no_wall_of_text(make_tree: Make) -> None:
-    """Of the demo as it is shipped, on the cluster: what would run, why, what it costs, and a verdict."""
-    tree = make_tree({})
-    done = tree.shell("snakemake --profile perlmutter -n")
-    lines = (done.stdout + done.stderr).splitlines()
-    assert done.returncode == 1 and len(lines) <= 60, len(lines)
-    assert max(map(len, lines)) < 400 and lines[-1].endswith("checks fail: nothing would be submitted")
-    assert not any("Shell command" in line or line.startswith("sbatch") for line in lines)
-    here = tree.shell("snakemake -n")
-    lines = (here.stdout + here.stderr).splitlines()
-    assert here.returncode == 0 and len(lines) <= 30, here
-    assert re.fullmatch(r"\d+ jobs; about .* until the end", lines[-1])
-
-
 # ---- the rules --------------------------------------------------------------------------------------
 
 RULES = {
@@ -337,12 +322,6 @@ def test_no_lambda_in_the_rules() -> None:
     for file in [ROOT / "Snakefile", *(ROOT / "rules").glob("*.smk")]:
         code = "\n".join(line.partition("#")[0] for line in file.read_text().splitlines())
         assert not re.search(r"\blambda\b", code), file
-
-
-@pytest.mark.slow
-def test_lint(fresh: Tree) -> None:
-    outcome = fresh.snakemake("--lint")
-    assert outcome.status == 0 and "in a good condition" in outcome.output
 
 
 # ---- when something goes wrong ----------------------------------------------------------------------

@@ -18,11 +18,9 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dlscale.core import process, progress, registry, telemetry
 from dlscale.core.errors import PeerLost, Stopped, UserError
@@ -31,14 +29,13 @@ from dlscale.core.machine import let_threads_wait
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
+from dlscale.core.text import coloured
 from dlscale.launch.contain import hold_on
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
-#: As a shell has it of a program that writes to one that has ended (SIGPIPE).
-UNREAD = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -196,11 +193,10 @@ EVERYDAY = ("run", "status", "why", "explain", "compare", "doctor", "new-study")
 
 
 def _overview(texts: Mapping[str, str]) -> str:
-    """Return all commands with their texts, those of every day first, and the names of stages."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = list[str]()
     for title, names in {"every day": EVERYDAY, "more": [name for name in texts if name not in EVERYDAY]}.items():
-        lines.append(f"{title}:")
+        lines.append(coloured(f"{title}:", "bold", sys.stdout))
         for name in names:
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
         lines.append("")
@@ -262,7 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(warning, signal.SIG_IGN)
     try:
         if args.log:
-            terminal = process.redirect(_own_log(Path(args.log)))
+            log, rank = Path(args.log), ranks().rank  # of several processes all but the first have logs of their own
+            terminal = process.redirect(log.with_name(f"{log.stem}.rank{rank}{log.suffix}") if rank else log)
         process.say = functools.partial(_fail, terminal, name, 0)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             hold_on()
@@ -278,21 +275,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # as of `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
-            return UNREAD
+            return 128 + signal.SIGPIPE  # as a shell has it of a program whose reader has ended
         expected = explained(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
             return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
         traceback.print_exc(file=sys.stderr)
-        if place := registry.mistake(error):
-            return _fail(terminal, name, USER_ERROR, place)
+        if mistake := registry.mistake(error):
+            return _fail(terminal, name, USER_ERROR, mistake)
         outside = "".join(f"{study.file} or of " for study in registry.added().values())
-        place = f"; the log {args.log} has the traceback" if args.log else ""
-        defect = f"a defect of {outside}dlscale: {type(error).__name__}: {error}{place}"
-        return _fail(terminal, name, DEFECT, defect)
+        where = f"; the log {args.log} has the traceback" if args.log else ""
+        return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {type(error).__name__}: {error}{where}")
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run a command, and return its exit status."""
     for text in args.study:
         name, equals, path = text.partition("=")
         if not (name and equals and path):
@@ -323,18 +318,16 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _imported(module: str) -> ModuleType:
+def _imported(module: str) -> Any:
     """Return a module, which takes a fifth longer where Python looks for garbage among all that it imports."""
-    enabled = gc.isenabled()
     gc.disable()
     try:
         return importlib.import_module(module)
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
-def _watched(args: argparse.Namespace) -> AbstractContextManager[None]:
+def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
     """Return a context with telemetry beside the stage, if it is wanted: by the first process of each node."""
     if not getattr(args, "telemetry", None):
         return contextlib.nullcontext()
@@ -367,12 +360,6 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
     with staged(args.manifest, staging) as manifest:
         args.manifest = str(manifest)
         yield
-
-
-def _own_log(path: Path) -> Path:
-    """Return the log of this process: of several that run one stage, all but the first have logs of their own."""
-    rank = ranks().rank
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
 
 
 def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:

@@ -72,19 +72,17 @@ class DatasetSettings(Strict):
 def check_digests(sha256: dict[str, str], origins: list[str]) -> None:
     """Refuse a digest of a file that is not fetched."""
     fetched = {urlsplit(origin).path.rsplit("/", 1)[-1] for origin in origins if origin.startswith(("http:", "https:"))}
-    for name in sha256:
-        if name not in fetched:
-            raise ValueError(
-                f"sha256: no file called '{name}' is fetched{nearest(name, fetched)}; digests are of URLs, by the part "
-                "after the last '/'"
-            )
+    if wrong := [name for name in sha256 if name not in fetched]:
+        raise ValueError(
+            f"sha256: no file called '{wrong[0]}' is fetched{nearest(wrong[0], fetched)}; digests are of URLs, by the "
+            "part after the last '/'"
+        )
 
 
 def refuse_shared(*splits: list[str]) -> None:
     """Refuse a file that stands in two splits."""
     files = [file if "://" in file else posixpath.normpath(file) for split in splits for file in split]
-    repeated = sorted(file for file, times in Counter(files).items() if times > 1)
-    if repeated:
+    if repeated := sorted(file for file, times in Counter(files).items() if times > 1):
         raise ValueError(f"'{repeated[0]}' stands in two splits: validation would see training data")
 
 

@@ -30,25 +30,18 @@ class Lawful(Strict):
         return self
 
 
-#: Modes of the compiler that capture CUDA graphs.
-CAPTURING = ("reduce-overhead", "max-autotune")
-
-
 def _supports(run: Any, key: str) -> bool:
     return key in registry.study(run.study).supports
 
 
 def _captures(run: Any) -> bool:
-    return run.compile.mode in CAPTURING
+    """Whether the compiler captures CUDA graphs."""
+    return run.compile.mode in ("reduce-overhead", "max-autotune")
 
 
 def _draws(run: Any) -> bool:
     """Whether devices that share a model draw random numbers in a forward pass."""
     return run.geometry.model_size > 1 and registry.study(run.study).draws(run)
-
-
-def _is(run: Any, kind: str) -> bool:
-    return bool(run.parallel.kind == kind)
 
 
 #: Those of a run: what no model, optimiser or graph can do.
@@ -107,11 +100,11 @@ OF_RUNS: tuple[Law, ...] = (
         for axis in ("tp", "cp")
     ),
     (
-        lambda run: run.geometry.model_size > 1 and _is(run, "dp"),
+        lambda run: run.geometry.model_size > 1 and run.parallel.kind == "dp",
         "parallel.kind dp and geometry.tp, cp: one process drives all devices; use ddp or fsdp",
     ),
     (
-        lambda run: run.geometry.model_size > 1 and _is(run, "ddp") and run.parallel.sync_batchnorm,
+        lambda run: run.geometry.model_size > 1 and run.parallel.kind == "ddp" and run.parallel.sync_batchnorm,
         "parallel.sync_batchnorm and geometry.tp, cp: leave one out",
     ),
     *(
@@ -124,31 +117,31 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     # ---- DataParallel
     (
-        lambda run: _is(run, "dp") and run.geometry.nodes > 1,
+        lambda run: run.parallel.kind == "dp" and run.geometry.nodes > 1,
         "parallel.kind dp and geometry.nodes {its.geometry.nodes}: one process drives the GPUs of one node; use ddp",
     ),
     (
-        lambda run: _is(run, "dp") and run.cuda_graph,
+        lambda run: run.parallel.kind == "dp" and run.cuda_graph,
         "cuda_graph and parallel.kind dp: the model is copied anew at every step; use ddp",
     ),
     (
-        lambda run: _is(run, "dp") and run.compile.mode != "none",
+        lambda run: run.parallel.kind == "dp" and run.compile.mode != "none",
         "compile.mode and parallel.kind dp: the model is copied anew at every step; use ddp",
     ),
     # ---- FSDP
     (
-        lambda run: _is(run, "fsdp") and run.geometry.replicas % (run.parallel.shard or 1),
+        lambda run: run.parallel.kind == "fsdp" and run.geometry.replicas % (run.parallel.shard or 1),
         "parallel.shard {its.parallel.shard}: the {its.geometry.replicas} devices that hold the same weights (all, by "
         "tp) do not divide by it",
     ),
     (
-        lambda run: _is(run, "fsdp") and run.precision.endswith("_master"),
+        lambda run: run.parallel.kind == "fsdp" and run.precision.endswith("_master"),
         "precision {its.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision bf16 with "
         "parallel.param_dtype bf16",
     ),
     (
         lambda run: (
-            _is(run, "fsdp")
+            run.parallel.kind == "fsdp"
             and run.geometry.replicas == 1
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
@@ -156,32 +149,32 @@ OF_RUNS: tuple[Law, ...] = (
         "computes as precision says; leave them out, and use precision bf16",
     ),
     (
-        lambda run: _is(run, "fsdp") and run.parallel.cpu_offload and run.geometry.tp > 1,
+        lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.geometry.tp > 1,
         "parallel.cpu_offload and geometry.tp: gradients are summed on the devices; leave one out",
     ),
     (
-        lambda run: _is(run, "fsdp") and run.parallel.cpu_offload and run.precision == "fp16",
+        lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.precision == "fp16",
         "parallel.cpu_offload and precision fp16: its loss is scaled on the device; use bf16",
     ),
     (
-        lambda run: _is(run, "fsdp") and run.cuda_graph,
+        lambda run: run.parallel.kind == "fsdp" and run.cuda_graph,
         "cuda_graph and parallel.kind fsdp: weights move in memory at every step; leave one out",
     ),
     (
-        lambda run: _is(run, "fsdp") and run.memory_format != "contiguous",
+        lambda run: run.parallel.kind == "fsdp" and run.memory_format != "contiguous",
         "memory_format channels_last and parallel.kind fsdp: weights move in memory at every step; leave one out",
     ),
     # ---- DistributedDataParallel
     (
-        lambda run: _is(run, "ddp") and run.parallel.sync_batchnorm and not run.parallel.sync,
+        lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and not run.parallel.sync,
         "parallel.sync false and sync_batchnorm: statistics would still be exchanged; leave one out",
     ),
     (
-        lambda run: _is(run, "ddp") and run.parallel.compression != "none" and not run.parallel.sync,
+        lambda run: run.parallel.kind == "ddp" and run.parallel.compression != "none" and not run.parallel.sync,
         "parallel.sync false and compression: nothing is exchanged; leave one out",
     ),
     (
-        lambda run: _is(run, "ddp") and run.parallel.sync_batchnorm and run.accumulation_steps > 1,
+        lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and run.accumulation_steps > 1,
         "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers of "
         "parts, and would wait for statistics that do not come; leave one out",
     ),

@@ -1,15 +1,22 @@
-"""Places of results: the folders of plans and runs that a user names."""
+"""Plans and runs: which there are (stage `configure`), and the folders of those that a user names."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.core.errors import UserError, cut, of_another, unknown
+from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.settings import read_settings, write_yaml
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write `args.settings` (JSON) as YAML to `args.out`."""
+    write_yaml(args.out, read_settings(args.settings, "--settings")[0])
 
 
 def results_of(configuration: Configuration | None) -> Path:
@@ -39,9 +46,6 @@ def run_folder(name: str, configuration: Configuration | None) -> Path:
         return path
     if run in known:
         raise UserError(f"{name} has no results yet: snakemake plan_{owner[0]}")
-    if known and not run:
-        runs = ", ".join(f"{name}.{each}" for each in known)
-        raise UserError(f"{name}: a plan; name one of its runs: {cut(runs, 500)}")
     made = sorted(".".join(each.parts[-3:-1]) for each in results.glob("plans/*/*/config.yaml"))
     there = f"there are: {', '.join(made)}" if made else f"{results} holds no run yet: snakemake makes them"
     raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder; {there}")

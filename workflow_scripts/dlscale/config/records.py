@@ -54,7 +54,6 @@ class Published(Record):
 
     @property
     def devices(self) -> str:
-        """What it was measured on."""
         return f"{self.gpus} × {self.hardware}" if self.gpus > 1 else self.hardware
 
 

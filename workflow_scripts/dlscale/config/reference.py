@@ -60,7 +60,7 @@ def reference() -> str:
     lines = [HEAD, "", "## The file", "", *_table(found)]
     for name, model in found["$defs"].items():
         said = " ".join(model.get("description", "").split())
-        lines += ["", f"## {_title(name)}", "", *([said, ""] if said else []), *_table(model)]
+        lines += ["", f"## {name.removesuffix('Settings')}", "", *([said, ""] if said else []), *_table(model)]
     return "\n".join(lines) + "\n"
 
 
@@ -82,7 +82,7 @@ def _may_be(node: Node) -> str:
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(text for each in node["anyOf"] if (text := _may_be(each)) not in ("", "null")))
     if "$ref" in node:
-        name = _title(node["$ref"].rpartition("/")[2])
+        name = node["$ref"].rpartition("/")[2].removesuffix("Settings")
         return f"[{name}](#{name.lower()})"
     if "enum" in node or "const" in node:
         return ", ".join(f"`{json.dumps(value)}`".replace('"', "") for value in node.get("enum", [node.get("const")]))
@@ -108,10 +108,6 @@ def _held(node: Node) -> list[str]:
     """Return the names of the models that a key may hold."""
     held = [name for each in node.get("anyOf", ()) for name in _held(each)]
     return [*held, *([node["$ref"].rpartition("/")[2]] if "$ref" in node else [])]
-
-
-def _title(name: str) -> str:
-    return name.removesuffix("Settings")
 
 
 def main(args: argparse.Namespace, configuration: None) -> int:

@@ -25,8 +25,6 @@ from dlscale.core.schema import MOST_SEED, Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
 from dlscale.core.urls import hide
 
-#: Keys that a new dataset or plan needs: without them a shipped one was meant, and its name is misspelt.
-NEW = {"datasets": "kind", "plans": "study"}
 #: Keys of which one gives a plan its runs.
 MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
 #: Mutually exclusive settings.
@@ -74,7 +72,6 @@ class Configuration:
         return ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
 
     def label(self, plan: str, run: str) -> str:
-        """Return the name of a run in tables and figures of a plan."""
         resolved = self.plans[plan][run]
         if "use" in (self.workflow.plans[plan].runs.get(run) or {}):
             return f"{run} ({resolved.plan}.{resolved.name})"
@@ -87,14 +84,19 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     A `UserError` has the key's path, what was expected and the nearest valid name.
     """
     user, secrets = _plain(raw), dict[str, str]()
-    if "datasets" in user:
-        user["datasets"] = hide(user["datasets"], "configuration: datasets", secrets)
-    add_studies(user)
+    for section in ("datasets", "plans", "studies"):
+        if not isinstance(user.setdefault(section, {}), dict):
+            raise UserError(f"configuration: {section}: expected names and their settings")
+    user["datasets"] = hide(user["datasets"], "configuration: datasets", secrets)
+    for name, study in user["studies"].items():
+        if isinstance(study, str):  # the path of one from outside
+            registry.add(name, study)
+            user["studies"][name] = {}
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
-    for name, study in files.items():
-        datasets = hide(study.datasets, f"(shipped) {name}: datasets", secrets)
-        merge(merged, {"datasets": datasets, "plans": study.plans})
+    for name, file in files.items():
+        datasets = hide(file.datasets, f"(shipped) {name}: datasets", secrets)
+        merge(merged, {"datasets": datasets, "plans": file.plans})
     _check_names(user, merged)
     merge(merged, user)
     try:
@@ -119,12 +121,9 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
 def _check_names(user: Raw, shipped: Raw) -> None:
     """Refuse a misspelt name of a shipped dataset or plan: it lacks a key that a new one needs."""
-    for section in ("datasets", "plans", "studies"):
-        if not isinstance(user.get(section, {}), dict):
-            raise UserError(f"configuration: {section}: expected names and their settings")
-    for section, key in NEW.items():
-        known = shipped[section].keys() | user.get(section, {}).keys()
-        for name, settings in user.get(section, {}).items():
+    for section, key in {"datasets": "kind", "plans": "study"}.items():  # what a new one needs
+        known = shipped[section].keys() | user[section].keys()
+        for name, settings in user[section].items():
             new = name not in shipped[section] and isinstance(settings, dict)
             if new and not nearest(key, settings):  # a misspelt key has a message of its own
                 needed = key + " and runs" * (section == "plans" and not settings.keys() & MAKING)
@@ -133,8 +132,6 @@ def _check_names(user: Raw, shipped: Raw) -> None:
 
 
 def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> None:
-    for name in registry.added():  # nothing else looks at one that has no plan yet
-        registry.kind(registry.study(name).dataset)
     if wrong := [name for name in workflow.studies if name not in files]:
         raise UserError(f"configuration: studies: {unknown('study', wrong[0], files)}; or give the path of its file")
     if wrong := [name for name in workflow.targets if name not in workflow.plans]:
@@ -184,17 +181,6 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
             run = resolved.run.model_copy(update={"seed": seed, "label": label})
             found[again] = replace(resolved, name=again, run=run, repeats=name)
     return found
-
-
-def add_studies(raw: Raw) -> None:
-    """Register the studies that a configuration names by path, and leave only settings under `studies`."""
-    studies = raw.get("studies")
-    if not isinstance(studies, dict):
-        return
-    for name, path in studies.items():
-        if isinstance(path, str):
-            registry.add(name, path)
-            studies[name] = {}
 
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
@@ -311,8 +297,9 @@ class _Resolver:
         """Return the runs that need what this machine lacks, and what that is."""
         if plan not in self._left_out:
             self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
-            for name, settings in self.workflow.plans[plan].runs.items():
-                written = settings if isinstance(settings, dict) else {}
+            for name in self.workflow.plans[plan].runs:
+                parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
+                written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}
                 needs = written.get("needs", [])
                 if not isinstance(needs, list) or any(need not in [*NEEDS] for need in needs):
                     what = f"expected a list of {', '.join(NEEDS)}, got {cut(repr(needs))}"

@@ -105,14 +105,13 @@ class Schedule(Lawful):
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
-        description="cosine, linear, polynomial: reach end_lr when all steps are done; exponential: times gamma over "
-        "every epoch, a little at each step; step: times gamma after every step_epochs epochs, or after those of "
-        "milestones.",
+        description="cosine, linear, polynomial (quadratic): reach end_lr when all steps are done; exponential: times "
+        "gamma over every epoch, a little at each step; step: times gamma after every step_epochs epochs, or after "
+        "those of milestones.",
     )
     warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from 0.")
     warmup_epochs: NonNegativeInt = Field(0, description="Instead of warmup_steps.")
     end_lr: NonNegativeFloat = Field(0.0, description="Of cosine, linear, polynomial.")
-    power: PositiveFloat = Field(2.0, description="Of polynomial: of the share of steps that is left.")
     gamma: float = Field(0.1, gt=0, le=1, description="Of exponential and step.")
     step_epochs: PositiveInt = Field(1, description="Of step.")
     milestones: list[PositiveInt] = Field([], description="Of step: epochs, in place of every step_epochs.")
@@ -374,7 +373,6 @@ class Tune(Strict):
         le=604_800,
         description="Time that is measured, half of it in the duel; start and warm-up come on top.",
     )
-    keep: float = Field(0.5, gt=0, lt=1, description="Share of the settings that goes on from each rung to the next.")
     rounds: Annotated[Repeats, Field(ge=3)] = Field(8, description="Of the duel: each measures both settings.")
 
     @field_validator("loaders")
@@ -487,7 +485,6 @@ class RunCore(Lawful):
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged."""
         return not isinstance(self.parallel, DDP) or self.parallel.sync
 
     @property
@@ -498,7 +495,6 @@ class RunCore(Lawful):
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of a step on one device, or on those that share a model."""
         return self.batch_size // self.geometry.dp
 
     def loaders(self, stage: str) -> list[str]:

@@ -15,13 +15,12 @@ from pydantic import (
     model_validator,
 )
 
+from dlscale.config.blocks import Convergence, Parts, Scaling, Sweep, label
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.laws import Law, Lawful
 from dlscale.config.records import PlanKind
 from dlscale.config.run import LOCAL_BATCH_SIZE, Run, components
-from dlscale.config.scaling import Convergence, Parts, Scaling
 from dlscale.config.site import Site
-from dlscale.config.sweep import Sweep, label
 from dlscale.core import registry
 from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS
@@ -134,7 +133,7 @@ class Plan(Lawful):
             if runs:
                 raise ValueError("a sweep makes its runs itself; leave them out, or use kind set")
             return {name: {"label": label(values), **nested(values)} for name, values in made.runs.items()}
-        own = {name: _needs(parts) for name, parts in made.runs(kind).items()}
+        own: dict[str, Any] = {name: {} for name in made.runs(kind)}
         for name in own.keys() & runs.keys() if isinstance(runs, dict) else ():
             if not (isinstance(runs[name], dict) and "use" in runs[name]):
                 raise ValueError(f"{name}: {block} makes this run; write {{use: plan.run}}, or take another name")
@@ -196,10 +195,6 @@ class Plan(Lawful):
 
     def stages(self, run: str) -> list[str]:
         return [stage for stage in self.measure if run in self.only.get(stage, [run])]
-
-
-def _needs(parts: Parts) -> dict[str, Any]:
-    return {key: value for part in parts.values() for key, value in part.items() if key == "needs"}
 
 
 def _settings_class() -> Any:

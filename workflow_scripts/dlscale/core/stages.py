@@ -126,7 +126,7 @@ STAGES: dict[str, Stage] = {
         ),
     ),
     "configure": Stage(
-        "dlscale.config.configure",
+        "dlscale.config.places",
         "Write which runs a plan consists of, as YAML.",
         "plan",
         (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),

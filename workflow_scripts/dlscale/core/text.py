@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Sequence
+from typing import TextIO
 
 #: Stands for a value that is not known.
 NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u00a0"  # a number and its unit stay on one line
+
+
+_COLOURS = {"bold": 1, "red": 31}
+
+
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """Return a text in a colour if `stream` is a terminal that shows colours (no-color.org)."""
+    shown = stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return f"\033[{_COLOURS[colour]}m{text}\033[0m" if shown else text
 
 
 def number(value: float | None, digits: int = 3) -> str:

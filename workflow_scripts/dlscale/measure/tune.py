@@ -76,12 +76,12 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     cores = max(1, (threads or torch.get_num_threads() * devices) // devices)
     changes = candidates(run, cores, world.device)
     duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
-    total = TURNS * sum(number + 1 for number in rungs(len(changes) - 1, settings.keep)) + 2 * settings.rounds
+    total = TURNS * sum(number + 1 for number in rungs(len(changes) - 1)) + 2 * settings.rounds
     with (
         Progress("tuning", total, "trials") as progress,
         contextlib.closing(_Trials(run, manifest, world, cores, changes, progress)) as trials,
     ):
-        best, found = search(len(changes), trials, settings.seconds - duel_seconds, settings.keep)
+        best, found = search(len(changes), trials, settings.seconds - duel_seconds)
         rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
     duel = None
     if best and best in rates:
@@ -123,19 +123,19 @@ def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: floa
     return rates
 
 
-def rungs(others: int, keep: float) -> list[int]:
+def rungs(others: int) -> list[int]:
     """Return the number of settings beside the run's own in each rung; one that is alone is not measured."""
-    return [size for size in halved(others, 1 / keep) if size > 1]
+    return [size for size in halved(others, 2) if size > 1]
 
 
-def search(count: int, measure: Measure, seconds: float, keep: float) -> tuple[int | None, list[Rates]]:
+def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, list[Rates]]:
     """Return the best of settings 1 … `count` - 1, if any can be measured, and the rates of each rung.
 
     All rungs take the same share of the seconds. Setting 0, the run's own, goes through all of them, of the others the
-    best share `keep` goes on. Within a turn they come in the order of their numbers.
+    better half goes on. Within a turn they come in the order of their numbers.
     """
     others, found = list(range(1, count)), list[Rates]()
-    planned = rungs(len(others), keep)
+    planned = rungs(len(others))
     for most in planned:
         if len(others) > 1:  # some may have failed
             shared = seconds / len(planned) / TURNS / (most + 1)

@@ -15,7 +15,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
-from dlscale.core.text import many
+from dlscale.core.text import coloured, many
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import cost, doctor, status, why
 from dlscale.preflight.cost import Work
@@ -138,7 +138,7 @@ class Call:
         say("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
         if problems:
             fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
-            say("", f"{fail}: nothing would {'be submitted' if scheduler else 'start'}")
+            say("", coloured(f"{fail}: nothing would {'be submitted' if scheduler else 'start'}", "red", sys.stderr))
         else:
             say(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
         return int(bool(problems))

@@ -20,7 +20,7 @@ from dlscale.config import resolve
 from dlscale.config.compute import compute_settings, decisive_settings
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.records import Rung
-from dlscale.config.resolve import Configuration, ResolvedRun
+from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
 from dlscale.core import registry, urls
@@ -76,11 +76,10 @@ class Jobs:
     def run(self, wildcards: Wildcards) -> Run:
         return self.plans[wildcards.plan][wildcards.run].run
 
-    def params(self, modules: Iterable[str], settings: Any, files: Iterable[Path] = ()) -> Params:
+    def params(self, modules: Sequence[str], settings: Any, files: Iterable[Path] = ()) -> Params:
         """Return what makes a job run again; without modules (a fetched file) no code of dlscale decides the result."""
-        modules = list(modules)
-        around = {"image": self.image, "packages": self.packages} if modules else {}
-        kept = {key: value for key, value in around.items() if value}
+        around = {"image": self.image, "packages": self.packages}
+        kept = {key: value for key, value in around.items() if modules and value}
         return {"sources": fingerprint(modules, files), "settings": settings, **kept}
 
     def own_params(self, stage: str, settings: Any = None, files: Iterable[Path] = ()) -> Params:
@@ -98,8 +97,7 @@ class Jobs:
 
     def look_for_raw_files(self, name: str) -> None:
         """Say once what to do about raw files that are not there: Snakemake takes what was made of others for done."""
-        asked = name, self.datasets[name], Path(self.results)
-        if name not in self._looked and (found := probe_raw(*asked)):
+        if name not in self._looked and (found := probe_raw(name, self.datasets[name], Path(self.results))):
             self.say(found)
         self._looked.add(name)
 
@@ -115,7 +113,6 @@ class Jobs:
         return [f"{folder}-{piece}.h5" for piece in range(self.dataset(wildcards).pieces)]
 
     def data_files(self, name: str) -> list[str]:
-        """Return all files that hold a dataset's samples."""
         dataset = self.datasets[name]
         kind = parts.kind_of(dataset)
         if not kind.prepared(dataset):
@@ -193,7 +190,6 @@ class Jobs:
         return [weights] if weights else []
 
     def run_params(self, stage: str) -> Callable[[Wildcards], Params]:
-        """Return a function from wildcards to the params of one of a run's stages."""
         return lambda wildcards: self._run_params(stage, self.run(wildcards), ())
 
     def _run_params(self, stage: str, run: Run, loaders: Iterable[str]) -> Params:
@@ -290,13 +286,6 @@ class Jobs:
     def promoted(self, name: str, rung: int) -> list[str]:
         return Rung.read(self.rung_file(name, rung)).trials
 
-    def chosen_runs(self, name: str) -> dict[str, ResolvedRun]:
-        return {
-            run: resolved
-            for run, resolved in self.plans[name].items()
-            if not resolved.rung or resolved.trial in self.promoted(name, resolved.rung)
-        }
-
     def promote_inputs(self, wildcards: Wildcards) -> list[str]:
         name, before = wildcards.plan, int(wildcards.rung) - 1
         trials = self.promoted(name, before) if before else self.configuration.workflow.plans[name].runs
@@ -310,13 +299,14 @@ class Jobs:
         """Return the files that a plan's runs leave, of all the stages that they go through."""
         return [
             f"{self.results}/plans/{resolved.plan}/{resolved.name}/{file}"
-            for run, resolved in self.chosen_runs(name).items()
+            for run, resolved in self.plans[name].items()
+            if not resolved.rung or resolved.trial in self.promoted(name, resolved.rung)
             for stage in self.configuration.stages(name, run)
             for file in STAGES[stage].outputs
         ]
 
     def _known(self, name: str) -> list[str]:
-        """Return the same; of successive halving none, for the table asks for its runs."""
+        # Of successive halving none are known, for the table asks for its runs.
         return [] if self.configuration.workflow.plans[name].halves else self.measured(name)
 
     def plan_files(self, name: str) -> list[str]:
@@ -341,8 +331,7 @@ class Jobs:
         return self.own_params("collect", self.plan_settings(wildcards.plan))
 
     def sooner(self, wildcards: Wildcards) -> float:
-        """Return a job's priority: plans of few runs come first."""
-        return 1 / len(self.plans[wildcards.plan])
+        return 1 / len(self.plans[wildcards.plan])  # plans of few runs come first
 
     def page_to_fill(self, wildcards: Wildcards, input: Any) -> list[str]:
         workflow = self.configuration.workflow
@@ -412,7 +401,6 @@ class Jobs:
         return self.launch(input, self.run(wildcards).processes)
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        """Return the words that start a stage that reads a local store."""
         dataset = self.dataset(wildcards)
         raw = parts.raws(dataset).get(wildcards.file)
         there = [raw.origin] if raw and Path(raw.origin).exists() else []

@@ -41,5 +41,5 @@ def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_
     if schedule.kind == "cosine":
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
-        share = (1.0 - progress) ** (schedule.power if schedule.kind == "polynomial" else 1.0)
+        share = (1.0 - progress) ** (2.0 if schedule.kind == "polynomial" else 1.0)
     return schedule.end_lr + (peak - schedule.end_lr) * share
