@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +39,14 @@ def main(args: argparse.Namespace) -> None:
     panels = list(preview(manifest))[:10]
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
-    sizes = {"axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
-    with matplotlib.rc_context({**sizes, "text.parse_math": False}):  # a `$` is a `$`; tick labels arise while saving
+    style: dict[str, Any] = {
+        "text.parse_math": False,
+        "axes.titlesize": 9,
+        "axes.labelsize": 8,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+    }
+    with matplotlib.rc_context(style):  # a `$` is a `$`; tick labels arise while saving
         figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
         grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
         for number, panel in enumerate(panels):
@@ -51,7 +58,8 @@ def main(args: argparse.Namespace) -> None:
                 if panel.values.ndim == 2:
                     figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
             bottom = figure.add_subplot(grid[2 * band + 1, column])
-            bottom.hist(panel.values.ravel(), bins=60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5)
+            bins: Any = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
+            bottom.hist(panel.values.ravel(), bins=bins)
             bottom.set(xlabel=f"{panel.title} ({panel.unit})", ylabel="points" if panel.values.ndim > 1 else "rows")
         figure.suptitle(f"{manifest.folder.name}: first training file", fontsize=10)
         save_png(figure, Path(args.out), dpi=90)

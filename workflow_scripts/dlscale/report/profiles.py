@@ -85,8 +85,8 @@ def devices(runs: Iterable[RunResult]) -> list[str]:
     """Return the devices that runs were measured on, each once."""
     names = []
     for device in (run.device for run in runs if run.device.name):
-        counted = device.kind == "cpu" and device.threads
-        names.append(f"{device.name}, {text.many(device.threads, 'thread')}" if counted else device.name)
+        threads = device.threads if device.kind == "cpu" else None
+        names.append(f"{device.name}, {text.many(threads, 'thread')}" if threads else device.name)
     return list(dict.fromkeys(names))
 
 

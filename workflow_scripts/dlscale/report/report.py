@@ -130,7 +130,8 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
     of_it = [plan for plan in plans if plan.record.study == name]
     record = of_it[0].record
     columns = [("", heading, list(map(cell, cells))) for heading, cells in published.columns(record.published).items()]
-    shown = {"about": f"Published figures of {name}", "title": "Published figures", "sortable": False, "style": "known"}
+    shown: View = {"about": f"Published figures of {name}", "title": "Published figures", "style": "known"}
+    shown["sortable"] = False
     known = table(columns, "Published figures.", meaning=str(len(record.published)), **shown)
     return {
         "name": name,

@@ -142,8 +142,7 @@ class RunResult:
 
     @property
     def device(self) -> Device:
-        known = (self.throughput, self.profile, self.provenance, self.tuning)
-        devices = [record.device for record in known if record]
+        devices = [record.device for record in (self.throughput, self.profile, self.provenance) if record]
         return next((device for device in devices if device.name), Device())
 
     @property

@@ -501,7 +501,6 @@ def tried(tuning: Tuning, run: str = "") -> Table:
         ("", "samples/s", [cell(_rate(each, -1)) for each in rows]),
         ("", "relative", [cell(_relative(each, own), lambda ratio: f"{text.number(ratio)}×") for each in rows]),
         ("", "rungs", [cell(len(each.rates), text.count) for each in rows]),
-        ("", "memory", [cell(each.peak_memory_bytes, text.size) for each in rows]),
         ("", "dropped because", [cell(each.problem or text.NONE) for each in rows]),
     ]
     caption = (

@@ -243,27 +243,27 @@ class DirectLoader(Loader):
 
     def _choose(self, samples: Samples, settings: Settings) -> Written | ResidentTable | Streamed | Resident:
         device, slots, batch = self._device, self._slots, len(self._share.indices(0, samples.size))
-        table = isinstance(samples, TableSamples)
-        if isinstance(samples, WritingSamples) and not table:
+        if isinstance(samples, WritingSamples) and not isinstance(samples, TableSamples):
             if settings.resident == "always":
                 raise UserError("loader.resident: these samples are made on the host; use auto or never")
             return Written(samples, batch, slots, device)
-        grids = None if table else on_grids(samples, settings.kind)
-        needed = samples.bytes if grids is None else sum(field.bytes for field in {grids.input, grids.target})
+        held: TableSamples | GridSamples
+        held = samples if isinstance(samples, TableSamples) else on_grids(samples, settings.kind)
+        needed = held.bytes if isinstance(held, TableSamples) else sum(each.bytes for each in {held.input, held.target})
         if becomes_resident(settings.resident, needed, device):
             try:
-                return ResidentTable(samples, device) if grids is None else Resident(grids, device)
+                return ResidentTable(held, device) if isinstance(held, TableSamples) else Resident(held, device)
             except (torch.OutOfMemoryError, MemoryError):
                 raise UserError(
                     f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use never"
                 ) from None
-        if grids is None:
-            return Written(samples, batch, slots, device)
+        if isinstance(held, TableSamples):
+            return Written(held, batch, slots, device)
         if device.type != "cpu":
-            return Streamed(grids, batch, slots, device)
+            return Streamed(held, batch, slots, device)
         from dlscale.data.loaders.direct_host import HostBoxes  # compiled, which a GPU has no use for
 
-        return Written(HostBoxes(grids), batch, slots, device)
+        return Written(HostBoxes(held), batch, slots, device)
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         ahead: deque[Future[Made]] = deque()

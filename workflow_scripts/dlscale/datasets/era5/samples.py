@@ -94,19 +94,19 @@ class Joined(Reader):
         super().__init__(after.path, after.name)
         self._parts = before, after, last, first
 
-    def _open(self) -> tuple[h5py.Dataset, tuple[int, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Joined, self._parts
+
+    @property
+    def dataset(self) -> h5py.Dataset:
         if self._opened is None or self._opened[0] != os.getpid():
             before, after, last, first = self._parts
             rows = before.shape[0]
             values = np.concatenate([before[rows - last : rows,], after[0:first,]])
             # The library tells files in memory by their names.
             memory = h5py.File(f"{self.path} after {before.path} {id(self)}", "w", driver="core", backing_store=False)
-            joined = memory.create_dataset(self.name, data=values)
-            self._opened = os.getpid(), joined, tuple(range(joined.ndim))
-        return self._opened[1:]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_parts": self._parts}
+            self._opened = os.getpid(), memory.create_dataset(self.name, data=values)
+        return self._opened[1]
 
 
 class InformedPairs(ArrangedSamples):

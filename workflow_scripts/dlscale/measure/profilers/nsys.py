@@ -74,7 +74,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
         return ProfiledTool(name="nsys", problem=NOT_FOUND), []
     with tempfile.TemporaryDirectory() as scratch:
         kept, times = folder / f"nsys.rank{world.rank}.nsys-rep", Path(scratch) / "times.json"
-        asked = {"config": run_json, "manifest": manifest, "device": device, "threads": threads}
+        asked: dict[str, Any] = {"config": run_json, "manifest": manifest, "device": device, "threads": threads}
         asked |= {"studies": [(study.name, str(study.file)) for study in registry.added().values()]}
         asked |= {"times": str(times) if profiled else None}
         words = [sys.executable, "-m", __name__, json.dumps(asked)]
