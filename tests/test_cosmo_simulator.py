@@ -194,6 +194,23 @@ def test_velocity_component_belongs_to_its_axis(axis: int) -> None:
         assert density[grid // 2 + around].mean() < 0.85
 
 
+def test_a_small_perturbation_is_the_growing_mode() -> None:
+    grid, size = 32, 64.0
+    delta = smooth_field(grid, size, 0.01)
+    channels = {name: v for _, name, v in simulator.evolve(delta, size)}
+    density = (channels["dm_density"] - 1).ravel()
+    assert np.corrcoef(density, delta.ravel())[0, 1] > 0.95  # cloud-in-cell differences upwind, half a cell off
+    assert np.dot(density, delta.ravel()) / np.dot(delta.ravel(), delta.ravel()) == pytest.approx(1, abs=0.05)
+    scale = 1 / (1 + simulator.REDSHIFT)
+    matter, rest = simulator.OMEGA_M / scale**3, 1 - simulator.OMEGA_M
+    growth = (matter / (matter + rest)) ** 0.55  # Linder (2005)
+    expected = 100 * scale * math.sqrt(matter + rest) * growth * simulator.zeldovich(delta, size)
+    for axis, name in enumerate("xyz"):
+        for kind in ("dm", "gas"):
+            error = channels[f"{kind}_velocity_{name}"] - expected[axis]
+            assert np.abs(error).max() < 0.05 * np.abs(expected[axis]).max()
+
+
 def test_smoothing_damps_a_wave_as_a_gaussian_does() -> None:
     grid, size, radius = 32, 32.0, 2.0
     k = 2 * np.pi * 3 / size

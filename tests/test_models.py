@@ -87,6 +87,17 @@ def test_unet_weights_are_normal_and_biases_zero(std: float) -> None:
     assert seen == 2 * 3
 
 
+def test_vit_linear_weights_are_normal_and_biases_zero() -> None:
+    torch.manual_seed(0)
+    model = vit(embed_dim=64, image_size=(32, 36))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert abs(module.weight.detach().std() - 0.02) < 0.001, name
+            assert abs(module.weight.detach().mean()) < 0.002, name
+            assert module.bias is None if name == "head" else not module.bias.any(), name
+    assert abs(model.position.detach().std() - 0.02) < 0.001
+
+
 # --- gradients --------------------------------------------------------------------------------------------------
 
 

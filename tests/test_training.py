@@ -700,6 +700,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         assert (folder / "executed").exists()
 
 
+def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: Path, weather: Path) -> None:
+    for file in checkpoint_folder(again).glob("step-*/*.safetensors"):
+        _cut(file)
+    assert train(again, weather / "manifest.json") == 0
+    assert provenance(again)["resumed_from_step"] is None
+    assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
+
+
 def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
     """The weights are the same; its samples/s would be those of the loader before."""
     run = tmp_path / "run"
@@ -711,6 +719,20 @@ def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Pat
     assert (run / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     assert [r["wall_time"] for r in records(run)] > [r["wall_time"] for r in records(finished)]
     assert [path.name for path in sorted(checkpoint_folder(run).glob("step-*"))] == ["step-00000020", "step-00000030"]
+
+
+def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
+    over = {"training": {"epochs": 3}, "model": DROPS}
+    old = checkpoint_folder(again)
+    make_era5(again, over | {"optimizer": {"lr": 1e30}})
+    assert train(again, weather / "manifest.json") == 2
+    assert old.is_dir(), "a change that fails can be taken back"
+    make_era5(again, over | {"optimizer": {"lr": 2e-3}})
+    assert train(again, weather / "manifest.json") == 0
+    assert provenance(again)["resumed_from_step"] is None
+    new = checkpoint_folder(again)
+    assert new != old, "of the old training nothing is left once the new one is done"
+    assert not same(weights(again), weights(finished))
 
 
 def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
@@ -847,6 +869,12 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
     assert manifest.extra["climatology_sha256"] == sha256(weather / "stats/time_means.npy")
     others.append(with_manifest(lambda values: values["extra"].update(climatology_sha256="of another file")))
     assert len({own, *others}) == 1 + 13
+
+
+@pytest.mark.slow
+def test_the_two_newest_checkpoints_are_kept(era5: Make) -> None:
+    folder = era5("a", training={"epochs": 5}, samples={"train": 4, "valid": 2}, batch_size=4)
+    assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == ["step-00000004", "step-00000005"]
 
 
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

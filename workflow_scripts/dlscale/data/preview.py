@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
     panels = list(preview(manifest))[:10]
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
-    style: dict[str, Any] = {
+    style: Any = {
         "text.parse_math": False,
         "axes.titlesize": 9,
         "axes.labelsize": 8,
