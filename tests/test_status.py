@@ -195,6 +195,32 @@ def test_watched_until_all_is_done(
     assert "1 done" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize(("last", "state"), [("no space left", "failed"), ("interrupted", "stopped")])
+def test_watched_until_nothing_follows_a_failure(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str, state: str
+) -> None:
+    """A minute without a job is the end, where something failed: jobs follow one another, and are tried again."""
+    now, looks = 100.0, 0
+
+    def later(seconds: float) -> None:
+        nonlocal now, looks
+        now, looks = now + seconds, looks + 1
+        if looks == 4:  # it is tried again
+            tell(results, place="another machine", pid=1)
+        elif looks == 6:
+            Path(f"{log}{SUFFIX}").unlink()
+        assert looks < 100, "it waits for ever"
+
+    monkeypatch.setattr(status.time, "monotonic", lambda: now)
+    monkeypatch.setattr(status.time, "sleep", later)
+    log = results / "logs/train/p/a.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"dlscale train: {last}\n")
+    assert status.main(argparse.Namespace(plans=[], json=False, watch=True), configuration(results)) == 1
+    assert looks == 5 + status.IDLE / status.EVERY
+    assert capsys.readouterr().out.splitlines()[-1] == f"p.a train: {last}"
+
+
 def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
     """Totals and the time left come first, what runs before what is done."""
     tell(results, "b", place="another machine", pid=1)

@@ -62,7 +62,7 @@ QUERIES = {
             _PLANS,
             option(
                 "--watch",
-                "look again every five seconds, until all is done",
+                "look again every five seconds, until all is done, or nothing follows a failure",
                 False,
                 action="store_true",
             ),

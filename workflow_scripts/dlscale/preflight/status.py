@@ -46,6 +46,8 @@ State = Literal["running", "silent", "failed", "done", "waiting"]
 SILENT = 12 * LINE_SECONDS
 #: Seconds between two looks of `--watch`.
 EVERY = 5.0
+#: Seconds without a job after which a failure ends `--watch`.
+IDLE = 60.0
 #: Variable with the file into which a call writes its jobs: then Snakemake itself says no more than what is wrong.
 TOLD = "DLSCALE_TOLD"
 #: Seconds between two looks at a call, and between two lines where there is no terminal.
@@ -193,10 +195,14 @@ def progress_of(row: Row) -> str:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the progress of `args.plans`, or the targets; with `--watch` until all is done."""
+    """Print the progress of `args.plans`, or the targets; with `--watch` until all is done.
+
+    Returns 1 if something failed, and `--watch` saw for a minute that nothing followed.
+    """
     plans = check_plans(args.plans, configuration)
     assert configuration
     scheduled = configuration.workflow.site.scheduler is not None
+    busy = time.monotonic()
     while True:
         rows = look(configuration, plans)
         queued = slurm.left_running(str(Path.cwd())) or [] if scheduled else []
@@ -210,6 +216,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             print("\n".join(text), flush=True)
         if not args.watch or all(row.state == "done" for row in rows):
             return 0
+        if queued or any(row.state == "running" for row in rows):
+            busy = time.monotonic()
+        elif time.monotonic() - busy >= IDLE and any(row.error for row in rows):
+            return 1
         time.sleep(EVERY)
 
 
