@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dlscale.config import resolve
 from dlscale.core import fingerprint, registry
 from dlscale.core.errors import UserError
 
@@ -98,12 +97,6 @@ def test_mistakes_in_a_study(tmp_path: Path, name: str, text: str, words: str) -
         registry.add("s", file)
         registry.study("s")
         registry.kinds()
-
-
-def test_a_mistake_in_a_study_without_a_plan_is_told(tmp_path: Path) -> None:
-    file = write(tmp_path / "lacking.py", "class S:\n    dataset = 'mnist'\nSTUDY = S()\n")
-    with pytest.raises(UserError, match="without Model"):
-        resolve.load({"targets": ["mnist_sweep"], "studies": {"lacking": str(file)}})
 
 
 def test_one_module_name_in_two_studies_is_refused(tmp_path: Path) -> None:

@@ -370,10 +370,8 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, "expected up to 40 lower-case letters") for name in ("my-study", "2d", "class", "", "a" * 41)),
-        ("on", "YAML reads this word as a boolean or as null, not as a name"),
-        ("starter_cnn", "dlscale has a study of this name"),
-        ("numpy", "Python has a module 'numpy' already"),
+        *((name, "expected up to 40 lower-case letters") for name in ("my-study", "2d", "class", "on", "", "a" * 41)),
+        *((name, "a study of dlscale or a module of Python has this name") for name in ("starter_cnn", "numpy")),
     ],
 )
 def test_names_that_cannot_be(name: str, message: str) -> None:

@@ -100,13 +100,13 @@ def test_a_drift_that_all_share_misleads_nobody() -> None:
         clock[0] += 1
         return rates[number] * math.exp(0.01 * clock[0])
 
-    assert tune.search(8, drifting, 60, 0.5)[0] == 7
+    assert tune.search(8, drifting, 60)[0] == 7
     assert ratio_interval(duel(7, drifting))[0] == pytest.approx(1.02**7, rel=1e-9), "it cancels out, round by round"
 
 
 def test_every_rung_takes_as_long_and_has_the_runs_own_setting() -> None:
     machine = Machine([100, *range(50, 60)], 0, noise=0, disturbed=0)
-    _, found = tune.search(11, machine, 60, 0.5)
+    _, found = tune.search(11, machine, 60)
     assert [len(rung) for rung in found] == [11, 6, 3]
     assert tune.rungs(10) == [10, 5, 2]
     assert all(0 in rung and {len(rates) for rates in rung.values()} == {tune.TURNS} for rung in found)

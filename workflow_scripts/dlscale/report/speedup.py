@@ -191,8 +191,8 @@ class SpeedUps:
         return by_turns(*found[0], self._opening, floor, looks) if found else None
 
     def _alike(self) -> Iterator[tuple[RunResult, RunResult]]:
-        pairs = itertools.combinations_with_replacement(self.runs, 2)
-        return ((run, other) for run, other in pairs if run.compute == other.compute)
+        every = itertools.combinations_with_replacement(self.runs, 2)
+        return ((run, other) for run, other in every if run.compute == other.compute)
 
     @cached_property
     def groups(self) -> list[Group]:
