@@ -158,7 +158,7 @@ def _different(values: list[Any]) -> list[Any]:
 
 
 def _apart(settings: Any) -> bool:
-    """Whether the devices of a variant keep their gradients to themselves."""
+    """Return whether the devices of a variant keep their gradients to themselves."""
     return holds(settings, ("parallel", "sync")) and settings["parallel"]["sync"] is False
 
 

@@ -1,7 +1,7 @@
-"""Settings of a run that decide how long a step takes: two runs that share them do the same work.
+"""Settings of a run that decide how long a step takes, and those that make a stage run again.
 
-A rate may stand for another run, measurements are pooled, and none is repeated, where these are equal. What a step
-learns (learning rate, seed, names) is not among them.
+Two runs that share the former do the same work: a rate of one may stand for the other, their measurements are pooled,
+and none is repeated. What a step learns (learning rate, seed, names) is not among them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def compute_settings(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that make a stage run again; what is learnt counts where the stage sees training alone."""
+    """Return the settings that make a stage run again.
+
+    Those that only change what is learnt count for stages that see the run's `training`, and for no other.
+    """
     if "training" in STAGES[stage].settings:
         return run
     whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried

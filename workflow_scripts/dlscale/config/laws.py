@@ -35,12 +35,12 @@ def _supports(run: Any, key: str) -> bool:
 
 
 def _captures(run: Any) -> bool:
-    """Whether the compiler captures CUDA graphs."""
+    """Return whether the compiler captures CUDA graphs."""
     return run.compile.mode in ("reduce-overhead", "max-autotune")
 
 
 def _draws(run: Any) -> bool:
-    """Whether devices that share a model draw random numbers in a forward pass."""
+    """Return whether devices that share a model draw random numbers in a forward pass."""
     return run.geometry.model_size > 1 and registry.study(run.study).draws(run)
 
 

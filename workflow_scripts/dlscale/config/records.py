@@ -49,7 +49,7 @@ class Published(Record):
         return (self.samples_per_second or 0.0) if self.kind == "FULL" else 0.0
 
     def speed_of(self, run: str) -> bool:
-        """Whether it is the FULL throughput of the run PLAN.RUN, or of one that takes the same step."""
+        """Return whether it is the FULL throughput of the run PLAN.RUN, or of one that takes the same step."""
         return bool(self.speed) and run in (*self.runs, *self.like)
 
     @property

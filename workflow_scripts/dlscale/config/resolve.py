@@ -243,7 +243,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     """Return the page of the targets, inside the folder of results; later `layers` over earlier ones.
 
-    `report/index.html` is that of the targets beside which the folder of results is named.
+    `report/index.html` is for the targets of the layer that names the folder of results; other targets have their own.
     """
     folder: str | None = None
     targets: list[str] = []

@@ -38,7 +38,7 @@ class Metric(Record):
 
     @property
     def full_title(self) -> str:
-        """Begin of a caption: the channel as it is written, or a capital letter."""
+        """Title at the beginning of a caption: with a capital letter, unless it begins with a channel."""
         return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
 
     @property
@@ -58,7 +58,7 @@ class Metric(Record):
         return epoch.valid_loss if self.name == VALID_LOSS.name else epoch.metrics.get(self.name, math.nan)
 
     def reaches(self, value: float, target: float) -> bool:
-        """Whether a value is as good as the target; NaN never is."""
+        """Return whether a value is as good as the target; NaN never is."""
         return value <= target if self.better == "lower" else value >= target
 
     def aim(self, value: float) -> str:

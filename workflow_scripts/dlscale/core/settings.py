@@ -225,7 +225,7 @@ def nested(values: Raw) -> Raw:
 
 
 def holds(layer: Any, keys: tuple[int | str, ...]) -> bool:
-    """Whether nested settings have a value at this path."""
+    """Return whether nested settings have a value at this path."""
     for key in keys:
         try:
             layer = layer[key]

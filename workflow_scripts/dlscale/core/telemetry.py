@@ -202,7 +202,7 @@ def _clock_loss(samples: Sequence[Sample], number: int) -> float:
 
 @contextlib.contextmanager
 def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
-    """Have rows written to a new file `path` while this context, and this process, last.
+    """Sample the node, a row each second, into a new file `path`, while this context and this process last.
 
     Parameters
     ----------

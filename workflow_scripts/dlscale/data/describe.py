@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
-    """Describe the files of `assemble`."""
+    """Return the manifest of the files that `assemble` made."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     fields: dict[str, Field] = {}
     training: dict[str, Moments] = {}

@@ -71,7 +71,7 @@ class Outline:
 
 
 def is_url(origin: str) -> bool:
-    """Whether `origin` is fetched over the network."""
+    """Return whether `origin` is fetched over the network."""
     return urlsplit(origin).scheme in ("http", "https")
 
 

@@ -28,7 +28,7 @@ class Transform:
     floor: float = 1e-30
 
     def forward(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Physical to model units: float32, same shape; in `out`, which may be `x`, if given."""
+        """Map physical to model units: float32, same shape; in `out`, which may be `x`, if given."""
         out = np.empty(x.shape, np.float32) if out is None else out
         if self.kind == "log":
             x = np.log(np.maximum(x, np.float32(self.floor), out=out), out=out)
@@ -36,7 +36,7 @@ class Transform:
         return np.divide(out, np.float32(self.scale), out=out)
 
     def inverse(self, x: Any) -> Any:
-        """Model to physical units; `x` is a numpy array or a torch tensor of any shape."""
+        """Map model to physical units; `x` is a numpy array or a torch tensor of any shape."""
         y = x * self.scale + self.offset
         if self.kind == "linear":
             return y

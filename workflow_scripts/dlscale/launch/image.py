@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def migrated(image: str) -> bool:
-    """Whether podman-hpc lists the image as migrated."""
+    """Return whether podman-hpc lists the image as migrated."""
     words = ["podman-hpc", "images", "--format", "{{.Repository}}:{{.Tag}} {{.ReadOnly}}"]
     return f"{image if ':' in image else image + ':latest'} true" in (answer(words) or "").splitlines()
 

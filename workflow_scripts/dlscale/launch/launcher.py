@@ -19,7 +19,7 @@ from dlscale.launch.contain import PASSED_ON
 #: Python, which imports nothing from the working folder (-P): anybody may have put a file there.
 PYTHON = ["python", "-P", "-m", "dlscale"]
 
-#: Begin of the names of images that are built here.
+#: Beginning of the names of images that are built here.
 LOCAL = "localhost/"
 
 #: Starter of the ranks of a node, or of a command that starts them.

@@ -44,7 +44,7 @@ TOLERANCE = 0.02
 
 
 def attempt(what: str, work: Callable[[], Found]) -> Found | None:
-    """Return a result; None, and `what` with the error in the log, if the work fails: no measurement is lost by it."""
+    """Return the result of `work`; if it fails None, with `what` and the error in the log: no measurement is lost."""
     try:
         return work()
     except Exception as error:  # a model may do anything
@@ -132,14 +132,14 @@ def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any
 def _attention_backward(
     gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any
 ) -> int:
-    """Return four products, twice the forward pass; the fifth computes the scores again."""
+    """Return the FLOPs of four products, twice those of the forward pass; a fifth computes the scores again."""
     return 2 * int(sdpa_flop_count(query, key, value))
 
 
 def _convolution_backward(
     gradient: torch.Size, x: torch.Size, weight: torch.Size, *rest: Any, out_shape: Any = None, **more: Any
 ) -> int:
-    """Return as many as the forward pass for each wanted gradient; PyTorch's own formula forgets groups."""
+    """Return the FLOPs of a forward pass for each wanted gradient; PyTorch's own formula forgets groups."""
     transposed, wanted = rest[4], rest[7]
     places = (x if transposed else gradient)[2:].numel() * x[0]
     return 2 * places * weight.numel() * (int(wanted[0]) + int(wanted[1]))

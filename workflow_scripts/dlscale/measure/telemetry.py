@@ -44,7 +44,7 @@ class Node:
         self._time, self._machine, self._run = time.monotonic(), psutil.cpu_times(), self._used()
 
     def sample(self) -> Sample:
-        """Return what happened since the last call, or the making of this."""
+        """Return what happened since the last call, or since this was made."""
         now, machine, run = time.monotonic(), psutil.cpu_times(), self._used()
         seconds = max(now - self._time, 1e-6)
         busy = ("user", "nice", "system", "irq", "softirq")  # a guest's time is the user's already

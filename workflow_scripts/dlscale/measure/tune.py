@@ -111,7 +111,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
 
 
 def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: float) -> Rates:
-    """Measure settings so many times, each second time in the opposite order; one that fails drops out."""
+    """Measure settings so many times, every second time in the opposite order; one that fails drops out."""
     rates: Rates = {number: [] for number in numbers}
     for turn in range(turns):
         for number in list(rates) if turn % 2 == 0 else reversed(list(rates)):

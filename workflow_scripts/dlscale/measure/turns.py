@@ -79,7 +79,7 @@ class Turns:
                 player.close()
 
     def rounds(self, seconds: float, error: float) -> list[list[Round]]:
-        """Return samples/s of both, of each opening an even number of rounds.
+        """Return the samples/s of both runs, opening by opening; each has an even number of rounds.
 
         Parameters
         ----------

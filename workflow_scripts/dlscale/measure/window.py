@@ -30,7 +30,7 @@ class Window:
         return x, y
 
     def run(self, steps: int | None = None) -> list[float]:
-        """Make so many steps (default: those of the settings); return the seconds of each.
+        """Make `steps` steps (default: as many as the settings say); return the seconds of each.
 
         The host waits for the device at the end only. On a GPU a step's time is from the last step's end to its own.
         """

@@ -6,7 +6,7 @@ import torch
 
 
 def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: float = 0.0) -> torch.Tensor:
-    """Mean absolute error of each sample, [B], and `density_weight` times that of exp(14 x) of channel 0.
+    """Return the mean absolute error of each sample, [B], and `density_weight` times that of exp(14 x) of channel 0.
 
     With a weight of zero the exponential is not computed.
     """
@@ -19,7 +19,7 @@ def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: flo
 
 
 def relative_l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
-    """||prediction - target|| / ||target|| of each sample, [B]; norms are over channels and points."""
+    """Return ||prediction - target|| / ||target|| of each sample, [B]; norms are over channels and points."""
     rest = tuple(range(1, target_BC.dim()))  # to flatten instead would copy what is channels-last
     difference = torch.linalg.vector_norm(prediction_BC - target_BC, dim=rest)
     return difference / torch.linalg.vector_norm(target_BC, dim=rest)

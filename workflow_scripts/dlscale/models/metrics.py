@@ -17,14 +17,14 @@ def latitude_weights(latitude: torch.Tensor) -> torch.Tensor:
 
 
 def mean_square(difference_BCHW: torch.Tensor, weights_H1: torch.Tensor) -> torch.Tensor:
-    """Weighted mean over points of the squared difference, [B, C]."""
+    """Return the weighted mean over points of the squared difference, [B, C]."""
     return (difference_BCHW.square() * weights_H1).mean(dim=(-2, -1))
 
 
 def anomaly_correlation(
     prediction_BCHW: torch.Tensor, target_BCHW: torch.Tensor, climatology_CHW: torch.Tensor, weights_H1: torch.Tensor
 ) -> torch.Tensor:
-    """Weighted correlation of the anomalies of prediction and target, [B, C].
+    """Return the weighted correlation of the anomalies of prediction and target, [B, C].
 
     Uncentred, as in WeatherBench 2 (Rasp et al. 2024, arXiv:2308.15560): sum(w p t) / sqrt(sum(w p^2) sum(w t^2)).
     """

@@ -131,7 +131,7 @@ class ModelParallel:
             model.set_submodule(name, _Rows(layer, self._tp))
 
     def sum_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Sum over tensor-parallel devices the gradients of the parameters that are not cut."""
+        """Sum the gradients of the parameters that are not cut over the tensor-parallel devices."""
         if not self._tp:
             return
         gradients = [p.grad for name, p in parameters.items() if name not in self.cuts and p.grad is not None]

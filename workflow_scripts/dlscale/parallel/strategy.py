@@ -259,7 +259,7 @@ class Gradients:
                 self._groups["fsdp"] = p.device_mesh.get_group("shard")
 
     def complete(self) -> None:
-        """Sum over tensor-parallel devices."""
+        """Sum the gradients over the tensor-parallel devices."""
         if self._model:
             self._model.sum_gradients(self._parameters)
 
@@ -351,7 +351,7 @@ class OnGPU(nn.SyncBatchNorm):
     """PyTorch's `SyncBatchNorm`, for a rank that may have no sample of a small last batch."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; without samples PyTorch would exchange 16 bits where other ranks exchange float32."""
+        """Normalise as PyTorch does; without samples that would exchange 16 bits where other ranks exchange float32."""
         return super().forward(input) if len(input) else super().forward(input.float()).to(input.dtype)
 
 

@@ -105,7 +105,7 @@ class Watchdog:
     """Watches the ranks of a run from its construction until `close`; all ranks make one together."""
 
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
-        """`per_node` consecutive ranks share a node. Without limits only a failed exchange ends the run."""
+        """Begin to watch: `per_node` consecutive ranks a node. Without limits only a failed exchange ends the run."""
         self.rank, self.size, self.limits, self._judges = rank, size, limits or Limits(), limits is not None
         meet, first = os.environ.get(MEET), rank - rank % per_node
         self._store = Files(Path(f"{meet}.watchdog")) if meet else connect()

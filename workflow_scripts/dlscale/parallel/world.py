@@ -87,7 +87,7 @@ class World:
         return [float(value) for value in greatest]
 
     def gather(self, value: Value) -> list[Value]:
-        """Return every rank's value, by rank."""
+        """Gather the values of all ranks, in the order of ranks; all get them."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)

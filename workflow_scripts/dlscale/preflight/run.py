@@ -179,7 +179,7 @@ def sort(words: Iterable[str]) -> Call:
 
 
 def is_whole(word: str) -> bool:
-    """Whether a setting's key is one of the whole configuration, not of a run."""
+    """Return whether a setting's key is one of the whole configuration, not of a run."""
     return typed(word)[0].partition(".")[0] in Workflow.model_fields
 
 

@@ -130,7 +130,7 @@ def read(file: Path) -> Doing | None:
 
 
 def alive(doing: Doing) -> bool:
-    """Whether a process is at work: by its number on this machine, by the time of its status on others."""
+    """Return whether a process is at work: by its number on this machine, by its status's time on others."""
     if doing.place == place():
         with contextlib.suppress(OSError):
             return b"dlscale" in Path(f"/proc/{doing.pid}/cmdline").read_bytes()
@@ -255,7 +255,7 @@ class Job:
 
 
 def asked() -> bool:
-    """Whether another process shows this call."""
+    """Return whether another process shows this call."""
     return TOLD in os.environ
 
 

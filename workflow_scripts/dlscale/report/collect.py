@@ -36,7 +36,7 @@ def summary_csv(plan: PlanResult) -> str:
 
 
 def rows_of(plan: PlanResult) -> list[Row]:
-    """Return the rows of that table; a metric's column is missing where a run has none."""
+    """Return the rows of a plan's table; a run without a metric has no column for it."""
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     scaled, speeds = plan.record.kind in SCALING, SpeedUps(plan.runs)
     points = {point.run: point for each in series(plan) for point in each.points} if scaled else {}

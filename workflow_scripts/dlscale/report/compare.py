@@ -139,7 +139,7 @@ def _runs(name: str, results: Path) -> dict[str, RunResult]:
 
 @dataclass(frozen=True)
 class Summary:
-    """A profile as it is compared."""
+    """The part of a profile that is compared."""
 
     rows: list[TopEntry]
     steps: dict[str, int]  #: Steps by profiler.
@@ -165,7 +165,7 @@ def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -
 
 
 def read(folder: Path) -> Summary:
-    """Read a profile, a run's folder `profile`."""
+    """Read a run's profile from its folder `profile`."""
     record = Profile.read(folder / "profile.json")
     return Summary(
         read_rows(folder / "profile_summary.csv"),
@@ -218,7 +218,7 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
 
 
 def _means(summary: Summary, per: str) -> pd.DataFrame:
-    """Return mean and standard error over the ranks, s a step or sample; a rank without a row took no time for it."""
+    """Return each row's mean over ranks and its standard error, s a step or sample; a rank without it took none."""
     import pandas as pd
 
     rows = pd.DataFrame([{**row.model_dump(), "square": row.std**2} for row in summary.rows])

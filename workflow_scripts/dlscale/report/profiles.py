@@ -1,4 +1,4 @@
-"""Throughput, profiles and telemetry of runs, in the page."""
+"""Where the time of runs goes, in the page: throughput, profiles, efficiency, telemetry."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def fill(options: str) -> None:
-    """Write an early page, from these options of stage `report` (JSON), of the plans and datasets that are there.
+    """Write an early page of the plans and datasets that are there; `options` are those of stage `report`, as JSON.
 
     It is older than all that it is made of, so that the stage makes it again.
     """

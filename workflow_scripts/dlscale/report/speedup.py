@@ -81,7 +81,7 @@ def spread(trials: Trials, looks: int = 1) -> float:
 
 
 def spread_of(run: RunResult, looks: int = 1) -> float:
-    """Return the same of a run's speed: FULL, or its training epochs."""
+    """Return half of the interval of a run's speed, relative to it: of FULL, or of its training epochs."""
     if trials := run.trials("FULL"):
         return spread(trials, looks)
     speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
@@ -281,7 +281,7 @@ class Point:
 
     @property
     def alone(self) -> Ratio | None:
-        """The same of SYNTHETIC, from one process: without sums over ranks against with them."""
+        """Share of communication in SYNTHETIC, from one run: steps without sums over ranks against steps with them."""
         return _share(self.run.trials("SYNTHETIC"), self.run.trials("alone"), 0.0)
 
 

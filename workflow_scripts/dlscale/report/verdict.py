@@ -152,7 +152,7 @@ class Evidence:
 
     @property
     def idle(self) -> tuple[float, float] | None:
-        """Shares of a step for which a GPU is idle, and for which it is so since the host waits for data.
+        """Shares of a step for which a GPU is idle, and for which it is so because the host waits for data.
 
         A profiler slows the host and not the device: busy seconds are those of profiled steps, the step's length is
         that of steps without a profiler.

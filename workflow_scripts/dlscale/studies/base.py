@@ -91,7 +91,7 @@ class Study(ABC):
         return Sharding()
 
     def draws(self, run: Any) -> bool:
-        """Whether the model draws random numbers while it trains, as drop-out does."""
+        """Return whether the model draws random numbers while it trains, as drop-out does."""
         return False
 
     def flops(self, run: Any, manifest: Manifest) -> float | None:

@@ -111,7 +111,7 @@ def random_seed(*numbers: int) -> int:
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
-    """Return PyTorch's `memory_format`, by the dimensions of the model's convolutions."""
+    """Return PyTorch's format for the run's `memory_format`, by the dimensions of the model's convolutions."""
     if kind == "contiguous":
         return torch.preserve_format
     volumes = any(p.dim() == 5 for p in model.parameters())

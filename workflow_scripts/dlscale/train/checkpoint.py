@@ -76,7 +76,7 @@ class CheckpointRecord(Record):
         return self.model_copy(update={"own": hashlib.sha256(text.encode()).hexdigest()})
 
     def loss_sum(self, rank: int, ranks: int) -> float:
-        """Return a rank's sum; with another number of ranks the first has the sum of all."""
+        """Return a rank's sum of losses; if the number of ranks has changed, the first one gets the sum of all."""
         if len(self.loss_sums) == ranks:
             return self.loss_sums[rank]
         return 0.0 if rank else sum(self.loss_sums)
@@ -89,7 +89,7 @@ KEPT = 2
 class Checkpoints:
     """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` with `checkpoint.json` and safetensors files.
 
-    All ranks call its methods together, but `tidy` and `clear`, which are the first one's.
+    All ranks call its methods together; `tidy` and `clear` are for the first rank alone.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
@@ -128,9 +128,9 @@ class Checkpoints:
     # ---- save ------------------------------------------------------------------------------------
 
     def save(self, record: CheckpointRecord, state: Mapping[str, Piece]) -> None:
-        """Copy this rank's pieces, and begin to write them; then the oldest beyond `keep` are dropped.
+        """Wait for the save before, copy this rank's pieces, and begin to write them.
 
-        The pieces may change when this returns. A former save is waited for first.
+        The pieces may change when this returns. Once they are written, the oldest beyond `keep` are removed.
         """
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()
@@ -219,7 +219,7 @@ class Checkpoints:
     def _read(
         self, step: int, wanted: Callable[[CheckpointRecord], State]
     ) -> tuple[tuple[CheckpointRecord, State] | None, str, bool]:
-        """Return a checkpoint, or its problem, and whether its content is at fault."""
+        """Return a checkpoint, or else None and its problem; and whether its content is at fault."""
         path, checked = self._path(step), False
         try:
             record = CheckpointRecord.read(path / "checkpoint.json")
@@ -271,7 +271,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the whole tensors whose names begin so, on the host; a damaged checkpoint is a `UserError`."""
+    """Return the tensors whose names begin with `prefix`, gathered on the host; a damaged one is a `UserError`."""
     _check(path, list(CheckpointRecord.read(path / "checkpoint.json").files.items()))
     there = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     state = {

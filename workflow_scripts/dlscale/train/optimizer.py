@@ -39,7 +39,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def begin(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimiser make its state, as its first update does; of weights a negative zero may become a zero."""
+    """Make the optimiser's state, where it has none, by a step with rates and gradients 0; a weight -0 may become 0."""
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]

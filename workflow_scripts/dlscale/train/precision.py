@@ -1,4 +1,4 @@
-"""Number formats of the computation and of the weights.
+"""Number formats of the computation and of the weights; and the weights as they are placed on a device (`Weights`).
 
 The names in Apex's terms (https://nvidia.github.io/apex/amp.html):
 
@@ -142,7 +142,7 @@ class Weights:
         return self.whole(self.pieces(), keep)
 
     def whole(self, pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the model's state of such pieces, as `state_dict` does; by all names."""
+        """Gather the model's state from the pieces of all devices, as `state_dict` does; tied weights by all names."""
         state = whole(pieces, keep)
         first = {name: first for first, names in self.names().items() for name in names}
         return {name: state[first[name]] for name in self.model.state_dict()} if keep else {}

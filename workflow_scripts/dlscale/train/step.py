@@ -63,7 +63,7 @@ class Network(nn.Module):
 class Step:
     """Forward, backward, update; `build_step` makes it.
 
-    It does not wait for the device, but for a scaled loss without a `fused` optimiser, and for synchronised batch
+    It does not wait for the device, except with a scaled loss without a `fused` optimiser, and with synchronised batch
     normalisation outside of a CUDA graph. Each rank computes its share; gradients are averaged meanwhile, and all ranks
     make the same update. Of `run` only precision and accumulation steps are read here.
     """
@@ -196,7 +196,7 @@ class Step:
         return pieces
 
     def load(self, pieces: Mapping[str, Piece], scaler: Mapping[str, float]) -> None:
-        """Load such pieces, and the state of the loss scaler; without an optimiser's pieces, it has no state."""
+        """Load what `pieces` returned, and the loss scaler's state; without pieces of the optimiser clear its state."""
         if any(name.startswith("optimizer.") for name in pieces):
             begin(self.optimizer)
         else:

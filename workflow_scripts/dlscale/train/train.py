@@ -186,7 +186,7 @@ def fit(
     on_epoch: Callable[[Epoch], object] = lambda record: None,
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
 ) -> list[Epoch]:
-    """Train to the last epoch with progress and signals; return the records of all epochs."""
+    """Run `trainer.fit` with progress shown and signals obeyed; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # the first with a naive answer, or else the first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer than a batch
@@ -275,7 +275,7 @@ class _Latest:
         self._steps += 1
 
     def values(self) -> dict[str, float]:
-        """Return both by name; this waits for the device."""
+        """Return the loss and the samples/s by name; this waits for the device."""
         loss, now = float(self._loss), time.perf_counter()
         before, steps = self._before
         self._before = now, self._steps

@@ -48,7 +48,7 @@ def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[T
 class Trainer:
     """Trains, validates after every epoch, and saves checkpoints at the ends of epochs and at signals.
 
-    Every rank does the same, with its part of the checkpoints, which have the best epoch's weights, too.
+    Every rank does the same, and writes its part of the checkpoints, which hold the best epoch's weights, too.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Trainer:
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
 
     def _again(self, record: CheckpointRecord) -> str | None:
-        """Return why to begin anew although there is a checkpoint, if so."""
+        """Return why training starts anew although there is a checkpoint; None to go on from it."""
         end = self._end(record.history)
         if end and record.step > end.step:
             return f"this was trained beyond epoch {end.epoch}, which reaches the target: again, to end there"
@@ -313,7 +313,7 @@ class Trainer:
         self.checkpoints.save(record, share(pieces, self.world, buffers) | self._random_states())
 
     def _wanted(self, record: CheckpointRecord) -> dict[str, Piece]:
-        """Return the pieces to read, in memory of their own: a failed read changes nothing."""
+        """Return the pieces to read from a checkpoint, in memory of their own: a failed read changes nothing."""
         if self._again(record):
             return {}
         if record.step:

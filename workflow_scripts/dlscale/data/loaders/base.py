@@ -29,20 +29,20 @@ class Share:
     size: int = 1  #: R
 
     def steps(self, samples: int) -> int:
-        """Global steps in an epoch of `samples` samples, a smaller last one included."""
+        """Return the global steps in an epoch of `samples` samples, a smaller last one included."""
         return -(-samples // self.batch_size)
 
     def count(self, step: int, samples: int) -> int:
-        """Samples of all ranks in global step `step`."""
+        """Return the number of samples of all ranks in global step `step`."""
         return min(self.batch_size, samples - step * self.batch_size)
 
     def indices(self, step: int, samples: int) -> range:
-        """Samples of this rank in global step `step`."""
+        """Return this rank's samples of global step `step`, by their numbers in the epoch."""
         first, count = step * self.batch_size, self.count(step, samples)
         return range(first + count * self.rank // self.size, first + count * (self.rank + 1) // self.size)
 
     def weight(self, step: int, samples: int) -> float:
-        """Weight of this rank's mean in global step `step`: the mean over ranks is then that over the samples."""
+        """Return the weight of this rank's mean in step `step`: so weighted, a mean over ranks is one over samples."""
         return len(self.indices(step, samples)) * self.size / self.count(step, samples)
 
 

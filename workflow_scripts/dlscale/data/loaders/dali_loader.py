@@ -106,7 +106,7 @@ class Images:
         return f"loader.kind: dali cannot decode an image that Pillow can; use torch or direct ({error})"
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class DaliLoader(Loader):

@@ -127,7 +127,7 @@ class Cosmo(DatasetKind):
     selection = frozenset({*SPLITS, "boxes", "paths", "fractions"})
 
     def parts(self, dataset: CosmoDataset) -> list[Part]:
-        """One part for each box, or for each file and split."""
+        """Return one part for each box, or for each file and split."""
         source = dataset.source
         if isinstance(source, CosmoSimulated):
             numbers = itertools.count()

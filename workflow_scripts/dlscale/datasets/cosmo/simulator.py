@@ -242,7 +242,7 @@ def temperature(gas: Array, convergence: Array) -> Array:
 
 
 def _wavenumbers(grid: int, box: float) -> tuple[Floats, Floats, Floats]:
-    """Modes of `rfftn` along x [N, 1, 1], y [1, N, 1] and z [1, 1, N/2 + 1], h/Mpc."""
+    """Return the wavenumbers of `rfftn` along x [N, 1, 1], y [1, N, 1] and z [1, 1, N/2 + 1], h/Mpc."""
     full = 2 * np.pi * np.fft.fftfreq(grid, box / grid).astype(np.float64)
     half = 2 * np.pi * np.fft.rfftfreq(grid, box / grid).astype(np.float64)
     return full[:, None, None], full[None, :, None], half[None, None, :]

@@ -169,7 +169,7 @@ class Era5(DatasetKind):
     selection = frozenset({*SPLITS, "paths", "split"})
 
     def parts(self, dataset: Era5Dataset) -> list[Part]:
-        """One part for each split and calendar year; none for a prepared folder."""
+        """Return one part for each split and calendar year; none for a prepared folder."""
         source = dataset.source
         if isinstance(source, Era5Simulated):
             years = [(split, year) for split in SPLITS for year in getattr(source, split)]

@@ -104,7 +104,7 @@ class Imagenet(DatasetKind):
     rows = "images"
 
     def parts(self, dataset: ImagenetDataset) -> list[Part]:
-        """One part for each pack."""
+        """Return one part for each pack."""
         source, found = dataset.source, []
         for split in PACKED:
             origin = getattr(source, split) if isinstance(source, ImageFolders) else "simulated"
@@ -117,7 +117,7 @@ class Imagenet(DatasetKind):
         return "simulator" if isinstance(dataset.source, SimulatedImages) else "folder"
 
     def prepared(self, dataset: ImagenetDataset) -> bool:
-        """Packs are used as they are."""
+        """Return True: packs are used as they are."""
         return True
 
     def prepared_files(self, dataset: ImagenetDataset) -> list[str]:

@@ -54,7 +54,7 @@ class Mnist(DatasetKind):
     selection = frozenset({*SPLITS, "all", "shares"})
 
     def parts(self, dataset: MnistDataset) -> list[Part]:
-        """One part for each split."""
+        """Return one part for each split."""
         source = dataset.source
         if isinstance(source, MnistSimulated):
             splits = [(n, split) for n, split in enumerate(SPLITS) if getattr(source, split)]

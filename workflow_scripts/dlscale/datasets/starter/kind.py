@@ -87,7 +87,7 @@ class Starter(DatasetKind):
     Settings = StarterDataset
 
     def parts(self, dataset: StarterDataset) -> list[Part]:
-        """One part for each split; of arrays the first raw file is that of the inputs."""
+        """Return one part for each split; of arrays the first raw file is that of the inputs."""
         source = dataset.source
         if isinstance(source, Simulated):
             return [Part(split, split) for split in SPLITS if getattr(source, split)]
@@ -102,7 +102,7 @@ class Starter(DatasetKind):
         return Outline({"input": image, "target": image}, rows, 2 * source.size**2 * sum(map(sum, rows.values())))
 
     def part_settings(self, dataset: StarterDataset, part: Part) -> dict[str, Any]:
-        """Settings of a part: the number of simulated samples, or the arrays that are read."""
+        """Return the settings of a part: the number of simulated samples, or the arrays that are read."""
         source, settings = dataset.source, super().part_settings(dataset, part)
         if isinstance(source, Simulated):
             common = source.model_dump(mode="json", exclude={"train", "valid", "test"})

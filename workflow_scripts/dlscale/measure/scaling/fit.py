@@ -105,7 +105,7 @@ class Prediction:
     high: float
 
     def widened(self, deviation: float) -> Prediction:
-        """Return it with a further relative error, of this standard deviation."""
+        """Return the prediction with a further relative error, of this standard deviation."""
         down, up = (math.hypot(math.log(end / self.value), BAND * deviation) for end in (self.low, self.high))
         return Prediction(self.value, self.value * math.exp(-down), self.value * math.exp(up))
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
-    """Space to depth: [B, 8 C, D/2, H/2, W/2], in the order (place, C); the order in memory stays.
+    """Move space to depth: [B, 8 C, D/2, H/2, W/2], channels in the order (place, C); the order in memory stays.
 
     A kernel [O, C, 4, 4, 4] may be given, too.
     """
@@ -28,7 +28,7 @@ def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
 
 
 def _unblocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
-    """Depth to space, from [B, 8 C, D, H, W] to [B, C, 2 D, 2 H, 2 W]."""
+    """Move depth to space, from [B, 8 C, D, H, W] to [B, C, 2 D, 2 H, 2 W]."""
     batch, channels, *grid = x_BCDHW.shape
     doubled = [2 * edge for edge in grid]
     if _is_channels_last(x_BCDHW):

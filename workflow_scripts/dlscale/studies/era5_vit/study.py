@@ -207,7 +207,7 @@ class Era5ViT(Study):
         return ViT((height, width), run.model.patch_size, inputs, channels, **options)
 
     def sharding(self, model: Any) -> Sharding:
-        """Return that of Megatron-LM with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198)."""
+        """Return the sharding of Megatron-LM with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198)."""
         attention, mlp = "blocks.*.attention", "blocks.*.mlp"
         return Sharding(
             units=["blocks.*"],
