@@ -277,7 +277,7 @@ def resume_with_graphs(bench: Bench) -> Values:
         for x, y in batches[:6]:
             straight(x, y)
             first(x, y)
-        saved = {name: piece.copy("cpu") for name, piece in first.pieces().items()}
+        saved = {name: shard.copy("cpu") for name, shard in first.shards().items()}
         scaler = first.scaler.state_dict()
         for x, y in batches[:3]:  # which shall leave no trace
             first(x, y)

@@ -22,8 +22,8 @@ from bench.training import CPU, FULL_UNET, FULL_VIT, adam, counts, label, one_th
 from dlscale.config.run import Geometry
 from dlscale.core.machine import let_threads_wait
 from dlscale.core.metrics import Untrained
-from dlscale.parallel.pieces import share
 from dlscale.parallel.rendezvous import join
+from dlscale.parallel.shards import own_shards
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from tests.exchanged import Counting
@@ -123,8 +123,8 @@ def _saving(options: Options, case: Case) -> list[Row]:
         begin, done = time.perf_counter(), 0
         if save:
             number += 1
-            pieces = share(step.pieces(), world)
-            checkpoints.save(CheckpointRecord(step=number, untrained=Untrained(valid_loss=1.0)), pieces)
+            shards = own_shards(step.shards(), world)
+            checkpoints.save(CheckpointRecord(step=number, untrained=Untrained(valid_loss=1.0)), shards)
             blocked.append(time.perf_counter() - begin)
         while time.perf_counter() - begin < (0.2 if options.quick else INTERVAL):
             step(*batch)
@@ -139,13 +139,13 @@ def _saving(options: Options, case: Case) -> list[Row]:
     record = CheckpointRecord(step=number, untrained=Untrained(valid_loss=1.0))
     for _ in range(3):  # as it would be if the training waited for all of it
         begin = time.perf_counter()
-        checkpoints.save(record.model_copy(update={"step": number}), share(step.pieces(), world))
+        checkpoints.save(record.model_copy(update={"step": number}), own_shards(step.shards(), world))
         checkpoints.wait()
         alone.append(time.perf_counter() - begin)
         number += 1
     counted = {
         **counts(case, step.model, 0),
-        "MB": sum(piece.tensor.nbytes for piece in step.pieces().values()) / 1e6,
+        "MB": sum(shard.tensor.nbytes for shard in step.shards().values()) / 1e6,
         "ms blocked": 1e3 * sorted(blocked)[len(blocked) // 2],
         "ms in all": 1e3 * min(alone),
         "seconds between": INTERVAL,

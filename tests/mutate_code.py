@@ -863,8 +863,8 @@ MUTATIONS = [
     Mutation(
         "optimiser_not_restored",
         "train/step.py",
-        "                piece.tensor.copy_(pieces[name].tensor)",
-        '                if name.startswith("model."):\n                    piece.tensor.copy_(pieces[name].tensor)',
+        "                shard.tensor.copy_(shards[name].tensor)",
+        '                if name.startswith("model."):\n                    shard.tensor.copy_(shards[name].tensor)',
         "test_rungs.py::test_a_restored_step_goes_on_bit_by_bit[bf16_master-fused-era5_vit]",
     ),
     Mutation(
@@ -884,7 +884,7 @@ MUTATIONS = [
     Mutation(
         "statistics_of_each_rank",
         "train/validation.py",
-        "    world.share(step.model.buffers())\n",
+        "    world.broadcast(step.model.buffers())\n",
         "",
         "test_ddp.py::test_processes_validate_with_the_same_statistics",
     ),

@@ -17,8 +17,8 @@ import torch
 
 from dlscale.config.run import Geometry
 from dlscale.core.metrics import read_epochs
-from dlscale.parallel.pieces import Piece
 from dlscale.parallel.rendezvous import first_host, join
+from dlscale.parallel.shards import Shard
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.loop import Request
 from dlscale.train.train import Interruption
@@ -271,11 +271,11 @@ def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> Non
     checkpoints = Checkpoints(tmp_path, 1)
 
     def save(number: int) -> None:
-        checkpoints.save(CheckpointRecord(step=10), {"what": Piece(torch.tensor([number]))})
+        checkpoints.save(CheckpointRecord(step=10), {"what": Shard(torch.tensor([number]))})
         checkpoints.wait()
 
     def load() -> int | None:
-        found = checkpoints.load(lambda record: {"what": Piece(torch.tensor([0]))})
+        found = checkpoints.load(lambda record: {"what": Shard(torch.tensor([0]))})
         return int(found[1]["what"].tensor) if found else None
 
     save(1)

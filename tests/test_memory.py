@@ -137,10 +137,10 @@ def _allocated_by_ranks(rank: int, port: int, folder: str) -> None:
             step = build_step(
                 run, partial(SHARED.network, run), SHARED.loss(), replace(joined, mesh=mesh), study.sharding
             )
-            pieces = step.pieces()
+            shards = step.shards()
             step(*SHARED.batch(CPU))  # before: buckets, buffers
             at, most = allocated(step, *SHARED.batch(CPU))
-            own = sum(p.tensor.nbytes for name, p in pieces.items() if name.startswith("model."))
+            own = sum(p.tensor.nbytes for name, p in shards.items() if name.startswith("model."))
             found[name] = [at["forward"], most, own]
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 

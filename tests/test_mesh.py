@@ -26,7 +26,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.models.losses import relative_l2
-from dlscale.parallel import pieces
+from dlscale.parallel import shards
 from dlscale.parallel.model import drawing
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import Sharded
@@ -219,7 +219,7 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
         updated = zip(step.weights.named, step.weights.updated, strict=True)
         gradients = {name: p.grad for name, p in updated if p.grad is not None}
         found[f"gradients {number}"] = {
-            n: step.weights.piece(n, g).whole().float().clone() for n, g in gradients.items()
+            n: step.weights.shard(n, g).gathered().float().clone() for n, g in gradients.items()
         }
         found[f"weights {number}"] = whole(step.weights.state_dict())
     found["counted"], found["formula"] = exchanged(case, run, world, step)
@@ -483,7 +483,7 @@ def go_on(case: Case, world: World, folder: Path) -> Tensors:
     """Load a step as it was saved and train on the next batch; return the weights."""
     step = build_step(case.run() if world.size > 1 else case.alone(), case.model, relative_l2, world, VIT.sharding)
     begin(step.optimizer)
-    loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.pieces().items()})
+    loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.shards().items()})
     assert loaded is not None and loaded[0].step == SAVED
     step.load(loaded[1], loaded[0].scaler)
     batches(case, step, world, range(SAVED, STEPS))
@@ -502,7 +502,7 @@ def begin_and_save(case: Case, world: World, folder: Path) -> None:
     step = build_step(case.run() if world.size > 1 else case.alone(), case.model, relative_l2, world, VIT.sharding)
     batches(case, step, world, range(SAVED))
     checkpoints = Checkpoints(folder, 1, world)
-    checkpoints.save(CheckpointRecord(step=SAVED), pieces.share(step.pieces(), world))
+    checkpoints.save(CheckpointRecord(step=SAVED), shards.own_shards(step.shards(), world))
     checkpoints.wait()
 
 
@@ -577,7 +577,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
                 model.blocks[1].mlp[2].register_forward_hook(partial(keep, name="hidden"))
                 x, y = (torch.ones(8 // world.data_size, channels, 8, 24) for channels in (4, 3))
                 step.gradients(x, y)
-                first = {n: step.weights.piece(n, p.grad).whole().clone() for n, p in step.weights.named.items()}
+                first = {n: step.weights.shard(n, p.grad).gathered().clone() for n, p in step.weights.named.items()}
                 step.gradients(x, y)
                 seen[f"gradients {again}"] = first
                 seen[f"drawn {again}"] = {name: values[0] for name, values in drawn.items()}

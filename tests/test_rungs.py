@@ -242,7 +242,7 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
                 assert distance(weights[key], value) <= rung.value, key
             elif not key.endswith("attention.k.bias"):
                 assert distance(weights[key] - start[key], value - start[key]) <= rung.gradient + 1e-5, key
-        step.load(plain.pieces(), step.scaler.state_dict())  # both go on from the same weights
+        step.load(plain.shards(), step.scaler.state_dict())  # both go on from the same weights
 
 
 @studies
@@ -365,12 +365,12 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
     for x, y in batches[:2]:
         first(x, y)
     checkpoints = Checkpoints(tmp_path, 1)
-    checkpoints.save(CheckpointRecord(scaler=first.scaler.state_dict()), first.pieces())
+    checkpoints.save(CheckpointRecord(scaler=first.scaler.state_dict()), first.shards())
     for x, y in batches[:2]:
         first(x, y)  # which is not in what was saved, however long it is written
     checkpoints.wait()
     begin(second.optimizer)
-    loaded = checkpoints.load(lambda record: {name: piece.empty() for name, piece in second.pieces().items()})
+    loaded = checkpoints.load(lambda record: {name: shard.empty() for name, shard in second.shards().items()})
     assert loaded is not None
     second.load(loaded[1], loaded[0].scaler)
     for x, y in batches[2:]:

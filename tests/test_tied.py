@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dlscale.config.run import Geometry, RunCore
 from dlscale.core.errors import UserError
 from dlscale.parallel.model import ModelParallel
-from dlscale.parallel.pieces import share
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.shards import own_shards
 from dlscale.parallel.world import Pretended, World
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
@@ -82,13 +82,13 @@ def state(step: Step) -> dict[str, torch.Tensor]:
 
 def save(step: Step, world: World, folder: Path) -> None:
     checkpoints = Checkpoints(folder, 1, world)
-    checkpoints.save(CheckpointRecord(step=1, scaler=step.scaler.state_dict()), share(step.pieces(), world))
+    checkpoints.save(CheckpointRecord(step=1, scaler=step.scaler.state_dict()), own_shards(step.shards(), world))
     checkpoints.wait()
 
 
 def resume(step: Step, world: World, folder: Path) -> None:
     begin(step.optimizer)
-    loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.pieces().items()})
+    loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.shards().items()})
     assert loaded
     step.load(loaded[1], loaded[0].scaler)
 
@@ -113,8 +113,8 @@ def test_one_process(tmp_path: Path, precision: str) -> None:
     torch.save(one.weights.state_dict(), path)
     load_weights(again.weights, path)
     same(state(again), state(one))
-    best = {name: piece.copy("cpu") for name, piece in one.weights.pieces().items()}
-    same(again.weights.whole(best), state(one))
+    best = {name: shard.copy("cpu") for name, shard in one.weights.shards().items()}
+    same(again.weights.gathered(best), state(one))
 
 
 def _together(rank: int, port: int, folder: Path) -> None:

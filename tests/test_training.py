@@ -44,7 +44,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
 from dlscale.models.losses import l1, relative_l2
-from dlscale.parallel.pieces import Piece
+from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import World
 from dlscale.studies.base import PublishedLog
 from dlscale.studies.cosmo_unet.model import UNet3D
@@ -749,12 +749,12 @@ def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> No
 
 
 def saved(checkpoints: Checkpoints, step: int, **tensors: torch.Tensor) -> None:
-    checkpoints.save(CheckpointRecord(step=step), {name: Piece(tensor) for name, tensor in tensors.items()})
+    checkpoints.save(CheckpointRecord(step=step), {name: Shard(tensor) for name, tensor in tensors.items()})
     checkpoints.wait()
 
 
 def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]] | None:
-    found = checkpoints.load(lambda record: {name: Piece(torch.zeros_like(value)) for name, value in like.items()})
+    found = checkpoints.load(lambda record: {name: Shard(torch.zeros_like(value)) for name, value in like.items()})
     return found and (found[0].step, {name: piece.tensor for name, piece in found[1].items()})
 
 
@@ -824,10 +824,10 @@ def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) 
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     one(x, y)
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(CheckpointRecord(step=1), one.pieces())
+    checkpoints.save(CheckpointRecord(step=1), one.shards())
     checkpoints.wait()
     begin(other.optimizer)
-    found = checkpoints.load(lambda record: {name: piece.empty() for name, piece in other.pieces().items()})
+    found = checkpoints.load(lambda record: {name: shard.empty() for name, shard in other.shards().items()})
     assert found
     other.load(found[1], {})
     assert torch.equal(one(x, y), other(x, y))

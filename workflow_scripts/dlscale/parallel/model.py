@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from dlscale.core.errors import UserError
-from dlscale.parallel.pieces import Cut
 from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.shards import Cut
 from dlscale.parallel.world import Mesh, Pretended, PretendedAxes
 
 #: Devices that exchange something.

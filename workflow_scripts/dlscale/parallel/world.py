@@ -73,7 +73,7 @@ class World:
                 dist.broadcast(values, group=self.mesh.group(axis), group_src=0)
         return values
 
-    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Broadcast tensors from the first of the ranks with the same weights, in place; no device waits."""
         if self.size > 1 and (self.mesh is None or self.mesh.size("dp") * self.mesh.size("cp") > 1):
             for tensor in tensors:

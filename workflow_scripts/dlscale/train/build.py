@@ -188,7 +188,7 @@ class Session:
     def parameters(self) -> int:
         """Trainable parameters of the model."""
         weights = self.step.weights
-        return sum(weights.piece(name, p).shape.numel() for name, p in weights.named.items() if p.requires_grad)
+        return sum(weights.shard(name, p).shape.numel() for name, p in weights.named.items() if p.requires_grad)
 
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:

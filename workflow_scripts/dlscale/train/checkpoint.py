@@ -1,7 +1,7 @@
 """Checkpoints: one folder a step, there as a whole or not at all, written while the training goes on.
 
 They lie in a folder named by the run's fingerprint: a retry resumes, a changed run starts afresh. Each device writes
-its pieces of each tensor by `torch.distributed.checkpoint` (DCP), under names that know nothing of devices, so that any
+its shards of each tensor by `torch.distributed.checkpoint` (DCP), under names that know nothing of devices, so that any
 other number of them can go on. The files are safetensors: to read one executes nothing.
 """
 
@@ -39,11 +39,11 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import explained, sha256, whole
 from dlscale.core.metrics import Epoch, Untrained
 from dlscale.core.record import Number, Record
-from dlscale.parallel.pieces import Piece
+from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import BESIDE, World
 
-#: This device's piece of each tensor, by name.
-State = dict[str, Piece]
+#: This device's shard of each tensor, by name.
+State = dict[str, Shard]
 
 # A warning at every checkpoint of one process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -127,14 +127,14 @@ class Checkpoints:
 
     # ---- save ------------------------------------------------------------------------------------
 
-    def save(self, record: CheckpointRecord, state: Mapping[str, Piece]) -> None:
-        """Wait for the save before, copy this rank's pieces, and begin to write them.
+    def save(self, record: CheckpointRecord, state: Mapping[str, Shard]) -> None:
+        """Wait for the save before, copy this rank's shards, and begin to write them.
 
-        The pieces may change when this returns. Once they are written, the oldest beyond `keep` are removed.
+        The shards may change when this returns. Once they are written, the oldest beyond `keep` are removed.
         """
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()
-            copies = {name: piece.copy("cpu") for name, piece in state.items()}
+            copies = {name: shard.copy("cpu") for name, shard in state.items()}
             self._saving = Future()
             threading.Thread(target=self._save, args=(self._saving, record, copies), daemon=True).start()
 
@@ -193,7 +193,7 @@ class Checkpoints:
     ) -> tuple[CheckpointRecord, State] | None:
         """Return the newest undamaged checkpoint up to step `until`, if there is one.
 
-        `wanted` returns the pieces to fill. A checkpoint that is unusable without being damaged is a `UserError`, if no
+        `wanted` returns the shards to fill. A checkpoint that is unusable without being damaged is a `UserError`, if no
         earlier one is usable.
         """
         known = self._world.gather(self.steps())
@@ -275,23 +275,23 @@ def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     _check(path, list(CheckpointRecord.read(path / "checkpoint.json").files.items()))
     there = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     state = {
-        name: Piece(torch.empty(entry.size, dtype=entry.properties.dtype))
+        name: Shard(torch.empty(entry.size, dtype=entry.properties.dtype))
         for name, entry in there.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     fill(path, state)
-    return {name: piece.tensor for name, piece in state.items()}
+    return {name: shard.tensor for name, shard in state.items()}
 
 
 def fill(path: Path, state: State) -> None:
-    """Fill the pieces from a checkpoint, or raise a `ValueError`."""
+    """Fill the shards from a checkpoint, or raise a `ValueError`."""
     reader = HuggingFaceStorageReader(str(path))
     there = reader.read_metadata().state_dict_metadata
-    for name, piece in state.items():
+    for name, shard in state.items():
         entry = there.get(name)
-        if not isinstance(entry, TensorStorageMetadata) or entry.size != piece.shape:
-            raise ValueError(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(piece.shape)}")
-        if sum(_common(piece, chunk) for chunk in entry.chunks) != piece.tensor.numel():
+        if not isinstance(entry, TensorStorageMetadata) or entry.size != shard.shape:
+            raise ValueError(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(shard.shape)}")
+        if sum(_common(shard, chunk) for chunk in entry.chunks) != shard.tensor.numel():
             raise ValueError(f"{name}: not all of it is there, or some more than once")
     load(
         dict(state),
@@ -301,6 +301,6 @@ def fill(path: Path, state: State) -> None:
     )
 
 
-def _common(piece: Piece, chunk: ChunkStorageMetadata) -> int:
-    here = zip(piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
+def _common(shard: Shard, chunk: ChunkStorageMetadata) -> int:
+    here = zip(shard.offsets, shard.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
     return math.prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in here)

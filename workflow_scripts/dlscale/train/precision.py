@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlscale.parallel.pieces import Cut, Piece, cut, local
+from dlscale.parallel.shards import Cut, Shard, cut, local
 
 #: Precisions that scale the loss.
 SCALED = ("fp16", "fp16_master")
@@ -117,9 +117,9 @@ class Weights:
         if self._masters:
             torch._foreach_copy_(self._rounded, self._exact)
 
-    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
-        """Return this device's piece of a tensor that is shared as this parameter is, or of a buffer."""
-        return Piece(local(tensor).detach(), self._cuts.get(name, ()))
+    def shard(self, name: str, tensor: torch.Tensor) -> Shard:
+        """Return this device's shard of a tensor that is shared as this parameter is, or of a buffer."""
+        return Shard(local(tensor).detach(), self._cuts.get(name, ()))
 
     def names(self) -> dict[str, list[str]]:
         """Return all names of each tensor of the model's state by the first one: weights may be tied."""
@@ -129,37 +129,37 @@ class Weights:
             names.setdefault(firsts.setdefault(id(value), name), []).append(name)
         return names
 
-    def pieces(self) -> dict[str, Piece]:
-        """Return this device's pieces of the model's state, in its own memory; tied weights once."""
+    def shards(self) -> dict[str, Shard]:
+        """Return this device's shards of the model's state, in its own memory; tied weights once."""
         state: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True) | self._masters
-        return {name: self.piece(name, state[name]) for name in self.names()}
+        return {name: self.shard(name, state[name]) for name in self.names()}
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return the model's state in float32, with master weights; devices that do not `keep` it get nothing.
 
         Devices that share a model gather it, one tensor after the other: all call it.
         """
-        return self.whole(self.pieces(), keep)
+        return self.gathered(self.shards(), keep)
 
-    def whole(self, pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Tensor]:
-        """Gather the model's state from the pieces of all devices, as `state_dict` does; tied weights by all names."""
-        state = whole(pieces, keep)
+    def gathered(self, shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.Tensor]:
+        """Gather the model's state from the shards of all devices, as `state_dict` does; tied weights by all names."""
+        state = gathered(shards, keep)
         first = {name: first for first, names in self.names().items() for name in names}
         return {name: state[first[name]] for name in self.model.state_dict()} if keep else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`, of which each device takes its part."""
-        for name, each in self.pieces().items():
+        for name, each in self.shards().items():
             each.tensor.copy_(each.of(state[name]))
         self.distribute()
 
 
-def whole(pieces: Mapping[str, Piece], keep: bool = True) -> dict[str, torch.Tensor]:
+def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.Tensor]:
     """Gather the whole tensors, numbers in float32, if they are to be kept; all devices call it."""
     state: dict[str, torch.Tensor] = {}
-    for name, each in pieces.items():
-        value = each.whole()
+    for name, each in shards.items():
+        value = each.gathered()
         if keep:
             value = value.float() if value.is_floating_point() else value
             state[name] = value.cpu() if each.cuts else value  # put together, it may be too large for a device

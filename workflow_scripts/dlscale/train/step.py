@@ -17,7 +17,7 @@ from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark, patience
 from dlscale.parallel.model import ModelParallel
-from dlscale.parallel.pieces import Piece
+from dlscale.parallel.shards import Shard
 from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
@@ -178,34 +178,34 @@ class Step:
         with self._first(x.shape, "predict"), self.attention():
             return self.network.predict(x) if once else self._predict(x)
 
-    def pieces(self) -> dict[str, Piece]:
-        """Return this device's pieces of the model and the optimiser, in their own memory.
+    def shards(self) -> dict[str, Shard]:
+        """Return this device's shards of the model and the optimiser, in their own memory.
 
         The optimiser's counters are a copy, `optimizer.step`, in the order of parameters.
         """
-        pieces = {f"model.{name}": piece for name, piece in self.weights.pieces().items()}
+        shards = {f"model.{name}": shard for name, shard in self.weights.shards().items()}
         counters: list[torch.Tensor] = []
         for name, p in zip(self.weights.named, self.weights.updated, strict=True):
             for kind, value in self.optimizer.state[p].items() if p in self.optimizer.state else ():
                 if kind == "step":
                     counters.append(torch.as_tensor(value, dtype=torch.float32))
                 elif value is not None:  # a momentum of 0 has none
-                    pieces[f"optimizer.{kind}.{name}"] = self.weights.piece(name, value)
+                    shards[f"optimizer.{kind}.{name}"] = self.weights.shard(name, value)
         if counters:
-            pieces["optimizer.step"] = Piece(torch.stack(counters))
-        return pieces
+            shards["optimizer.step"] = Shard(torch.stack(counters))
+        return shards
 
-    def load(self, pieces: Mapping[str, Piece], scaler: Mapping[str, float]) -> None:
-        """Load what `pieces` returned, and the loss scaler's state; without pieces of the optimiser clear its state."""
-        if any(name.startswith("optimizer.") for name in pieces):
+    def load(self, shards: Mapping[str, Shard], scaler: Mapping[str, float]) -> None:
+        """Load what `shards` returned, and the loss scaler's state; without shards of the optimiser clear its state."""
+        if any(name.startswith("optimizer.") for name in shards):
             begin(self.optimizer)
         else:
             self.optimizer.state.clear()
         with torch.no_grad():
-            for name, piece in self.pieces().items():
-                piece.tensor.copy_(pieces[name].tensor)
+            for name, shard in self.shards().items():
+                shard.tensor.copy_(shards[name].tensor)
             self.weights.distribute()
-            counters = iter(pieces["optimizer.step"].tensor if "optimizer.step" in pieces else ())
+            counters = iter(shards["optimizer.step"].tensor if "optimizer.step" in shards else ())
             for p in self.weights.updated:
                 if "step" in self.optimizer.state[p]:
                     self.optimizer.state[p]["step"].copy_(next(counters))

@@ -142,7 +142,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
             each.finish(out / "prediction.png", trainer.best)
         _write_weights(out / "model.pt", session.step.weights.state_dict())
         if trainer.best_weights:
-            _write_weights(out / "model_best.pt", session.step.weights.whole(trainer.best_weights))
+            _write_weights(out / "model_best.pt", session.step.weights.gathered(trainer.best_weights))
         write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
         fingerprint = trainer.checkpoints.folder
         provenance.provenance(
@@ -178,7 +178,7 @@ def _follow(session: Session, trainer: Trainer) -> None:
         shown.predict()
         session.step.weights.state_dict(keep=False)
         if trainer.best_weights:
-            session.step.weights.whole(trainer.best_weights, keep=False)
+            session.step.weights.gathered(trainer.best_weights, keep=False)
 
 
 def fit(

@@ -17,7 +17,7 @@ from dlscale.core import ranges
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.metrics import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
-from dlscale.parallel.pieces import Piece, share
+from dlscale.parallel.shards import Shard, own_shards
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.build import Session
@@ -69,7 +69,7 @@ class Trainer:
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
         self.history: list[Epoch] = []  #: the epochs that are done
         self.resumed_from: int | None = None  #: step of the loaded checkpoint
-        self.best_weights: dict[str, Piece] | None = None  #: on the host
+        self.best_weights: dict[str, Shard] | None = None  #: on the host
         self._untrained: Untrained | None = None  #: scores before the first step
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
@@ -143,8 +143,8 @@ class Trainer:
                         logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
                         break  # with the weights of the epoch before in the newest checkpoint
                     if self._improves(record):
-                        pieces = self.step.weights.pieces()
-                        self.best_weights = {name: piece.copy("cpu") for name, piece in pieces.items()}
+                        shards = self.step.weights.shards()
+                        self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
                     self._save(record.step)
         except Exception as error:
             if isinstance(error, UserError) or self.world.size == 1:  # else the others may be gone
@@ -267,8 +267,8 @@ class Trainer:
         if self._best:
             place = "best" if self._resumed.best else "model"
             self.best_weights = {
-                name.removeprefix(f"{place}."): piece.copy("cpu")
-                for name, piece in state.items()
+                name.removeprefix(f"{place}."): shard.copy("cpu")
+                for name, shard in state.items()
                 if name.startswith(f"{place}.")
             }
         self.step.load(state, self._resumed.scaler)
@@ -308,36 +308,36 @@ class Trainer:
             best=None if best is None else apart is not None,
             **{"made_with": self._made_with, **partial},
         )
-        pieces = self.step.pieces() | {f"best.{name}": piece for name, piece in (apart or {}).items()}
+        shards = self.step.shards() | {f"best.{name}": shard for name, shard in (apart or {}).items()}
         buffers = {f"{place}.{name}" for place in ("model", "best") for name, _ in self.step.model.named_buffers()}
-        self.checkpoints.save(record, share(pieces, self.world, buffers) | self._random_states())
+        self.checkpoints.save(record, own_shards(shards, self.world, buffers) | self._random_states())
 
-    def _wanted(self, record: CheckpointRecord) -> dict[str, Piece]:
-        """Return the pieces to read from a checkpoint, in memory of their own: a failed read changes nothing."""
+    def _wanted(self, record: CheckpointRecord) -> dict[str, Shard]:
+        """Return the shards to read from a checkpoint, in memory of their own: a failed read changes nothing."""
         if self._again(record):
             return {}
         if record.step:
             begin(self.step.optimizer)
         wanted = {
-            name: piece
-            for name, piece in self.step.pieces().items()
+            name: shard
+            for name, shard in self.step.shards().items()
             if record.step or not name.startswith("optimizer.")
         }
         if record.best:
-            wanted |= {f"best.{name}": piece for name, piece in self.step.weights.pieces().items()}
+            wanted |= {f"best.{name}": shard for name, shard in self.step.weights.shards().items()}
         if record.places == self._places:  # else drop-out starts anew
             wanted |= self._random_states()
-        return {name: piece.empty() for name, piece in wanted.items()}
+        return {name: shard.empty() for name, shard in wanted.items()}
 
-    def _random_states(self) -> dict[str, Piece]:
+    def _random_states(self) -> dict[str, Shard]:
         states = {"cpu": torch.get_rng_state()}
         if self.step.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.step.device)
         if self.step.divided and self.step.divided.draws:
             states["divided"] = self.step.divided.random_state
-        return {f"random.{kind}.{self.world.rank}": Piece(state) for kind, state in states.items()}
+        return {f"random.{kind}.{self.world.rank}": Shard(state) for kind, state in states.items()}
 
-    def _set_random(self, state: Mapping[str, Piece]) -> None:
+    def _set_random(self, state: Mapping[str, Shard]) -> None:
         for name in self._random_states():
             if name in state:
                 kind, value = name.split(".")[1], state[name].tensor

@@ -38,7 +38,7 @@ def validate(
     """Return loss and metrics on all ranks, each sample counted once; `naive` is from `naive_means`."""
     sums = MetricSum()
     # Running statistics differ by rank: the first one's are the training's.
-    world.share(step.model.buffers())
+    world.broadcast(step.model.buffers())
 
     def add(x: torch.Tensor, y: torch.Tensor) -> None:
         prediction = step.predict(x)

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Placed
 
 from dlscale.parallel.world import World
 
@@ -37,7 +38,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A device's shard of a tensor, or all of it.
 
     `torch.distributed.checkpoint` calls its methods `__create_write_items__`, `__create_chunk_list__` and
@@ -45,7 +46,7 @@ class Piece:
     """
 
     tensor: torch.Tensor
-    cuts: tuple[Cut, ...] = ()  #: from the whole to the piece
+    cuts: tuple[Cut, ...] = ()  #: from the whole to the shard
 
     @property
     def shape(self) -> torch.Size:
@@ -60,33 +61,33 @@ class Piece:
             offsets[cut.dim] += cut.offset
         return torch.Size(offsets)
 
-    def whole(self) -> torch.Tensor:
-        """Gather the whole tensor, on the device that computes with the piece. All devices call it."""
+    def gathered(self) -> torch.Tensor:
+        """Gather the whole tensor, on the device that computes with the shard. All devices call it."""
         tensor = self.tensor
         for cut in reversed(self.cuts):
             kind = cut.mesh.device_type
             local = tensor.to(kind).contiguous()
             stride = torch.empty(cut.shape, device="meta").stride()
-            parts = DTensor.from_local(local, cut.mesh, [Shard(cut.dim)], shape=cut.shape, stride=stride)
+            parts = DTensor.from_local(local, cut.mesh, [Placed(cut.dim)], shape=cut.shape, stride=stride)
             tensor = parts.redistribute(placements=[Replicate()]).to_local()
         return tensor
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the same piece of another whole tensor."""
+        """Return the same shard of another whole tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, offset, size)
         return whole
 
-    def copy(self, device: str) -> Piece:
+    def copy(self, device: str) -> Shard:
         """Return a copy in memory of its own, in the order that safetensors take."""
         copied = self.tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         return replace(self, tensor=copied)
 
-    def empty(self) -> Piece:
-        """Return a like piece in new memory on the host."""
+    def empty(self) -> Shard:
+        """Return a like shard in new memory on the host."""
         return replace(self, tensor=torch.empty_like(self.tensor, device="cpu"))
 
-    def __create_write_items__(self, name: str, piece: Any) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, shard: Any) -> list[WriteItem]:
         if not self.tensor.numel():
             return []
         chunk = ChunkStorageMetadata(self.offsets, self.tensor.shape)
@@ -106,8 +107,8 @@ class Piece:
         return self.tensor
 
 
-def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ()) -> dict[str, Piece]:
-    """Return the pieces that this device writes, so that all devices together write each part of a tensor once.
+def own_shards(shards: Mapping[str, Shard], world: World, first: Container[str] = ()) -> dict[str, Shard]:
+    """Return the shards that this device writes, so that all devices together write each part of a tensor once.
 
     Devices that hold the same part have equal shares of such parts; those named in `first` are the first device's.
     """
@@ -115,19 +116,19 @@ def share(pieces: Mapping[str, Piece], world: World, first: Container[str] = ())
     across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, replica
     holders: dict[str, tuple[int, int]] = {}
     total, before = Counter[int](), Counter[int]()
-    for name, piece in pieces.items():
-        shards = {cut.mesh.mesh_dim_names: cut.mesh.size() for cut in piece.cuts}
-        shard = shards.get(("shard",), 1)
-        copy, copies = along // shard, ranks.shape[1] // shard
-        alike = (copy, copies) if ("tp",) in shards else (across * copies + copy, len(ranks) * copies)
+    for name, shard in shards.items():
+        sizes = {cut.mesh.mesh_dim_names: cut.mesh.size() for cut in shard.cuts}
+        sharing = sizes.get(("shard",), 1)
+        copy, copies = along // sharing, ranks.shape[1] // sharing
+        alike = (copy, copies) if ("tp",) in sizes else (across * copies + copy, len(ranks) * copies)
         holders[name] = alike
-        total[alike[1]] += piece.shape.numel()
-    own: dict[str, Piece] = {}
-    for name, piece in pieces.items():
+        total[alike[1]] += shard.shape.numel()
+    own: dict[str, Shard] = {}
+    for name, shard in shards.items():
         place, count = holders[name]
         if place == (0 if name in first else before[count] * count // max(total[count], 1)):
-            own[name] = piece
-        before[count] += piece.shape.numel()
+            own[name] = shard
+        before[count] += shard.shape.numel()
     return own
 
 
