@@ -169,7 +169,7 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
     ]
     for field in fields:
         for file in range(len(field.readers)):
-            if (whole := field.whole(file)) is not None:  # each page once: a mapping's first touch is no reading
+            if (whole := field.mapped(file)) is not None:  # each page once: a mapping's first touch is no reading
                 whole.transpose(field.order_of(file)).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
     epochs = iter(range(10**9))
 
@@ -214,7 +214,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
         """Return the words of a sample's two calls."""
         calls = list[tuple[Any, ...]]()
         for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
-            whole = field.whole(boxes.file[index])
+            whole = field.mapped(boxes.file[index])
             assert whole is not None
             box = [slice(None), *(slice(a, a + n) for a, n in zip(starts[index], field.shape[1:], strict=True))]
             view = whole[tuple(box)].transpose(field.order)

@@ -23,7 +23,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import map_chunks
 from dlscale.report.compare import read_rows
-from dlscale.train.weights import read_weights
+from dlscale.train.weight_files import read_weights
 from tests.conftest import stage
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 

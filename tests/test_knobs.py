@@ -38,7 +38,7 @@ from dlscale.train.precision import Weights, convert
 from dlscale.train.provenance import Provenance
 from dlscale.train.train import run_fingerprint
 from dlscale.train.trainer import Trainer
-from dlscale.train.weights import load_weights, read_weights
+from dlscale.train.weight_files import load_weights, read_weights
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, stage, train
 from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results

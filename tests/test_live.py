@@ -41,7 +41,7 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     now = time.time()
     whole = [job(tmp_path, name, 10) for name in "ab"]
     parts = [job(tmp_path, name, 4, 0.25) for name in "cdef"]
-    progress = status.Progress(now, [*whole, *parts])
+    progress = status.CallProgress(now, [*whole, *parts])
     progress.look(now)
     assert not progress.done and progress.left(now) == 24 and progress.share(now) == 0
     for each in parts:
@@ -63,13 +63,13 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     progress.look(now + 20)
     assert progress.left(now + 20) == 0 and progress.share(now + 20) == 1
     alone = [job(tmp_path, "alone", 100, 0.1), job(tmp_path, "beside it", 10, 0.1)]
-    assert status.Progress(now, alone).left(now) == 100, "however many run beside it, as on a cluster"
+    assert status.CallProgress(now, alone).left(now) == 100, "however many run beside it, as on a cluster"
 
 
 def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:
     one = job(tmp_path, "a")
     end(one)
-    progress = status.Progress(time.time() + 10, [one])
+    progress = status.CallProgress(time.time() + 10, [one])
     progress.look(time.time() + 10)
     assert not progress.done
 
@@ -79,7 +79,7 @@ def test_a_line(tmp_path: Path) -> None:
     now = time.time()
     jobs = [job(tmp_path, "p.a"), job(tmp_path, "p.b")]
     tell(jobs[0], time=now)
-    progress = status.Progress(now - 8, jobs)
+    progress = status.CallProgress(now - 8, jobs)
     progress.look(now)
     assert status.line(progress, now).replace("\u00a0", " ") == (
         "7 % after 8.00 s; about 1 min 40 s left; 0 of 2 jobs; "
@@ -94,7 +94,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     tell(jobs[0], time=now)
     for each in jobs[1:14]:
         tell(each, what="starting", unit="", left=None, values={}, time=now)
-    progress = status.Progress(now - 8, jobs)
+    progress = status.CallProgress(now - 8, jobs)
     progress.look(now)
     console = Console(file=io.StringIO(), width=120)
     console.print(status.drawn(progress, now))

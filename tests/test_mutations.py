@@ -39,7 +39,7 @@ from dlscale.parallel.world import World
 from dlscale.report import imports
 from dlscale.train.around import verify
 from dlscale.train.provenance import Provenance
-from dlscale.train.weights import read_weights
+from dlscale.train.weight_files import read_weights
 from tests.conftest import ERA5, ERA5_RUN, make_dataset, make_run, train
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 from tests.test_era5_sources import FORMATS, atmosphere, write

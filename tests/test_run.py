@@ -14,7 +14,7 @@ from dlscale.config import resolve
 from dlscale.core.errors import UserError
 from dlscale.core.stages import STAGES
 from dlscale.preflight import run
-from dlscale.preflight.run import Call
+from dlscale.preflight.run import Typed
 from tests.conftest import ROOT
 
 
@@ -49,7 +49,7 @@ def configuration() -> resolve.Configuration:
     ],
 )
 def test_words_are_sorted(words: str, call: dict[str, Any]) -> None:
-    assert run.sort(words.split()) == Call(**call)
+    assert run.sort(words.split()) == Typed(**call)
 
 
 @pytest.mark.parametrize("option", ["--profile", "--configfile"])

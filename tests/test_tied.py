@@ -25,7 +25,7 @@ from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
-from dlscale.train.weights import load_weights
+from dlscale.train.weight_files import load_weights
 from tests.ranks import spawn
 from tests.test_ddp import as_rank, squares
 from tests.test_rungs import settings

@@ -23,7 +23,7 @@ from dlscale.core.noise import ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.measure import tune
 from dlscale.measure.tune import Measure
-from dlscale.measure.tuning import Duel, Tried, Tuning
+from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.sections import tried
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage

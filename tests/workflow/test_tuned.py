@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dlscale.measure import tune
-from dlscale.measure.tuning import Duel, Tuning
+from dlscale.measure.tune_records import Duel, Tuning
 from tests.workflow.conftest import Outcome, Tree
 
 NEW = "tuned_mine_tuned"

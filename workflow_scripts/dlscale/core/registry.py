@@ -35,7 +35,7 @@ PLACES = {
 
 
 @dataclass(frozen=True)
-class Study:
+class StudyPlace:
     """Place of a study."""
 
     name: str
@@ -55,18 +55,18 @@ class Study:
         return self.file.parents[self.file.name == "__init__.py"]
 
 
-_added: dict[str, Study] = {}
+_added: dict[str, StudyPlace] = {}
 
 
-def studies() -> dict[str, Study]:
+def studies() -> dict[str, StudyPlace]:
     """Return all studies by name."""
     return {**_shipped(), **_added}
 
 
 @functools.cache
-def _shipped() -> dict[str, Study]:
+def _shipped() -> dict[str, StudyPlace]:
     files = sorted((PACKAGE / "studies").glob("*/study.py"))
-    return {f.parent.name: Study(f.parent.name, f"dlscale.studies.{f.parent.name}.study", f) for f in files}
+    return {f.parent.name: StudyPlace(f.parent.name, f"dlscale.studies.{f.parent.name}.study", f) for f in files}
 
 
 def add(name: str, path: str | Path) -> None:
@@ -84,7 +84,7 @@ def add(name: str, path: str | Path) -> None:
     module = (file.parent if file.name == "__init__.py" else file).stem
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
         raise UserError(f"{where}: {path}: Python cannot import a module called '{module}'; rename it")
-    study = Study(name, module, file)
+    study = StudyPlace(name, module, file)
     if not study.yaml.is_file():
         raise UserError(f"{where}: {study.yaml}: no such file; a study's settings stand in a YAML file beside it")
     _added[name] = study
@@ -92,7 +92,7 @@ def add(name: str, path: str | Path) -> None:
         sys.path.append(str(study.root))  # last: nothing there hides what is installed
 
 
-def added() -> dict[str, Study]:
+def added() -> dict[str, StudyPlace]:
     """Return the studies that were added."""
     return dict(_added)
 

@@ -38,7 +38,7 @@ def write_yaml(path: str | Path, settings: Raw) -> None:
     write_text(path, f"# Written by the workflow: the resolved settings. Change config.yaml instead.\n{text}")
 
 
-class Loader(yaml.CSafeLoader):
+class YamlLoader(yaml.CSafeLoader):
     """PyYAML's safe loader on libyaml's parser, which refuses keys that are written twice."""
 
     def __init__(self, stream: str) -> None:
@@ -60,7 +60,7 @@ def read_yaml(path: str | Path) -> Raw:
     """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
     no_pipe(path, "a file of settings")  # who reads it next, such as Snakemake, would find it empty
     try:
-        loader = Loader(Path(path).read_text(encoding="utf-8"))
+        loader = YamlLoader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
         raw = loader.construct_object(node, deep=True) if node else None  # deep: a value in itself is refused
     except FileNotFoundError:

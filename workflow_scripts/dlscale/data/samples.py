@@ -254,7 +254,7 @@ class BoxField:
         shape.insert(0, shape.pop(self.channel_axis))
         return tuple(shape)
 
-    def whole(self, file: int) -> np.ndarray | None:
+    def mapped(self, file: int) -> np.ndarray | None:
         """Return all stored values of a file, [C, a, b, c], if they lie in the mapped file in one piece."""
         values = self.readers[file].mapped
         return None if values is None else np.moveaxis(values, self.channel_axis, 0)

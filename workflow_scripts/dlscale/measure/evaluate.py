@@ -19,7 +19,7 @@ from dlscale.train.around import entered
 from dlscale.train.build import open_session
 from dlscale.train.provenance import Provenance
 from dlscale.train.validation import naive_means, validate
-from dlscale.train.weights import load_weights
+from dlscale.train.weight_files import load_weights
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration

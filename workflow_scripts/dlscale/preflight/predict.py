@@ -33,7 +33,7 @@ from dlscale.measure.scaling.model import (
     Measure,
     Memory,
     Mode,
-    Step,
+    StepTimes,
     Tokens,
     Workload,
     buckets,
@@ -57,7 +57,7 @@ FREE = "geometry", "batch_size"
 
 
 @dataclass(frozen=True)
-class Study:
+class MeasuredRuns:
     """Measurements of runs, and the model fitted to them."""
 
     run: Any  #: The first of them, as the train stage sees it.
@@ -69,7 +69,7 @@ class Study:
     links: Links | None  #: As a self-test measured them, if the machine is the device's own.
 
 
-def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
+def read(folders: Sequence[Path], machine: str | None, storage: float) -> MeasuredRuns:
     """Return the model fitted to the runs in these folders.
 
     Parameters
@@ -119,7 +119,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Study:
     work = replace(workload(run, results), processes=not device_name, storage=storage)
     batch = min(points, key=lambda point: point.job.devices).job.batch
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
-    return Study(run, fit(on, work, points), device_name or "CPU", whose, batch, epoch, links)
+    return MeasuredRuns(run, fit(on, work, points), device_name or "CPU", whose, batch, epoch, links)
 
 
 def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
@@ -216,7 +216,7 @@ class Row:
     memory: float | None  #: Bytes of a device.
     seconds: float | None  #: Of the training.
     node_hours: float | None
-    parts: Step
+    parts: StepTimes
     measured: float | None  #: Samples/s that were measured of this very job.
 
 
@@ -233,14 +233,14 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             if value is not None and not 0 < value <= MOST:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
-    study = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
-    rows, left_out = table(study, args)
+    measured = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
+    rows, left_out = table(measured, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")
     if args.json:
         print(json.dumps([_json(row) for row in rows], indent=2))
     else:
-        text = [*head(study), "", *lines(rows), "", *words(study, rows, args)]
+        text = [*head(measured), "", *lines(rows), "", *words(measured, rows, args)]
         print("\n".join([*text, *(f"Left out: {each}" for each in left_out)]))
     return 0
 
@@ -257,13 +257,13 @@ def validated() -> list[str]:
     return [rows[0], "|" + "---|" * rows[0].count(" | ") + "---|", *rows[1:], "", *fitting.summary(checks)]
 
 
-def table(study: Study, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+def table(measured: MeasuredRuns, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
     """Return a prediction of each job that is asked for, and the reasons why others are left out."""
     rows, left_out = list[Row](), list[str]()
     limit = args.memory * 1e9 if args.memory else math.inf
     for devices, tp, cp in itertools.product(args.devices, args.tp, args.cp):
         try:
-            row = _row(study, args, devices, tp, cp)
+            row = _row(measured, args, devices, tp, cp)
             if (row.memory or 0) > limit:
                 needed = f"{size(row.memory)} a device where --memory allows {args.memory:g} GB"
                 raise UserError(needed + f" (tp {tp}, cp {cp})" * (tp * cp > 1))
@@ -273,21 +273,21 @@ def table(study: Study, args: argparse.Namespace) -> tuple[list[Row], list[str]]
     return rows, left_out
 
 
-def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int) -> Row:
-    fitted, here = study.fit, args.per_node or study.fit.machine.per_node
+def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int, cp: int) -> Row:
+    fitted, here = measured.fit, args.per_node or measured.fit.machine.per_node
     if devices % (tp * cp):
         raise UserError(f"not divided by tp x cp = {tp * cp}")
     if devices > here and devices % here:
         raise UserError(f"no whole nodes of {here}")
     if (tp > 1 or cp > 1) and fitted.work.tokens is None:
-        raise UserError(f"study {study.run.study} does not support tp or cp: its devices cannot share a model")
+        raise UserError(f"study {measured.run.study} does not support tp or cp: its devices cannot share a model")
     dp = devices // (tp * cp)
-    batch = args.batch_size / dp if args.batch_size else study.batch
+    batch = args.batch_size / dp if args.batch_size else measured.batch
     if batch < 1:
         raise UserError(f"--batch-size {args.batch_size}: less than a sample for each of {dp} groups of devices")
-    job, one = Job(devices, batch, tp, cp, min(devices, here)), Job(1, study.batch)
+    job, one = Job(devices, batch, tp, cp, min(devices, here)), Job(1, measured.batch)
     rate, nodes = fitted.rate(job), math.ceil(devices / here)
-    total = _seconds(study, args, job, rate.value)
+    total = _seconds(measured, args, job, rate.value)
     return Row(
         job=job,
         nodes=nodes,
@@ -301,31 +301,31 @@ def _row(study: Study, args: argparse.Namespace, devices: int, tp: int, cp: int)
     )
 
 
-def _seconds(study: Study, args: argparse.Namespace, job: Job, rate: float) -> float | None:
+def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: float) -> float | None:
     """Return how long the training takes, s: its epochs with their validations, or so many samples alone."""
     if args.target_samples:
         return float(args.target_samples / rate)
-    training, validating = study.epoch
-    epochs = args.epochs or study.run.training.epochs
+    training, validating = measured.epoch
+    epochs = args.epochs or measured.run.training.epochs
     if not (training and epochs):
         return None
-    both, fitted = Measure("BOTH", training, validating or 0), study.fit
+    both, fitted = Measure("BOTH", training, validating or 0), measured.fit
     return epochs * fitted.predict(lambda costs: seconds(fitted.machine, fitted.work, costs, job, both)).value
 
 
 # ---- in words --------------------------------------------------------------------------------------
 
 
-def head(study: Study) -> list[str]:
+def head(measured: MeasuredRuns) -> list[str]:
     """Return the measurements that predictions stand on."""
-    most = max(point.job.devices for point in study.fit.points)
-    kind = f"{study.run.parallel.kind} on {study.device}, links of {study.machine}"
-    fitted = f"fitted to {many(len(study.fit.points), 'measurement')} on up to {many(most, 'device')}"
-    links = study.links
+    most = max(point.job.devices for point in measured.fit.points)
+    kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
+    fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"
+    links = measured.links
     return [
-        f"{study.run.study}, {kind}: {fitted}",
+        f"{measured.run.study}, {kind}: {fitted}",
         *([f"Links as {links.processes} processes measured them: {links.line()}"] if links else []),
-        f"Efficiency: the share of as many times one device, with a batch of {study.batch:g}.",
+        f"Efficiency: the share of as many times one device, with a batch of {measured.batch:g}.",
     ]
 
 
@@ -350,9 +350,9 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return aligned([list(cells[0]), *(list(row.values()) for row in cells)], right=range(len(cells[0])))
 
 
-def words(study: Study, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
+def words(measured: MeasuredRuns, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
     """Return which job is fastest, which the cheapest, and how far to trust it."""
-    training = None if args.target_samples else study.epoch[0]
+    training = None if args.target_samples else measured.epoch[0]
     large = [row for row in rows if training and row.job.samples > training]
     possible = [row for row in rows if row not in large] or rows
     fastest = max(possible, key=lambda row: row.rate.value)

@@ -141,7 +141,7 @@ def _check(word: str, what: str, name: str, configuration: Configuration) -> Non
 
 
 @dataclass
-class Call:
+class Typed:
     """The words of a call, sorted."""
 
     targets: list[str] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Call:
     rest: list[str] = field(default_factory=list)  #: Snakemake's.
 
 
-def sort(words: Iterable[str]) -> Call:
+def sort(words: Iterable[str]) -> Typed:
     """Sort words: from the first option that is not one of ours on, all are Snakemake's."""
     all_ = [part for word in words for part in (word.split("=", 1) if word.startswith("--configfile=") else [word])]
     theirs = (place for place, word in enumerate(all_) if word.startswith("-") and not OURS.fullmatch(word))
@@ -175,7 +175,7 @@ def sort(words: Iterable[str]) -> Call:
     typed_ = [word for word in [*args.configfile, *args.words] if word not in files]
     settings = [word for word in typed_ if SETTING.fullmatch(word)]
     targets = [word for word in typed_ if word not in settings]
-    return Call(targets, settings, files, args.profile, args.dry, args.commands, args.help, all_[end:])
+    return Typed(targets, settings, files, args.profile, args.dry, args.commands, args.help, all_[end:])
 
 
 def is_whole(word: str) -> bool:
@@ -196,7 +196,7 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
     return {"plans": {plan: {"settings": nested({key: given})} for plan in plans}}
 
 
-def configured(call: Call) -> tuple[Configuration, list[Target], Raw]:
+def configured(call: Typed) -> tuple[Configuration, list[Target], Raw]:
     """Return the configuration, validated, the targets, and what was typed over the files."""
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
     whole = [placed(word, ()) for word in call.settings if is_whole(word)]
@@ -250,7 +250,7 @@ def answer(reasons: Any) -> bool:
     return ASKED in os.environ
 
 
-def command(call: Call, names: Sequence[str], over: Raw) -> list[str]:
+def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
     """Return the words that start Snakemake."""
     words = [sys.executable, "-m", "snakemake", *site_words(call.profile)]
     words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands

@@ -268,7 +268,7 @@ def tell(jobs: Iterable[Job]) -> None:
 
 
 @dataclass
-class Progress:
+class CallProgress:
     """Progress of a call; times are seconds since 1970-01-01 UTC."""
 
     began: float
@@ -322,7 +322,7 @@ class Progress:
         return rows
 
 
-def line(progress: Progress, now: float) -> str:
+def line(progress: CallProgress, now: float) -> str:
     """Return the progress of a call in a line."""
     total, *further = progress.total(now)
     told = [f"{total} after {duration(now - progress.began)}", *further]
@@ -331,7 +331,7 @@ def line(progress: Progress, now: float) -> str:
     return "; ".join(told)
 
 
-def drawn(progress: Progress, now: float) -> RenderableType:
+def drawn(progress: CallProgress, now: float) -> RenderableType:
     """Return a bar for the call, and a line for each job that runs."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -359,7 +359,7 @@ def shown(command: Sequence[str]) -> int:
     console, said, last = Console(stderr=True), deque[str](), 0.0
     bar = Live(console=console, auto_refresh=False, transient=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        told, progress = Path(folder, "jobs.json"), Progress(time.time())
+        told, progress = Path(folder, "jobs.json"), CallProgress(time.time())
         child = subprocess.Popen(
             command,
             env={**os.environ, TOLD: str(told)},

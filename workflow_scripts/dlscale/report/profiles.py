@@ -94,7 +94,7 @@ def devices(runs: Iterable[RunResult]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """A step, and where its time goes."""
 
     label: str
@@ -103,7 +103,7 @@ class Step:
     samples: int | None  #: Samples over all processes.
 
 
-def step(run: RunResult) -> Step | None:
+def step(run: RunResult) -> StepTime | None:
     """Return where a step's time goes: from its profile, else from its throughput; None without either."""
     profile, measured = run.profile, run.throughput
     batch = (measured.batch_size if measured else None) or (profile.batch_size if profile else None)
@@ -113,12 +113,12 @@ def step(run: RunResult) -> Step | None:
     )
     tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
     if tool:
-        return Step(f"{run.label} ({tool.name})", of_tool(tool), full, batch)
+        return StepTime(f"{run.label} ({tool.name})", of_tool(tool), full, batch)
     if not (full and computing):
         return None
     # A step waits no longer than its batch takes to load. Nothing measured explains the rest.
     parts = {"data": min(max(0.0, full - computing), loading or 0.0), "compute": min(full, computing)}
-    return Step(run.label, {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
+    return StepTime(run.label, {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
 
 
 def of_tool(tool: ProfiledTool) -> dict[str, float]:
@@ -164,7 +164,7 @@ def section(plan: PlanResult, page: Path) -> Section | None:
     )
 
 
-def timeline(name: str, steps: Sequence[Step], sample: bool = False) -> str:
+def timeline(name: str, steps: Sequence[StepTime], sample: bool = False) -> str:
     """Draw where the milliseconds of a step go, or those of a `sample`."""
     groups = []
     for each in steps:
@@ -176,7 +176,7 @@ def timeline(name: str, steps: Sequence[Step], sample: bool = False) -> str:
     return bars(name, groups, f"time of a {'sample' if sample else 'step'} (ms)")
 
 
-def _about(sample: bool, steps: Sequence[Step]) -> str:
+def _about(sample: bool, steps: Sequence[StepTime]) -> str:
     said = f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work. "
     full = "The upright line and the number are FULL: other steps, at another moment, with no profiler."
     said += (
@@ -226,7 +226,7 @@ def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobUse:
     """A stage of a run on its first node, as Slurm's `seff` sees it."""
 
     stage: str
@@ -247,7 +247,7 @@ class Job:
         return self.peak_bytes / self.memory_bytes if self.peak_bytes is not None and self.memory_bytes else None
 
 
-def job(run: RunResult) -> Job | None:
+def job(run: RunResult) -> JobUse | None:
     """Return what training used, or a run's first stage; None without telemetry."""
     stage, nodes = next(((stage, nodes) for stage, nodes in run.telemetry.items() if nodes), ("", []))
     known = [sample for sample in nodes[0] if sample.cpu_run is not None] if nodes else []
@@ -256,7 +256,7 @@ def job(run: RunResult) -> Job | None:
     found, given, timed = summary(known), run.provenance, step(run)
     parts = timed.parts if timed else {}
     used = [(gpu.utilization, s.seconds) for s in known for gpu in s.gpus if gpu.utilization is not None]
-    return Job(
+    return JobUse(
         stage,
         found.seconds,
         (given and given.cores) or known[0].cores,

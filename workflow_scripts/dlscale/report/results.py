@@ -23,7 +23,7 @@ from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.measure.profilers import Profile
 from dlscale.measure.records import MODES, Throughput, Trials, Usage
-from dlscale.measure.tuning import Tuning
+from dlscale.measure.tune_records import Tuning
 from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
 

@@ -21,7 +21,7 @@ from dlscale.core.metrics import Metric
 from dlscale.core.settings import nested
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES
-from dlscale.measure.tuning import Tried, Tuning
+from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference

@@ -44,7 +44,7 @@ from dlscale.train.logs import RunLogs, Wandb
 from dlscale.train.loop import Batch, Hook, Request
 from dlscale.train.memory import total
 from dlscale.train.trainer import Trainer, training
-from dlscale.train.weights import weights_digest
+from dlscale.train.weight_files import weights_digest
 
 #: Greatest number of epochs with pictures in TensorBoard.
 PICTURES = 50

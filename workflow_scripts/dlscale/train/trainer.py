@@ -27,7 +27,7 @@ from dlscale.train.optimizer import begin
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.validation import metric_called, naive_means, validate
-from dlscale.train.weights import load_weights
+from dlscale.train.weight_files import load_weights
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ class HostField:
 
     def _in_place(self, file: int) -> np.ndarray | None:
         """Return the mapped values of a file, [C, a, b, c], if boxes can be decoded there."""
-        field, whole = self._field, self._field.whole(file)
+        field, whole = self._field, self._field.mapped(file)
         alike = whole is not None and (whole.dtype, field.order_of(file)) == (field.dtype, field.order)
         return whole if alike else None
 

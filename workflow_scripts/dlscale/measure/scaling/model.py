@@ -296,7 +296,7 @@ STEPS = Measure()
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """Parts of a step, seconds."""
 
     compute: float  #: The mean device's.
@@ -332,7 +332,7 @@ def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
     return now
 
 
-def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
+def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> StepTimes:
     """Return the parts of a step."""
     compute, links = _compute(machine, work, costs, job), machine.used(job.per_node, costs.near, costs.far)
     exposed, hidden = _gradients(links, work, job, compute)
@@ -341,7 +341,7 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> Step:
     slowed = costs.slowdown * hidden
     alone = compute + waiting + slowed + exposed
     load = _load(machine, work, costs, job)
-    return Step(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
+    return StepTimes(compute, waiting, slowed, exposed, _blended(alone, load, costs.blend) - alone)
 
 
 def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:

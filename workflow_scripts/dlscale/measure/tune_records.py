@@ -1,4 +1,4 @@
-"""Records of tuning."""
+"""Records of tuning: what stage `tune` writes as `tune.json`."""
 
 from __future__ import annotations
 

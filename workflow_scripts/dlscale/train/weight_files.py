@@ -1,4 +1,4 @@
-"""Weights from a file: those of another run, or published ones. `train.precision.Weights` are those at work."""
+"""Weights from a file: those of another run, or published ones."""
 
 from __future__ import annotations
 
