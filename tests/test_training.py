@@ -56,7 +56,7 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
 from dlscale.train.logs import RunLogs
 from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
-from dlscale.train.train import fit, run_fingerprint
+from dlscale.train.train import fit_with_signals, run_fingerprint
 from dlscale.train.trainer import Trainer
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, train
 from tests.test_rungs import settings
@@ -366,7 +366,7 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
     """Ended within the first epoch: it goes on with what it has seen, and looks no second time."""
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather) as made:
-        (whole,) = fit(made)
+        (whole,) = fit_with_signals(made)
         made.checkpoints.clear()
     assert whole.untrained and math.isfinite(whole.untrained.train_loss)
     step, validate, validations = Step.__call__, Trainer.validate, []
@@ -377,12 +377,12 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
 
     with trainer(tmp_path, weather) as made, monkeypatch.context() as patched, pytest.raises(Stopped, match="step 1"):
         patched.setattr(Step, "__call__", asked)
-        fit(made)
+        fit_with_signals(made)
     monkeypatch.setattr(Trainer, "validate", lambda self, *hooks: (validations.append(1), validate(self, *hooks))[1])
     begun: list[Untrained] = []
     with trainer(tmp_path, weather) as made:
         made.resume()
-        (resumed,) = fit(made, on_begin=begun.append)
+        (resumed,) = fit_with_signals(made, on_begin=begun.append)
     assert made.resumed_from == 1 and len(validations) == 1
     assert begun == [resumed.untrained] == [whole.untrained]
 
@@ -399,7 +399,7 @@ class _Slow(TorchLoader):
 def test_the_wait_for_the_first_batch_counts(tmp_path: Path, weather: Path) -> None:
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather, _Slow) as made:
-        (record,) = fit(made)
+        (record,) = fit_with_signals(made)
     assert record.epoch_seconds >= 0.3
     assert record.valid_seconds >= 0.3
     assert record.samples_per_second <= 38 / 0.3
@@ -410,7 +410,7 @@ def test_a_loss_is_one_number_for_each_sample(tmp_path: Path, weather: Path, mon
     mean = lambda prediction, target: (prediction - target).abs().mean()  # noqa: E731 - as a study writes it
     monkeypatch.setattr(Era5ViT, "loss", lambda self, run: mean)
     with trainer(tmp_path, weather) as made, pytest.raises(UserError, match=r"era5_vit: its loss has shape \(\) for 4"):
-        fit(made)
+        fit_with_signals(made)
 
 
 def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +431,7 @@ def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, m
         monkey = SimpleNamespace(described=described, **kept)
         made.metrics = monkey  # type: ignore[assignment]
         with pytest.raises(UserError, match=r"metrics that it describes have no value: sharpness; .*give: rmse"):
-            fit(made)
+            fit_with_signals(made)
 
 
 class Waits(TorchDispatchMode):
@@ -470,7 +470,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
         with trainer(tmp_path / str(steps), weather, **replaced) as made:
             shutil.rmtree(made.checkpoints.folder)
             with Waits(made.step.optimizer) as counted:
-                fit(made)
+                fit_with_signals(made)
             assert len(made.history) == 1, "one epoch in either case"
         return counted.count
 
@@ -1016,7 +1016,7 @@ def test_precisions_learn_as_fp32_does_to_their_few_digits(
             settings = config.merge(copy.deepcopy(COSMO_RUN), over | {"precision": precision})
             make_run(folder, study, settings, COSMO)
         with trainer(folder, data) as made:
-            losses[precision] = [[record.train_loss, record.valid_loss] for record in fit(made)]
+            losses[precision] = [[record.train_loss, record.valid_loss] for record in fit_with_signals(made)]
             assert all(p.isfinite().all() and p.dtype == torch.float32 for p in made.step.model.parameters())
             x = torch.zeros(1, *next(iter(made.train_loader.epoch(0)))[0].shape[1:])
             assert made.step.predict(x).dtype == torch.float32

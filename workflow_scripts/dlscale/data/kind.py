@@ -110,7 +110,7 @@ class RowSamples(Strict):
 
 
 class DatasetKind(ABC):
-    """See the module. A folder's `kind.py` has one as `KIND`; a module from outside lists its own in `KINDS`."""
+    """A kind of dataset; a folder's `kind.py` has one as `KIND`, a module from outside lists its own in `KINDS`."""
 
     name: ClassVar[str]  # value of a dataset's key `kind`
     Settings: ClassVar[type[DatasetSettings]]

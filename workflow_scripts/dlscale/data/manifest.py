@@ -104,7 +104,7 @@ class FieldInfo(Record):
 
 
 class Manifest(Record):
-    """See the module."""
+    """The content of `manifest.json`."""
 
     kind: str  # of dataset
     rows: str = "rows"  # name for the rows of a file

@@ -198,7 +198,7 @@ class BoxField:
         self._decoding: dict[int, np.ndarray] = {}
 
     def decoding(self, file: int) -> np.ndarray:
-        """Return shift, factor and offset of a file, float32 [3, C]; see `decoding`."""
+        """Return shift, factor and offset (`decoding`) of a file, float32 [3, C]."""
         if file not in self._decoding:
             self._decoding[file] = decoding(self._info, self.readers[file].scaling)
         return self._decoding[file]
@@ -384,7 +384,7 @@ class RowField:
 
 
 class Rows(TableSamples):
-    """Rows of all files in the order of `Visits`. See `Samples`."""
+    """Samples that are rows of all files, in the order of `Visits`."""
 
     def __init__(self, manifest: Manifest, split: str, settings: RowSamples, seed: int) -> None:
         self._fields = [RowField(manifest, split, key, getattr(settings, key)) for key in ("input", "target")]

@@ -128,7 +128,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         for each in tracked:
             each.add(record)
 
-    history = fit(trainer, on_epoch, lambda untrained: logs.begin(untrained, time.time()))
+    history = fit_with_signals(trainer, on_epoch, lambda untrained: logs.begin(untrained, time.time()))
     import matplotlib
 
     with ranges.part("writing", ranges.BETWEEN):
@@ -173,7 +173,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
 def _follow(session: Session, trainer: Trainer) -> None:
     """Train as any other rank, with the joint predictions and gathers of `_lead` in its order."""
     shown = _Shown(session, trainer.epochs)
-    fit(trainer, lambda record: shown.predict() if shown.drawn(record) else None)
+    fit_with_signals(trainer, lambda record: shown.predict() if shown.drawn(record) else None)
     with ranges.part("writing", ranges.BETWEEN):
         shown.predict()
         session.step.weights.state_dict(keep=False)
@@ -181,7 +181,7 @@ def _follow(session: Session, trainer: Trainer) -> None:
             session.step.weights.gathered(trainer.best_weights, keep=False)
 
 
-def fit(
+def fit_with_signals(
     trainer: Trainer,
     on_epoch: Callable[[Epoch], object] = lambda record: None,
     on_begin: Callable[[Untrained], None] = lambda untrained: None,

@@ -50,7 +50,7 @@ class Pace:
 
 
 class Images:
-    """Inputs and operators of a pipeline of images. See `Boxes`."""
+    """Inputs and operators of a pipeline of images, as `Boxes` are those of boxes."""
 
     def __init__(self, samples: CroppedImages, indices: list[range], settings: Settings, gpu: bool) -> None:
         self._samples: Any = samples
@@ -110,7 +110,7 @@ class Images:
 
 
 class DaliLoader(Loader):
-    """See `Loader`."""
+    """The loader `dali`."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         gpu = device.type == "cuda"

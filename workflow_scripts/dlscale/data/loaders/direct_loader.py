@@ -227,7 +227,7 @@ def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, in
 
 
 class DirectLoader(Loader):
-    """See `Loader`."""
+    """The loader `direct`."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)

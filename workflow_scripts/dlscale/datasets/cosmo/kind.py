@@ -118,7 +118,7 @@ class CropSamples(Strict):
 
 
 class Cosmo(DatasetKind):
-    """See the module."""
+    """The kind of dataset `cosmo`."""
 
     name = "cosmo"
     Settings = CosmoDataset

@@ -160,7 +160,7 @@ class PairSamples(Strict):
 
 
 class Era5(DatasetKind):
-    """See the module."""
+    """The kind of dataset `era5`."""
 
     name = "era5"
     Settings = Era5Dataset

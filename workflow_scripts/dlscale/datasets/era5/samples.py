@@ -125,7 +125,7 @@ class InformedPairs(ArrangedSamples):
         self._pairs = pairs
 
     def numbers(self, epoch: int) -> np.ndarray:
-        """See `ArrangedSamples`: sine and cosine of what the clock shows at the input's time (UTC)."""
+        """Return sine and cosine of what the clock shows at each input's time (UTC), float32 [size, 2 x hands]."""
         file, row = self._pairs.places(epoch)
         if not self._clock:
             return np.zeros((len(row), 0), np.float32)
@@ -139,7 +139,7 @@ class InformedPairs(ArrangedSamples):
         return np.stack([wave(angle) for angle in angles for wave in (np.sin, np.cos)], axis=1).astype(np.float32)
 
     def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """See `ArrangedSamples`."""
+        """Return inputs (`ArrangedSamples`): states side by side, then the clock's numbers as fields."""
         import torch
 
         states = [x[:, :, -1 - lag] for lag in self._lags] if x.dim() == 5 else [x]

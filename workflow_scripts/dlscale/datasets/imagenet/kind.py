@@ -96,7 +96,7 @@ class ImageSamples(Strict):
 
 
 class Imagenet(DatasetKind):
-    """See the module."""
+    """The kind of dataset `imagenet`."""
 
     name = "imagenet"
     Settings = ImagenetDataset

@@ -75,7 +75,7 @@ def _middle(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 class Images(CroppedImages):
-    """Crops of the images of a split; see `dlscale.data.samples.Samples`."""
+    """Samples that are crops of the images of a split."""
 
     def __init__(self, manifest: Manifest, split: str, settings: ImageSamples, seed: int) -> None:
         self.packs = [Pack(manifest.path(file)) for file in manifest.files(split)]
@@ -88,11 +88,11 @@ class Images(CroppedImages):
 
     @property
     def encoded(self) -> bool:
-        """See `CroppedImages`."""
+        """Whether the packs hold image files, and not pixels."""
         return self.packs[0].form == "encoded"
 
     def windows(self, epoch: int, indices: range) -> ImageWindows:
-        """See `CroppedImages`."""
+        """Return the windows of samples `indices` of `epoch`."""
         rows = self._rows(epoch, indices)
         images = [self.packs[pack].stored(row) for pack, row in rows]
         labels = np.array([self.packs[pack].labels[row] for pack, row in rows], np.int64)
@@ -115,7 +115,7 @@ class Images(CroppedImages):
         return list(zip(packs, rows, strict=True))
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """See `WritingSamples`."""
+        """Return a task for each of the samples `indices`, which writes it into `x` and `y`."""
         chosen = self.windows(epoch, indices)
         y[:] = chosen.labels
         rows = enumerate(self._rows(epoch, indices))

@@ -47,7 +47,7 @@ class MnistDataset(DatasetSettings):
 
 
 class Mnist(DatasetKind):
-    """See the module."""
+    """The kind of dataset `mnist`."""
 
     name = "mnist"
     Settings = MnistDataset

@@ -81,7 +81,7 @@ class StarterDataset(DatasetSettings):
 
 
 class Starter(DatasetKind):
-    """See the module."""
+    """The kind of dataset `starter`."""
 
     name = "starter"
     Settings = StarterDataset

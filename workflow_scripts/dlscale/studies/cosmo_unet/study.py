@@ -119,7 +119,7 @@ class CosmoMetrics(Metrics):
 
 
 class CosmoUNet(Study):
-    """See the module."""
+    """The study `cosmo_unet`."""
 
     dataset = "cosmo"
     Model, Loss = UNet3DSettings, UNet3DLoss

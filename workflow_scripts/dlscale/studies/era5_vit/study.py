@@ -157,7 +157,7 @@ class Era5Metrics(Metrics):
 
 
 class Era5ViT(Study):
-    """See the module."""
+    """The study `era5_vit`."""
 
     dataset = "era5"
     Model, Loss = ViTSettings, ViTLoss

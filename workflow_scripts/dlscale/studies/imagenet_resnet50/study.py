@@ -83,7 +83,7 @@ class ImagenetMetrics(Metrics):
 
 
 class ImagenetResNet50(Study):
-    """See the module."""
+    """The study `imagenet_resnet50`."""
 
     dataset = "imagenet"
     Model, Loss = ResNetSettings, CrossEntropy

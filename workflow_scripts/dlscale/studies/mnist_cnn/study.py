@@ -65,7 +65,7 @@ class MnistMetrics(Metrics):
 
 
 class MnistCNNStudy(Study):
-    """See the module."""
+    """The study `mnist_cnn`."""
 
     dataset = "mnist"
     Model, Loss = MnistCNNSettings, MnistLoss

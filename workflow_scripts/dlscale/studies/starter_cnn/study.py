@@ -63,7 +63,7 @@ class StarterCNNMetrics(Metrics):
 
 
 class StarterCNNStudy(Study):
-    """See the module."""
+    """The study `starter_cnn`."""
 
     dataset = "starter"
     Model, Loss = StarterCNNSettings, StarterCNNLoss
