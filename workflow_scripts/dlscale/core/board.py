@@ -29,14 +29,14 @@ def writer(folder: Path, step: int = -1) -> SummaryWriter:
 
 
 def last_writer(folder: Path) -> SummaryWriter:
-    """Return a writer of a run's end, beside the other files."""
+    """Return a writer of what is known at a run's end, in a file of its own beside the others."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), filename_suffix=LAST)
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the event files."""
+    """Return the event files in `folder`."""
     return [*folder.glob("events.out.tfevents.*")]
 
 

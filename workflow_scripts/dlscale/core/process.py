@@ -93,9 +93,9 @@ def redirect(log: Path) -> TextIO:
 
 
 def go_on(kept: Path, resumed: bool) -> None:
-    """Keep this process's log under a second name, `kept`, too: Snakemake removes a job's log before each try.
+    """Keep this process's log under a second name, `kept`: Snakemake removes a job's log before each try.
 
-    `resumed` puts the content of `kept` first.
+    If `resumed`, the log first gets what `kept` holds of earlier tries.
     """
     if not (_log and _log.is_file()):
         return

@@ -92,9 +92,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], No
 
 
 def become(words: Sequence[str]) -> int:
-    """Become a command that starts ranks, such as mpirun, with this node, where rank 0 is, for `{host}` and `{port}`.
+    """Become a command that starts ranks, such as mpirun.
 
-    Runs on the same machine meet at different ports.
+    Where it sets MASTER_ADDR and MASTER_PORT, `{host}` becomes this node, which has rank 0, and `{port}` a port that
+    differs from those of other runs on this machine.
     """
     host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)
     if not shutil.which(words[0]):

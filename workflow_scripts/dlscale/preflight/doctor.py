@@ -189,7 +189,7 @@ def _cuda(facts: Facts, on_gpus: bool) -> Finding:
 
 
 def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
-    """Return what runs, by name, lack on this machine with so many GPUs; at once, without importing torch."""
+    """Return what runs (by name) lack on this machine, which has `devices` GPUs; quick: torch is not imported."""
     findings = []
     for name, run in runs.items():
         what = f"run {name}"

@@ -142,7 +142,7 @@ def _check(word: str, what: str, name: str, configuration: Configuration) -> Non
 
 @dataclass
 class Typed:
-    """The words of a call, sorted."""
+    """What a user typed: the words of a call, sorted."""
 
     targets: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)  #: KEY=VALUE

@@ -206,7 +206,7 @@ class PlanResult:
 
     @property
     def answers(self) -> list[str]:
-        """Naive answers; where the strongest of several counts, these."""
+        """Naive answers: the rivals, of which the strongest counts, or else the answer of each metric."""
         several = [metric.rival for metric in self.described.values() if metric.rival]
         return several or [metric.answer for metric in self.described.values() if metric.answer]
 

@@ -210,7 +210,7 @@ def kernel(device: torch.device) -> Callable[..., None] | None:
 
 
 def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, int]) -> torch.Tensor:
-    """Return the values, float32 [B, C, cells]."""
+    """Decode by PyTorch's own operations; return the values, float32 [B, C, cells]."""
     integer = torch.int32 if stored.numel() < 2**31 else torch.int64
     base, step, channel = plan.places.to(integer).tensor_split([1, 4], dim=1)
     shift, factor, offset = plan.numbers[..., None].unbind(1)

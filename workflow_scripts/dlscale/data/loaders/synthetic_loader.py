@@ -12,7 +12,7 @@ from dlscale.data.samples import ArraySpec, Samples
 
 
 class SyntheticLoader(Loader):
-    """Loader `synthetic`: fields are normal deviates, targets clamped to [-1, 1]; labels any class, images any bytes."""
+    """Loader `synthetic`: fields are normal deviates, targets within [-1, 1]; labels any class, images any bytes."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)

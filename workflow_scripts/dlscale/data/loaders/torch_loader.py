@@ -34,7 +34,7 @@ class _Dataset(Dataset[list[torch.Tensor]]):
 
 
 class TorchLoader(Loader):
-    """Loader `torch`: batches are copied to a GPU beside its step, on a stream of their own, as published loaders do."""
+    """Loader `torch`: batches are copied to a GPU beside its step, on their own stream, as published loaders do."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)

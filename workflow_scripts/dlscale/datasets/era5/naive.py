@@ -88,7 +88,7 @@ class NaiveAnswers:
 
     @functools.cache  # noqa: B019 - of a few splits, for as long as the answers are
     def _places(self, split: str, plain: bool = False) -> list[tuple[str, int]]:
-        """Return file digest and row of each input of a split; `plain`: pairs without a history, too."""
+        """Return file digest and row of each input of a split; if `plain`, also of pairs that have no whole history."""
         samples = self._samples
         if plain:
             samples = samples.model_copy(update={"history": [], "clock": [], "train": None})
