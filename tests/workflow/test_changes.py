@@ -290,7 +290,7 @@ ROWS = [
         [],
     ),
     # Records: what writes them, and the tables, which read them all.
-    Row("tuning's record", extended("measure/tuning.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
+    Row("tuning's record", extended("measure/tune_records.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
     Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"])),
     # A picture is a result of the stage that draws it.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
