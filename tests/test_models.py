@@ -98,9 +98,6 @@ def test_vit_linear_weights_are_normal_and_biases_zero() -> None:
     assert abs(model.position.detach().std() - 0.02) < 0.001
 
 
-# --- gradients --------------------------------------------------------------------------------------------------
-
-
 # --- evaluation and drop-out ------------------------------------------------------------------------------------
 
 

@@ -780,9 +780,6 @@ def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, 
     assert all(distance(b[key], a[key]) < 2e-2 for key in a if not key.endswith("attention.k.bias"))
 
 
-# --- the check of the libraries ---------------------------------------------------------------------------------
-
-
 # --- what does not go together ----------------------------------------------------------------------------------
 
 

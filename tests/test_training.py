@@ -311,9 +311,6 @@ def test_validation_runs_without_drop_out(era5: Make) -> None:
     assert len({r["train_loss"] for r in records(dropping)} & {r["train_loss"] for r in records(plain)}) == 0
 
 
-# --- the loop -----------------------------------------------------------------------------------------------------
-
-
 # --- the trainer by itself --------------------------------------------------------------------------------------
 
 

@@ -17,18 +17,19 @@ import pandas as pd
 
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
 from dlscale.measure.profilers.lines import LineProfiler
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
-from dlscale.measure.roofline import attempt
 from dlscale.measure.window import Window
+from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
 from dlscale.train import memory
-from dlscale.train.around import entered
+from dlscale.train.around import entered, is_exhaustion
 from dlscale.train.build import Session, open_session
+from dlscale.train.loop import Batch
 
 #: Rows of each profiler and kind that the record holds; the CSV file has all.
 TOP = 10
@@ -83,8 +84,7 @@ def measure(
             tools["torch"] = TorchProfiler(folder, world.rank, world.device)
     with contextlib.closing(Window(settings, session)) as window:
         batch = window.batch()
-        # Before any other step: what is set up is then all that there is.
-        used = attempt("memory cannot be predicted", lambda: memory.measure(session, batch))
+        used = _memory(session, batch)  # before any other step: what is set up is then all that there is
         window.run(settings.skip)
         seconds = list[float]()
         for name, tool in tools.items():
@@ -105,6 +105,17 @@ def measure(
         top=first_rows(rows, min(settings.ranks)),
     )
     return record, rows
+
+
+def _memory(session: Session, batch: Batch) -> Memory | None:
+    """Return the memory of a step; None, with the reason in the log, where fake tensors cannot follow the model."""
+    try:
+        return memory.measure(session, batch)
+    except Exception as error:
+        if is_exhaustion(error) or isinstance(error, UserError):  # the step that it makes is one of all ranks
+            raise
+        logging.info("memory cannot be predicted: %s: %s", type(error).__name__, brief(error))
+        return None
 
 
 def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[ProfiledTool], list[TopEntry]]:
