@@ -26,7 +26,7 @@ PASSED_ON = (
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
     *(name for names in VARIABLES for name in names if name.startswith(("OMPI", "MV2", "PMI", "MPI"))),
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DLSCALE_IMAGE"),
-    *("SLURM_TOPOLOGY_ADDR", urls.VARIABLE),
+    urls.VARIABLE,
 )
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
