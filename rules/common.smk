@@ -65,8 +65,15 @@ def rung_file(name, rung):
 
 def asked_targets():
     """The targets that are named on the command line; a job of a scheduler is a call of its own, and names none."""
-    words = sys.argv[1:] if workflow.is_main_process else []
-    return [target for word in words if (target := read_target(word, CONFIG))]
+    found = []
+    for word in sys.argv[1:] if workflow.is_main_process else []:
+        try:
+            found.append(read_target(word, CONFIG))
+        except UserError:
+            # An option's file or folder, of such a name, is none.
+            if not Path(word).exists() or Path(word).is_relative_to(CONFIG.workflow.results):
+                raise
+    return [target for target in found if target]
 
 
 try:

@@ -172,7 +172,8 @@ def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
         shown.stderr.close()
         (tmp_path / "say").touch()
     else:
-        shown.send_signal(signal.Signals[f"SIG{how}"])
+        send = os.killpg if how == "HUP" else os.kill  # of a lost terminal all of its processes hear
+        send(shown.pid, signal.Signals[f"SIG{how}"])
     until("its end", (tmp_path / "asked").exists)
     shown.wait(timeout=PATIENCE)
     if how != "closed pipe":

@@ -34,7 +34,8 @@ def test_what_changed_is_named(clone: Tree) -> None:
     assert further == ["and what follows from that: collect, report_plan", replaced]
     undo()
     undo = configure("datasets.years.source.days", 4)(clone)
-    assert reasons(clone)[-1] == replaced.replace("(train)", "(train, throughput)")
+    own = replaced.replace("(train)", "(train, throughput)").replace("own (", "own, on a dataset of its own (")
+    assert reasons(clone)[-1] == own
     undo()
     undo = append(f"{PACKAGE}/studies/era5_vit/model.py")(clone)
     (line, _) = reasons(clone)

@@ -166,7 +166,7 @@ is_silent_about 'corrupted'
 epochs=$(wc -l <"$metrics")
 { [ "$epochs" -ge 5 ] && [ "$epochs" -lt 40 ]; } || { echo "TOUR: it ended after $epochs epochs"; exit 1; }
 ends 0 dlscale status "${mine[@]}"
-says 'stopped'
+says 'asked to end; saved after step'
 ends 0 snakemake "${mine[@]}" -- "$metrics"
 [ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing, or there twice'; exit 1; }
 log=results/logs/train/first/reference.log

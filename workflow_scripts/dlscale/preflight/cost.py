@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -299,10 +299,12 @@ def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> 
     return Work(stage, plan, name, run, dataset=configuration.workflow.datasets[run.dataset])
 
 
-def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]:
+def works(
+    configuration: Configuration, plans: Iterable[str] = (), again: Collection[tuple[str, str | None]] = ()
+) -> list[Work]:
     """Return the jobs that lack their results, of these plans or the targets; each run once.
 
-    Changed settings or sources do not count.
+    Changed settings or sources do not count. `again`: plan and name of trials that train anew, with all their rungs.
     """
     workflow = configuration.workflow
     results = Path(workflow.results)
@@ -315,7 +317,8 @@ def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]
                     configuration, data, data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 )
             for stage in configuration.stages(plan, run):
-                if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
+                there = (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists()
+                if not there or (owner, resolved.trial) in again:
                     runs[owner, name, stage] = run_work(configuration, owner, name, stage)
     return [*datasets.values(), *runs.values()]
 

@@ -351,7 +351,8 @@ def drawn(progress: CallProgress, now: float) -> RenderableType:
 def shown(command: Sequence[str]) -> int:
     """Run Snakemake and show its progress; return its status.
 
-    Ctrl-C comes to both, as a terminal has it. When this process ends before, Snakemake is asked to end.
+    In a group of its own Snakemake, with its jobs, hears no terminal: Ctrl-C is passed on, and when this process ends
+    before, as with its terminal, Snakemake is asked to end.
     """
     from rich.console import Console
     from rich.live import Live
@@ -368,10 +369,16 @@ def shown(command: Sequence[str]) -> int:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            process_group=0,
             preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),
         )
+
+        def interrupt(*_: object) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGINT)
+
         for number, handler in (
-            (signal.SIGINT, lambda *_: None),
+            (signal.SIGINT, interrupt),
             (signal.SIGTERM, lambda *_: child.terminate()),
         ):
             stack.callback(signal.signal, number, signal.signal(number, handler))

@@ -88,19 +88,21 @@ def found(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
 
 def replaced(jobs: Iterable[Waiting]) -> str:
     """Return a line on runs whose results are replaced by those of other settings or inputs; else an empty text."""
-    names, rules = set(), set()
+    names, rules, data = set(), set(), False
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)
         others = bool(_settings(before.get("settings"), now.get("settings")))
         # New sources, or another image, make all inputs again, too: that is no change of what was asked for.
-        others |= not (before or now) and (job.follows or bool(job.newer))
-        if job.rule in RUN_STAGES and job.known and not job.missing and others:
+        read = not (before or now) and (job.follows or bool(job.newer))
+        if job.rule in RUN_STAGES and job.known and not job.missing and (others or read):
             names.add("{plan}.{run}".format_map(job.wildcards))
             rules.add(job.rule)
+            data |= read
     if not names:
         return ""
     runs = f"{_some(sorted(names))} ({', '.join(_in_order(rules))})"
-    return f"replaces the results of {runs}; to keep them: a run of its own (from: {min(names)})"
+    own = "a run of its own, on a dataset of its own" if data else "a run of its own"
+    return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
 
 
 def lost(

@@ -62,7 +62,8 @@ class Call:
             elif name == "promote":
                 halving[wildcards.plan] = None
         # Which trials come to a later rung is not known yet, but how many.
-        later = cost.works(self.configuration, halving) if halving else []
+        again = {(work.plan, plans[work.plan][work.run_name].trial) for work in runs}
+        later = cost.works(self.configuration, halving, again) if halving else []
         runs += [work for work in later if work.run and plans[work.plan][work.run_name].rung and work not in runs]
         order = {plan: (number, [*plans[plan]]) for number, plan in enumerate(plans)}
         runs.sort(key=lambda work: (order[work.plan][0], order[work.plan][1].index(work.run_name), work.stage))
