@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -299,30 +299,34 @@ def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> 
     return Work(stage, plan, name, run, dataset=configuration.workflow.datasets[run.dataset])
 
 
-def works(configuration: Configuration, plans: Iterable[str] = ()) -> list[Work]:
+def works(configuration: Configuration, plans: Iterable[str] = (), again: Collection[str | None] = ()) -> list[Work]:
     """Return the jobs that lack their results, of these plans or the targets; each run once.
 
-    Changed settings or sources do not count.
+    Changed settings or sources do not count. `again`: trials that train again have no results.
     """
     workflow = configuration.workflow
     results = Path(workflow.results)
     datasets, runs = dict[str, Work](), dict[tuple[str, str, str], Work]()
     for plan in check_plans(list(plans), configuration):
-        for run, resolved in expected_runs(configuration.plans[plan], results).items():
+        for run, resolved in expected_runs(configuration.plans[plan], results, again).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
             if not (results / "data" / data / "manifest.json").exists():
                 datasets[data] = data_work(
                     configuration, data, data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 )
             for stage in configuration.stages(plan, run):
-                if not (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists():
+                there = (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists()
+                if not there or (resolved.trial and resolved.trial in again):
                     runs[owner, name, stage] = run_work(configuration, owner, name, stage)
     return [*datasets.values(), *runs.values()]
 
 
-def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
+def expected_runs(
+    runs: dict[str, ResolvedRun], results: Path, again: Collection[str | None] = ()
+) -> dict[str, ResolvedRun]:
     """Return the runs that will be: of a rung of successive halving as many as it will have."""
-    folders = {name: results / "plans" / run.plan / run.name for name, run in runs.items()}
+    kept = {name: run for name, run in runs.items() if not run.trial or run.trial not in again}
+    folders = {name: results / "plans" / run.plan / run.name for name, run in kept.items()}
     done = {name for name, folder in folders.items() if (folder / "provenance.json").exists()}
     left = Counter({run.rung: run.rung_size for run in runs.values()})
     left.subtract(runs[name].rung for name in done)

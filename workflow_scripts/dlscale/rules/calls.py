@@ -61,9 +61,10 @@ class Call:
                 data[wildcards.dataset] += 1
             elif name == "promote":
                 halving[wildcards.plan] = None
-        # Which trials come to a later rung is not known yet, but how many.
-        later = cost.works(self.configuration, halving) if halving else []
-        runs += [work for work in later if work.run and plans[work.plan][work.run_name].rung and work not in runs]
+        for plan in halving:  # which trials come to a later rung is not known yet, but how many
+            again = {plans[plan][work.run_name].trial for work in runs if work.plan == plan}
+            later = cost.works(self.configuration, [plan], again)
+            runs += [work for work in later if work.run and plans[work.plan][work.run_name].rung and work not in runs]
         order = {plan: (number, [*plans[plan]]) for number, plan in enumerate(plans)}
         runs.sort(key=lambda work: (order[work.plan][0], order[work.plan][1].index(work.run_name), work.stage))
         return [*(cost.data_work(self.configuration, name, number) for name, number in sorted(data.items())), *runs]
