@@ -203,12 +203,12 @@ test-parallel: $(VENV)/.installed-dev  ## hold every strategy on four and eight 
 .PHONY: test-container
 test-container: $(VENV)/.installed-dev  ## build the image with podman, which is installed where missing, and test it
 	$(say) 'Testing the image (the first build takes minutes)'
-	@DLSCALE_CONTAINER_TESTS=1 DLSCALE_NSYS_TESTS=1 pytest tests/container -m container $(ARGS)
+	@DLSCALE_CONTAINER_TESTS=1 pytest tests/container -m container $(ARGS)
 
 .PHONY: test-cluster
 test-cluster: $(VENV)/.installed-dev  ## start a Slurm cluster here, installed where missing, and test the workflow on it
 	$(say) 'Testing on a Slurm cluster (half an hour, most of it waiting)'
-	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 DLSCALE_NSYS_TESTS=1 $(PYTEST) tests/cluster -m cluster $(ARGS)
+	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 $(PYTEST) tests/cluster -m cluster $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the image's and CI's files
