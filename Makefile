@@ -208,7 +208,7 @@ test-container: $(VENV)/.installed-dev  ## build the image with podman, which is
 .PHONY: test-cluster
 test-cluster: $(VENV)/.installed-dev  ## start a Slurm cluster here, installed where missing, and test the workflow on it
 	$(say) 'Testing on a Slurm cluster (half an hour, most of it waiting)'
-	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 DLSCALE_NSYS_TESTS=1 $(PYTEST) tests/cluster -m cluster $(ARGS)
+	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 $(PYTEST) tests/cluster -m cluster $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the image's and CI's files

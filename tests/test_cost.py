@@ -340,6 +340,29 @@ def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gp
 # ---- what would run ----------------------------------------------------------------------------------
 
 
+def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
+    """Those of later rungs neither: settings may have changed, and files alone would say «nothing to run»."""
+    plan = {
+        "study": "mnist_cnn",
+        "kind": "sweep",
+        "settings": {"training": {"epochs": 4}},
+        "sweep": {"method": "halving", "over": {"seed": [1, 2]}, "reduction_factor": 2},
+    }
+    configuration = load(tmp_path, plans={"swept": plan})
+    for name in ("seed-1-rung0", "seed-2-rung0", "seed-1-rung1"):
+        (tmp_path / "plans/swept" / name).mkdir(parents=True)
+        for file in ("metrics.jsonl", "provenance.json"):
+            (tmp_path / "plans/swept" / name / file).touch()
+
+    def waiting(*trials: str) -> list[str]:
+        again = [("swept", trial) for trial in trials]
+        return [work.run_name for work in cost.works(configuration, ["swept"], again) if work.run]
+
+    assert waiting() == []
+    again = waiting("seed-1", "seed-2")
+    assert {"seed-1-rung0", "seed-2-rung0"} <= {*again} and len(again) == 3
+
+
 def test_works(tmp_path: Path) -> None:
     """A run named with `use` once, under its own name; what has its results, not; data first."""
     plans = {

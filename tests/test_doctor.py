@@ -457,12 +457,10 @@ def slurm() -> Iterator[dict[str, str]]:
     """Return the environment of a cluster with Perlmutter's manners."""
     if slurm_cluster.obstacle() or slurm_cluster.missing():
         pytest.skip("no Slurm here")
-    cluster = slurm_cluster.Cluster.claim(os.getpid())
-    try:
-        cluster.start()
+    # Of each process of a test session; the first numbers are those of tests/cluster.
+    number = 50 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    with slurm_cluster.Cluster(number) as cluster:
         yield cluster.environment()
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.cluster

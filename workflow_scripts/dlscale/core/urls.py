@@ -104,8 +104,14 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
 def publish(secrets: Mapping[str, str]) -> None:
     """Put whole addresses into the environment, for the stages of this process."""
     os.environ.pop(VARIABLE, None)
+    text = json.dumps(secrets)
+    if len(text) > 100_000:  # Linux takes 131,072 bytes in one variable, or starts no process at all
+        raise UserError(
+            f"configuration: datasets: {len(secrets)} addresses with logins or queries have {len(text):,} characters; "
+            "expected at most 100,000; put logins into ~/.netrc, or fetch the files before"
+        )
     if secrets:
-        os.environ[VARIABLE] = json.dumps(secrets)
+        os.environ[VARIABLE] = text
 
 
 def whole(url: str) -> str:

@@ -28,6 +28,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     """Write the study `args.name`, and say what to do next."""
     name = args.name
     check_name(name)
+    if args.inside and args.at:
+        raise UserError("--inside: the study has its place in the repository; leave --at out")
     folder = None if args.inside else Path(args.at or name)
     write(name, folder)
     print(f"\nNext{'' if Path.cwd() == REPOSITORY else f', in {REPOSITORY}'}:")
