@@ -15,7 +15,7 @@ BLOCK = 1024
 
 @triton.jit
 def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write `BLOCK` neighbours in memory of a decoded channel; neighbours in what is stored are found in the L2 cache."""
+    """Write `BLOCK` neighbours in memory of a channel; those in what is stored are found in the L2 cache."""
     sample, c, cells = tl.program_id(2).to(tl.int64), tl.program_id(1), n0 * n1 * n2
     places += sample * (4 + C)
     numbers += sample * (3 * C) + c
