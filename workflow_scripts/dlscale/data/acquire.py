@@ -152,6 +152,8 @@ class _Partial:
             self._append(response, 0)
         elif status == 206 and span.startswith(f"bytes {offset}-") and _version(response) == version:
             self._append(response, offset)
+        elif status == 416 and offset and span == f"bytes */{offset}":
+            return  # all of it had arrived
         elif status in (206, 416) and offset:
             self.discard()
             raise _TransientError("the answer does not continue the bytes kept, which are now discarded")

@@ -239,6 +239,10 @@ class BoxField:
         return np.dtype(np.float16 if all(r.dataset.dtype == np.float16 for r in self.readers) else np.float32)
 
     @functools.cached_property
+    def _decodings(self) -> np.ndarray:
+        return np.stack([self.decoding(file) for file in range(len(self.readers))])  # [files, 3, C]
+
+    @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """Axes of boxes (0: channels) in the order of buffers, slowest first: that of the first file."""
         return self.order_of(0)
@@ -258,6 +262,11 @@ class BoxField:
         """Return all stored values of a file, [C, a, b, c], if they lie in the mapped file in one piece."""
         values = self.readers[file].mapped
         return None if values is None else np.moveaxis(values, self.channel_axis, 0)
+
+    def map(self) -> None:
+        """Open and map all files, which threads are not to do side by side."""
+        for reader in self.readers:
+            reader.chunks  # noqa: B018 - found at first use
 
     @property
     def bytes(self) -> int:
@@ -288,8 +297,7 @@ class BoxField:
         stride = np.broadcast_to(stride, (count, 4))
         step, last = np.take_along_axis(stride[:, 1:], axes, axis=1), np.array(self.extent)[axes] - 1
         base = base + (flips * last * step).sum(axis=1)
-        decodings = np.stack([self.decoding(number) for number in range(len(self.readers))])  # [files, 3, C]
-        numbers = np.ascontiguousarray(np.take_along_axis(decodings[file], source[:, None], axis=2))
+        numbers = np.ascontiguousarray(np.take_along_axis(self._decodings[file], source[:, None], axis=2))
         numbers[:, 1:] *= sign[:, None]
         return DecodePlan(np.column_stack([base, np.where(flips, -step, step), source * stride[:, :1]]), numbers)
 

@@ -35,8 +35,8 @@ class DirectLoader(_Reading):
     prefetch: Few = Field(2, description="Batches that are kept ready.")
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most half the "
-        "memory, but for what the process holds already; the log says which.",
+        description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most 40 % of "
+        "the memory, but for what the process holds already; the log says which.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class Loader(ABC):
     def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share, self._device = share, device
-        self._open: Generator[Batch] | None = None
+        # Not held: an epoch that its reader lets go ends, and its last batch leaves the device.
+        self._open: Callable[[], Generator[Batch] | None] = lambda: None
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)
@@ -65,10 +67,10 @@ class Loader(ABC):
         A rank's share of a small last batch may be empty. A batch's memory may be reused once the next is asked for.
         A new epoch ends the one before. On a GPU the batch is ready for the current stream.
         """
-        if self._open is not None:
-            self._open.close()
-        self._open = self._batches(epoch, start)
-        return self._open
+        self._end()
+        batches = self._batches(epoch, start)
+        self._open = weakref.ref(batches)
+        return batches
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
@@ -76,8 +78,11 @@ class Loader(ABC):
 
     def close(self) -> None:
         """Stop workers and close files."""
-        if self._open is not None:
-            self._open.close()
+        self._end()
+
+    def _end(self) -> None:
+        if (batches := self._open()) is not None:
+            batches.close()
 
 
 def on_grids(samples: Samples, loader: str) -> GridSamples:

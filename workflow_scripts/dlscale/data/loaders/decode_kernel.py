@@ -15,22 +15,18 @@ BLOCK = 1024
 
 @triton.jit
 def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write `BLOCK` neighbours in memory of a decoded box; neighbours in what is stored are found in the L2 cache."""
-    sample, cells = tl.program_id(1).to(tl.int64), n0 * n1 * n2
+    """Write `BLOCK` neighbours in memory of a channel; those in what is stored are found in the L2 cache."""
+    sample, c, cells = tl.program_id(2).to(tl.int64), tl.program_id(1), n0 * n1 * n2
     places += sample * (4 + C)
-    numbers += sample * (3 * C)
+    numbers += sample * (3 * C) + c
     base, s0, s1, s2 = tl.load(places), tl.load(places + 1), tl.load(places + 2), tl.load(places + 3)
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = m < cells * C
-    cell, c = m % cells, m // cells
-    position = (
-        base + cell // (n1 * n2) * s0 + cell // n2 % n1 * s1 + cell % n2 * s2 + tl.load(places + 4 + c, inside, 0)
-    )
-    shift = tl.load(numbers + c, inside, 0.0)
-    factor = tl.load(numbers + C + c, inside, 0.0)
-    offset = tl.load(numbers + 2 * C + c, inside, 0.0)
+    base += tl.load(places + 4 + c)
+    shift, factor, offset = tl.load(numbers), tl.load(numbers + C), tl.load(numbers + 2 * C)
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cell < cells
+    position = base + cell // (n1 * n2) * s0 + cell // n2 % n1 * s1 + cell % n2 * s2
     value = (tl.load(stored + position, inside, 0.0).to(tl.float32) - shift) * factor + offset
-    tl.store(out + sample * cells * C + m, value, inside)
+    tl.store(out + (sample * C + c) * cells + cell, value, inside)
 
 
 def decode(
@@ -40,6 +36,6 @@ def decode(
     count, channels = len(places), numbers.shape[2]
     if not count:
         return
-    blocks = triton.cdiv(out[0].numel(), BLOCK)
+    blocks = triton.cdiv(out[0, 0].numel(), BLOCK)
     # Not fused into multiply-add: the digits are those of a processor.
-    _decode[blocks, count](stored, places, numbers, out, *extent, channels, BLOCK, enable_fp_fusion=False)
+    _decode[blocks, channels, count](stored, places, numbers, out, *extent, channels, BLOCK, enable_fp_fusion=False)

@@ -125,6 +125,7 @@ class HostField:
 
     def __init__(self, field: BoxField) -> None:
         self._field, self._local = field, threading.local()
+        field.map()
         half = field.dtype == np.float16
         self._wide = half and field.order[-1] == 0 and field.shape[0] >= 4
         self._decode = decode_wide if self._wide else decode_half if half else decode_single

@@ -115,6 +115,8 @@ class Streamed:
         shapes = [(batch, *(field.shape[axis] for axis in field.order)) for field in fields]
         kinds = [(shape, getattr(torch, field.dtype.name)) for shape, field in zip(shapes, fields, strict=True)]
         self.ring = Ring(kinds, slots, device)
+        for field in fields:
+            field.map()
 
     def begin(self, slot: int, epoch: int, indices: range) -> Work:
         boxes = self._samples.boxes(epoch).take(indices)

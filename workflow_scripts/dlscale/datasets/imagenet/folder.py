@@ -28,11 +28,11 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
         missing = {source.valid: set(classes) - set(other), source.train: set(other) - set(classes)}
         lacks = [f"{folder} has no {', '.join(sorted(names)[:5])}" for folder, names in missing.items() if names]
         raise UserError(f"{source.train} and {source.valid} differ in their classes: {'; '.join(lacks)}")
-    shards = getattr(dataset.shards, split)
-    files = looks(getattr(source, split), shards)[raw.index]
     found = pictures(Path(getattr(source, split)), classes)
-    part = shard(len(found), raw.index, shards)
-    write_pack(out, found[part.start : part.stop], classes, dataset.form, progress, files)
+    part = shard(len(found), raw.index, getattr(dataset.shards, split))
+    chosen = found[part.start : part.stop]
+    files = _digest(classes, [_line(Path(picture.name)) for picture in chosen])  # of this pack alone
+    write_pack(out, chosen, classes, dataset.form, progress, files)
 
 
 def class_names(folder: Path) -> list[str]:
@@ -61,10 +61,10 @@ def looks(folder: str, shards: int) -> list[str]:
     """Return a digest for each shard of a split, of classes and of names, sizes and times of images."""
     names = class_names(Path(folder))
     with ThreadPoolExecutor(8) as pool:  # on a network's file system each look is a wait
-        lines = [line for of_class in pool.map(lambda name: _lines(Path(folder, name)), names) for line in of_class]
+        found = pool.map(lambda name: [_line(path) for path in images(Path(folder, name))], names)
+        lines = [line for of_class in found for line in of_class]
     shares = (shard(len(lines), number, shards) for number in range(shards))
-    texts = ("\0".join([*names, *lines[share.start : share.stop]]) for share in shares)
-    return [hashlib.sha256(os.fsencode(text)).hexdigest() for text in texts]
+    return [_digest(names, lines[share.start : share.stop]) for share in shares]
 
 
 def packed(pack: Path) -> str | None:
@@ -74,9 +74,13 @@ def packed(pack: Path) -> str | None:
     return None
 
 
-def _lines(folder: Path) -> list[str]:
+def _digest(names: list[str], lines: list[str]) -> str:
+    return hashlib.sha256(os.fsencode("\0".join([*names, *lines]))).hexdigest()
+
+
+def _line(path: Path) -> str:
     try:
-        return ["/".join((folder.name, path.name, *map(str, stamp(path)))) for path in images(folder)]
+        return "/".join((path.parent.name, path.name, *map(str, stamp(path))))
     except OSError as error:
         raise UserError(f"{error.filename}: cannot look at this file ({error.strerror}); mend or remove it") from None
 
