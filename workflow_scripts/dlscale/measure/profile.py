@@ -17,17 +17,18 @@ import pandas as pd
 
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
+from dlscale.data.loaders.base import Batch
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
 from dlscale.measure.profilers.lines import LineProfiler
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
-from dlscale.measure.roofline import attempt
 from dlscale.measure.window import Window
+from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
 from dlscale.train import memory
-from dlscale.train.around import entered
+from dlscale.train.around import entered, is_exhaustion
 from dlscale.train.build import Session, open_session
 
 #: Rows of each profiler and kind that the record holds; the CSV file has all.
@@ -84,7 +85,7 @@ def measure(
     with contextlib.closing(Window(settings, session)) as window:
         batch = window.batch()
         # Before any other step: what is set up is then all that there is.
-        used = attempt("memory cannot be predicted", lambda: memory.measure(session, batch))
+        used = _memory(session, batch)
         window.run(settings.skip)
         seconds = list[float]()
         for name, tool in tools.items():
@@ -125,6 +126,17 @@ def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[Pro
         problems = "; ".join(f"{tool.name}: {tool.problem}" for tool in tools)
         raise UserError(f"profile.tools: no profiler works here: {problems}")
     return tools, rows
+
+
+def _memory(session: Session, batch: Batch) -> Memory | None:
+    """Return the memory of a step; None, with a line in the log, where a model cannot be predicted."""
+    try:
+        return memory.measure(session, batch)
+    except Exception as error:  # a model may do anything
+        if is_exhaustion(error) or isinstance(error, UserError):
+            raise
+        logging.info("memory cannot be predicted: %s: %s", type(error).__name__, brief(error))
+        return None
 
 
 @contextlib.contextmanager
