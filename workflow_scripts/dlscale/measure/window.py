@@ -66,7 +66,8 @@ def timed_steps(
     start = time.perf_counter()
     run_steps(consume, batches, range(steps), [count])
     synchronize(device)
-    return sum(counts), time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return sum(counts), seconds
 
 
 def training_batches(session: Session, loader: Loader, first_epoch: int) -> Generator[Batch]:

@@ -49,8 +49,8 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
         raise UserError(f"{' and '.join(args.results)}: no run of one is in the other; name plans with runs in common")
-    # Two figures of each run: with more looks, chance finds more losses.
-    looks = 2 * len(both) if args.gate else 1
+    # Two figures of each run, in however many plans it is: with more looks, chance finds more losses.
+    looks = 2 * len({before[key].folder for key in both}) if args.gate else 1
     found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
     lone = {name: [key for key in one if key not in other] for name, one, other in sides}

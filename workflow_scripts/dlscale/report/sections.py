@@ -222,7 +222,8 @@ def targets(plan: PlanResult) -> list[View]:
         there = [(run, found) for run, found in all_ if found.epoch]
         missed = [(run.label, found.nearest) for run, found in all_ if not found.epoch]
         first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
-        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": first})
+        told = first and ({"label": first[0].label, "hours": first[0].hours}, first[1])  # pages are made by processes
+        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": told})
     return views
 
 

@@ -16,7 +16,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -254,6 +254,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
         # What tells variables, and then their times, apart.
         keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
         index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
+        _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
     series: dict[tuple[str, str], list[tuple[int, Any]]] = {}  # time and place of each message, by channel and grid
     for (cf_name, own, kind, level, grid, time), offsets in index.iter_index():
         name = own if cf_name in ("unknown", "undef") else cf_name
@@ -263,6 +264,16 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     names = list(dict.fromkeys(base(name) for name, _ in series))
     with reading(path):
         return [_messages(path, stream, name, its) for (name, _), its in series.items() if base(name) in wanted], names
+
+
+def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
+    """Refuse a file with more messages after the last in its index: ecCodes takes a damaged one for the end."""
+    # A field that shares its message with others has its number beside the byte at which the message begins.
+    last = max(offset[0] if isinstance(offset, tuple) else offset for offset in offsets)
+    with open(stream.path, "rb") as file:
+        file.seek(last + stream[last]["totalLength"])
+        if any(b"GRIB" in block for block in iter(lambda: file.read(2**20), b"")):
+            raise UserError(f"{stream.path}: the message after byte {last} cannot be decoded; {TORN}")
 
 
 def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:

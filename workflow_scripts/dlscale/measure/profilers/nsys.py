@@ -91,7 +91,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
             problem = f"nsys made no report: {_last(said)}; see the log, and run the stage again"
             return ProfiledTool(name="nsys", problem=problem), []
         found, rows = _read(tool, world.rank, kept, Path(scratch) / "database.sqlite")
-        cost = overhead(*json.loads(times.read_text()))
+        cost = overhead(*json.loads(times.read_text())) if times.exists() else None
         version = re.search(r"\d+(\.\d+)+", answer([tool, "--version"]) or "")
         known = {"overhead": cost, "version": version.group() if version else ""}
         return found.model_copy(update=known | {"files": {f"Nsight Systems, rank {world.rank}": kept.name}}), rows

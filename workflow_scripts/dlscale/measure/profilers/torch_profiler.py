@@ -59,6 +59,7 @@ class TorchProfiler:
         try:
             with gzip.open(self._path, "rt") as file:
                 events = read(json.load(file)["traceEvents"])
+            tool, rows = summarise(events, self.name, self._rank)
         except (OSError, ValueError) as error:
             raise Unavailable(
                 f"PyTorch's profiler left no whole trace ({error}): is the disk full? Or profile fewer steps "
@@ -67,7 +68,6 @@ class TorchProfiler:
         device = events.kind.isin(DEVICE).any()
         if self._device.type == "cuda" and not device:
             raise Unavailable(REFUSED)
-        tool, rows = summarise(events, self.name, self._rank)
         files = {f"trace of rank {self._rank}, for Perfetto": self._path.name}
         known: dict[str, Any] = {"version": torch.__version__, "files": files}
         if not device:
