@@ -151,6 +151,7 @@ def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture
     assert main(["compare", str(after), str(before), "--gate"]) == 0
     for more in ({"device": Device(kind="cuda", name="A100")}, {"compute": "other"}):
         machine.measure("after", {name: speed / 2 for name, speed in SPEEDS.items()}, **more)
-        assert main(["compare", str(before), str(after), "--gate"]) == 0
+        assert main(["compare", str(before), str(after), "--gate"]) == 2
+        assert "nothing can be held" in capsys.readouterr().err
     assert main(["compare", str(before), str(after), "--gate", "--profiles"]) == 2
     assert "--gate holds speeds" in capsys.readouterr().err

@@ -55,6 +55,9 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     sides = ((args.results[0], before, after), (args.results[1], after, before))
     lone = {name: [key for key in one if key not in other] for name, one, other in sides}
     slower = [each["run"] for each in found if each["slower"]]
+    if args.gate and not any(each["held"] for each in found):
+        names = " and ".join(args.results)
+        raise UserError(f"{names}: no run was timed with the same work on the same device in both: nothing can be held")
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))
     else:
@@ -90,6 +93,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "speed": None if elsewhere else measured_apart(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
+    known = [found for found in speeds.values() if found and before.compute == after.compute]
     losses = [run.last.valid_loss if run.last else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
     shown = {name: [text.NONE if value is None else str(value) for value in pair] for name, pair in differ.items()}
@@ -97,7 +101,8 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "run": key,
         "samples_per_second": [before.speed, after.speed],
         **{name: found and _plain(found) for name, found in speeds.items()},
-        "slower": before.compute == after.compute and any(found and found.high < 1 for found in speeds.values()),
+        "held": bool(known),
+        "slower": any(found.high < 1 for found in known),
         "valid_loss": [loss if math.isfinite(loss) else None for loss in losses],
         "settings": [f"{name} {old} -> {new}" for name, (old, new) in shown.items()],
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
