@@ -105,8 +105,8 @@ def described(folder: Path) -> None:
 
 def images(folder: Path) -> None:
     """Pack the images of a folder of classes, as they are and decoded."""
-    for edge in (None, 16):
-        write_pack(folder.parent / "pack.h5", pictures(folder, ["a", "b"]), ["a", "b"], edge, lambda done, whole: None)
+    for form in ("encoded", "decoded"):
+        write_pack(folder.parent / "pack.h5", pictures(folder, ["a", "b"]), ["a", "b"], form, lambda done, whole: None)
 
 
 def pack(folder: Path) -> None:
@@ -176,7 +176,7 @@ def _pack(folder: Path) -> None:
     _images(folder.parent / "images")
     images(folder.parent / "images")
     folder.mkdir(parents=True)
-    write_pack(folder / "pack.h5", pictures(folder.parent / "images", ["a", "b"]), ["a", "b"], None, lambda *_: None)
+    write_pack(folder / "pack.h5", pictures(folder.parent / "images", ["a", "b"]), ["a", "b"], "encoded", lambda *_: None)
 
 
 def _log(folder: Path) -> None:

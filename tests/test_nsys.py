@@ -133,8 +133,8 @@ logging.basicConfig(level=logging.INFO)
 config, manifest, folder = sys.argv[1:]
 with join(load_run(config, "profile").geometry, "cpu") as world:
     tool, top = nsys.profile(config, manifest, world, 2, "cpu", Path(folder) / "profile")
+    rows = [row.model_dump() for rank in world.gather(top) for row in rank]
     if world.main:
-        rows = [row.model_dump() for row in top]
         (Path(folder) / "found.json").write_text(json.dumps({"tool": tool.model_dump(), "top": rows}))
 """
 

@@ -5,7 +5,6 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -347,13 +346,13 @@ def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
     files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, 0])}
     source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
-    pictures = []
+    pictures, known = [], matplotlib.rc_context
     for names in (["a$_$b", "p$x$q"], [r"a\$_\$b", r"p\$x\$q"]):
         named = {"channels": names, "unit": names[1]}
         dataset = {"kind": "starter", "source": {**source, "input": named}}
         folder = make_dataset(tmp_path / f"{len(pictures)}/data", dataset)
         pictures.append(matplotlib.image.imread(folder / "preview.png"))
-        monkeypatch.setattr(matplotlib, "rc_context", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(matplotlib, "rc_context", lambda style: known({**style, "text.parse_math": True}))
     assert np.array_equal(*pictures)
 
 

@@ -116,7 +116,9 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
         raws = [raw.origin for raw in parts.raws(dataset).values() if raw.origin != "simulated"]
         for path in [tree.path / name.replace("*", "2000") for name in [*prepared, *raws] if "://" not in name]:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"x") if path.suffix else path.mkdir(exist_ok=True)
+            path = path if path.suffix else path / "CLASS/1.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x")
     outcome = tree.planned("--profile", "perlmutter", targets=[f"plan_{name}" for name in shipped])
     trained = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in ("train", "throughput", "tune")}
     runs = [run for name in shipped for run in configuration.plans[name].values()]

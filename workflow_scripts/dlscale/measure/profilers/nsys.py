@@ -240,7 +240,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _last(said: str) -> str:
     """Return the last line of a traceback, after which nsys says more; else the last line of all."""
-    lines = [line.rpartition("\r")[2].strip() for line in said.split("\n")]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line.rpartition("\r")[2].strip()) for line in said.split("\n")]  # PyTorch's
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(
         f"{UserError.__module__}.{UserError.__name__}: "
