@@ -176,7 +176,9 @@ def _pack(folder: Path) -> None:
     _images(folder.parent / "images")
     images(folder.parent / "images")
     folder.mkdir(parents=True)
-    write_pack(folder / "pack.h5", pictures(folder.parent / "images", ["a", "b"]), ["a", "b"], "encoded", lambda *_: None)
+    write_pack(
+        folder / "pack.h5", pictures(folder.parent / "images", ["a", "b"]), ["a", "b"], "encoded", lambda *_: None
+    )
 
 
 def _log(folder: Path) -> None:
