@@ -78,7 +78,7 @@ def edit_loop(options: Options) -> list[Row]:
 
     def train_until(epoch: int) -> list[str]:
         """Return the words that train the long run so far, an epoch a step."""
-        training = {"epochs": 10 * EPOCHS, "stop_after": epoch}
+        training = {"epochs": 10 * EPOCHS, "stop_after": epoch, "checkpoint_epochs": EPOCHS}
         samples = {**ERA5_RUN.get("samples", {}), "train": ERA5_RUN["batch_size"]}
         make_run(long, "era5_vit", {**copy.deepcopy(ERA5_RUN), "samples": samples, "training": training}, ERA5)
         files = {"config": long / "config.yaml", "manifest": results / "data/years/manifest.json", "out": long}

@@ -139,7 +139,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> Non
 )
 def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
     """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
-    run = {"training": {"steps": 3000}, "loader": {"workers": workers}}
+    run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
     folder = configure(tmp_path / "run", **run)
     process = begin(folder, era5_data, [sys.executable, "-m", "dlscale"])
     try:
@@ -160,7 +160,7 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.S
 def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_data: Path) -> None:
     from tests.test_parallel import train_by
 
-    settings = {"training": {"steps": 1200}, "geometry": {"gpus_per_node": 2}}
+    settings = {"training": {"steps": 1200, "checkpoint_epochs": 1000}, "geometry": {"gpus_per_node": 2}}
     whole, stopped = configure(tmp_path / "whole", **settings), configure(tmp_path / "stopped", **settings)
     process = begin(stopped, era5_data, TORCHRUN)
     try:
@@ -255,7 +255,7 @@ def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
     """A torchrun that is killed outright leaves nobody training: its ranks save, and end."""
-    settings = {"training": {"steps": 100_000}, "geometry": {"gpus_per_node": 2}}
+    settings = {"training": {"steps": 100_000, "checkpoint_epochs": 100_000}, "geometry": {"gpus_per_node": 2}}
     folder = configure(tmp_path / "run", **settings)
     process = begin(folder, era5_data, TORCHRUN)
     wait_for(folder / "train.log", "epoch 3 of", process)

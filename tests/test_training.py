@@ -870,8 +870,13 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_the_two_newest_checkpoints_are_kept(era5: Make) -> None:
-    folder = era5("a", training={"epochs": 5}, samples={"train": 4, "valid": 2}, batch_size=4)
+    over: dict[str, Any] = {"samples": {"train": 4, "valid": 2}, "batch_size": 4}
+    folder = era5("a", training={"epochs": 5}, **over)
     assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == ["step-00000004", "step-00000005"]
+    folder = era5("b", training={"epochs": 5, "checkpoint_epochs": 4}, **over)  # after the fourth, and at the end
+    assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == ["step-00000004", "step-00000005"]
+    folder = era5("c", training={"epochs": 5, "checkpoint_epochs": 9}, **over)
+    assert [path.name for path in checkpoint_folder(folder).glob("step-*")] == ["step-00000005"]
 
 
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

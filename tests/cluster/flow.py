@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
             "study": "era5_vit",
             "measure": ["train"],
             "from": "shapes.one",
-            "settings": {"training": {"steps": 1000}},
+            "settings": {"training": {"steps": 1000, "checkpoint_epochs": 100_000}},
             "runs": {"run": {}},
         },
     },

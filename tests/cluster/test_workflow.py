@@ -59,7 +59,7 @@ def long(seconds: float, prepared: Flow) -> dict[str, Any]:
         assert prepared.run("results/plans/shapes/one/metrics.jsonl", profile=None) == 0, prepared.output[-5000:]
         (record,) = records(prepared.path / "results/plans/shapes/one")
         _RATE = 1 / max(record["epoch_seconds"] / record["step"], 1e-3)
-    return {"training": {"steps": max(50, int(seconds * _RATE))}}
+    return {"training": {"steps": max(50, int(seconds * _RATE)), "checkpoint_epochs": 100_000}}
 
 
 _RATE: float | None = None
@@ -144,6 +144,7 @@ def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
 def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
     """The job goes on on another node, from what was saved before."""
     settings = long(40, prepared)
+    settings["training"]["checkpoint_epochs"] = 50
     flow = make(targets=["long"], plans__long__settings=settings)
     with flow.running("--retries=2") as process:
         flow.until("a checkpoint", flow.checkpoints, process)

@@ -146,6 +146,7 @@ class Training(Lawful):
 
     epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
+    checkpoint_epochs: PositiveInt = Field(1, description="Save a checkpoint every so many epochs, and at the end.")
     stop_after: PositiveInt | None = Field(
         None,
         description="End after so many epochs: a part of a training whose schedule and checkpoints are those of all of "

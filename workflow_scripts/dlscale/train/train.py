@@ -49,11 +49,11 @@ from dlscale.train.weight_files import weights_digest
 #: Greatest number of epochs with pictures in TensorBoard.
 PICTURES = 50
 
-#: Settings that change no weight after a step: when to stop, who is told, on what a run computes, who loads its
-#: samples. Of given weights the content counts.
+#: Settings that change no weight after a step: when to save and to stop, who is told, on what a run computes, who loads
+#: its samples. Of given weights the content counts.
 NOT_FINGERPRINTED: Any = {
     "training": {
-        *("target", "stop_after", "on_divergence", "trackers", "weights"),
+        *("checkpoint_epochs", "target", "stop_after", "on_divergence", "trackers", "weights"),
     },
     "geometry": True,
     "parallel": True,  # but for what is in LEARNT

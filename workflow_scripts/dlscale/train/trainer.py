@@ -145,7 +145,8 @@ class Trainer:
                     if self._improves(record):
                         shards = self.step.weights.shards()
                         self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
-                    self._save(record.step)
+                    if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
+                        self._save(record.step)
         except Exception as error:
             if isinstance(error, UserError) or self.world.size == 1:  # else the others may be gone
                 self.checkpoints.wait()  # what was good until here shall not be lost
