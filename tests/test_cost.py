@@ -15,10 +15,12 @@ import yaml
 
 from dlscale.config import resolve as config
 from dlscale.config.compute import compute_digest
+from dlscale.config.dataset import dataset_type
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, load_run
 from dlscale.config.site import Scheduler
 from dlscale.config.workflow import Budget
+from dlscale.core.settings import validate
 from dlscale.data import parts
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import slurm
@@ -389,6 +391,14 @@ def test_works(tmp_path: Path) -> None:
     assert all(w.run == configuration.plans[w.plan][w.run_name].run for w in both)
     (tmp_path / "plans/cosmo_demo/baseline/provenance.json").touch()  # where the results of `mine.reference` are
     assert cost.works(configuration, ["mine"]) == []
+
+
+def test_what_is_fetched_is_no_job() -> None:
+    """It is fetched beside Snakemake, unless the site says otherwise: compute nodes have no network."""
+    source = {"kind": "files", "train": ["https://example.org/a.h5", "b.h5"], "valid": ["c.h5"]}
+    dataset = validate(dataset_type(), {"kind": "cosmo", "source": source}, "d")
+    here, job = (cost.data_jobs(dataset, scheduler(acquire=where)) for where in ("here", "job"))
+    assert (here, job) == (7, 8)  # preprocess and assemble three files, and describe; fetch one of them
 
 
 # ---- what is said ------------------------------------------------------------------------------------

@@ -236,7 +236,6 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
     ]
     assert flow.run(*grouped) == 0, flow.output[-8000:]
     jobs = flow.jobs("jobarrayid", "comment:100", "state")
-    assert not any("acquire" in row[1] for row in jobs), "files are fetched beside Snakemake"
     arrays = [row[0] for row in jobs if row[1].startswith("rule_preprocess")]
     assert len(arrays) == 6 and len({name.partition("_")[0] for name in arrays}) < 6, jobs
     assert len([row for row in jobs if "measure" in row[1] or "throughput" in row[1]]) == 1, jobs
