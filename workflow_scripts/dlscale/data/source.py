@@ -30,7 +30,7 @@ class Source(ABC):
 
 
 def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.ndarray | None = None) -> np.ndarray:
-    """Average blocks of `factor` cells along `axes`, of the last three of four; cells beyond the last full block drop.
+    """Average blocks of `factor` cells of [A, B, H, W] along `axes`, of the last three; cells beyond full blocks drop.
 
     Sums are in float32: error below factor * 2e-7 of the mean magnitude. The result is in `out` if given; else with
     factor 1 it is `values` themselves.

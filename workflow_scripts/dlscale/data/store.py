@@ -69,7 +69,7 @@ class Field:
         return tuple(slice(start, stop) if axis == self.row_axis else slice(None) for axis in range(len(self.shape)))
 
     def per_channel(self, values: Any) -> np.ndarray:
-        """Shape C values so that they broadcast over the dataset, as float32."""
+        """Return values [C] as float32 with C on the channels' axis and 1 on all others."""
         shape = [-1 if axis == self.channel_axis else 1 for axis in range(len(self.shape))]
         return np.asarray(values, dtype=np.float32).reshape(shape)
 
@@ -161,7 +161,7 @@ def create(
 
 
 def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) -> None:
-    """Write `values`, channels first like `where`, in the order in which `target` stores them."""
+    """Write `values` [C, D, H, W] or [T, C, H, W], like `where`, in the order in which `target` stores them."""
     order = stored_order(target)
     target[tuple(where[axis] for axis in order)] = values.transpose(order)
 
@@ -219,7 +219,10 @@ class Reader:
         return next(iter(self.chunks.values()), None) if self.dataset.chunks is None else None
 
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as stored, through the library (slices only; axes without one are whole)."""
+        """Return the selected values as stored, [C, D, H, W] or [T, C, H, W], through the library.
+
+        Axes without a slice are whole. Damaged ones are a `UserError`.
+        """
         opened, order = self.dataset, self.order
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
@@ -231,7 +234,7 @@ class Reader:
         return values.transpose([order.index(axis) for axis in range(values.ndim)])
 
     def copy(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Copy the selected values, from the start of a slice for each axis, into `out`, in its type."""
+        """Copy values into `out` [C, D, H, W] or [T, C, H, W], in its type, from the start of each slice on."""
         if not self.chunks:
             np.copyto(out, self.stored(index))
             return
@@ -357,7 +360,7 @@ class Moments:
 
 
 def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) -> None:
-    """Refuse NaN and infinity: the `UserError` names the first channel and row that hold one."""
+    """Refuse NaN and infinity in rows of a field, axes as stored: the `UserError` names the first channel and row."""
     if not field.floating or np.isfinite([values.min(), values.max()]).all():
         return
     bad = np.argwhere(~np.isfinite(values))

@@ -41,7 +41,7 @@ class MetricSum:
         self._count = 0
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add per-sample values, if any: tensors of the same B."""
+        """Add per-sample values [B, ...], if any, all of the same B."""
         for name, value in values.items():
             # Apple's GPUs have no float64; everywhere else the sums keep all digits.
             total = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64).sum(dim=0)
@@ -49,7 +49,7 @@ class MetricSum:
         self._count += len(next(iter(values.values()), ()))
 
     def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
-        """Return the mean of each value, on the host; `over_all` sums a tensor over processes."""
+        """Return the mean of each value over samples, [...], on the host; `over_all` sums a tensor over processes."""
         if not self._sums:
             return {}
         device = next(iter(self._sums.values())).device
@@ -58,5 +58,5 @@ class MetricSum:
 
 
 def skill(error: torch.Tensor, naive: torch.Tensor) -> torch.Tensor:
-    """Return 1 - error / error of the naive answer; NaN where that answer is exact."""
+    """Return 1 - error / error of the naive answer, scalars or [C]; NaN where that answer is exact."""
     return torch.where(naive > 0, 1 - error / naive, torch.nan)

@@ -135,12 +135,12 @@ def groups(world: World) -> list[Group]:
 
 
 def moved(rank: Any, count: int, device: torch.device) -> torch.Tensor:
-    """Return numbers that tell their sender and place, float32, exact for 65,536 ranks; a column of ranks has rows."""
+    """Return numbers [count] that tell sender and place, float32, exact for 65,536 ranks; of ranks [R, 1] rows."""
     return (256 * rank + torch.arange(count, device=device) % 251).float()
 
 
 def summands(ranks: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
-    """Return the sum of the numbers that these ranks add, float32; exact for up to 90,000 of them."""
+    """Return the sum [count] of the numbers that these ranks add, float32; exact for up to 90,000 of them."""
     constant, slope = sum(rank % 61 for rank in ranks), sum(rank % 5 for rank in ranks)
     return (constant + torch.arange(count, device=device) % 31 * slope).float()
 

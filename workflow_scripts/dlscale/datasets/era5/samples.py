@@ -139,7 +139,7 @@ class InformedPairs(ArrangedSamples):
         return np.stack([wave(angle) for angle in angles for wave in (np.sin, np.cos)], axis=1).astype(np.float32)
 
     def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return inputs (`ArrangedSamples`): states side by side, then the clock's numbers as fields."""
+        """Return inputs [B, C, H, W]: states `x` [B, C, T, H, W] side by side, then the clock's `numbers` [B, K]."""
         import torch
 
         states = [x[:, :, -1 - lag] for lag in self._lags] if x.dim() == 5 else [x]

@@ -115,7 +115,7 @@ class Images(CroppedImages):
         return list(zip(packs, rows, strict=True))
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """Return a task for each of the samples `indices`, which writes it into `x` and `y`."""
+        """Return a task for each of the samples `indices`, which writes it into `x` [n, 3, H, W] and `y` [n]."""
         chosen = self.windows(epoch, indices)
         y[:] = chosen.labels
         rows = enumerate(self._rows(epoch, indices))
