@@ -366,6 +366,29 @@ def test_halves_are_decoded_exactly() -> None:
     np.testing.assert_array_equal(np.signbit(found.reshape(-1)[numbers]), np.signbit(wanted[numbers]))
 
 
+@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])  # whole lines of the cache, or not
+@pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
+@pytest.mark.parametrize("form", ["wide", "half", "single"])
+def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
+    """Here the channels of a cell lie side by side, in any order, whatever form they are read in."""
+    from dlscale.data.loaders import direct_host
+
+    random = np.random.default_rng(0)
+    stored = random.normal(size=100_000).astype(np.float32 if form == "single" else np.float16)
+    channel, numbers = random.permutation(channels), random.normal(size=(3, channels)).astype(np.float32)
+    words = {"single": stored, "half": stored.view(np.uint16)}.get(form)
+    if words is None:
+        words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
+    shape, base = (channels, 3, 37, width), 50_000  # more rows than are fetched together
+    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # which begins with a line
+    shift, factor, offset = numbers
+    for c, i, j, k in np.ndindex(shape):
+        value = np.float32(stored[base + channel[c] + int(np.dot(step, (i, j, k)))])
+        wanted[c, i, j, k] = (value - shift[c]) * factor[c] + offset[c]
+    getattr(direct_host, f"decode_{form}")(words, np.array([base, *step, *channel]), numbers, out)
+    np.testing.assert_array_equal(out, wanted)
+
+
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
     """And they are: memory does not grow with the epoch."""
     samples = crops(tmp_path, VOLUMES["half"])

@@ -15,7 +15,7 @@ from dlscale.config.run import RunCore
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.models.losses import l1, relative_l2
-from dlscale.models.metrics import MetricSum, latitude_weights
+from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights
 from dlscale.studies.base import Metrics
 from dlscale.studies.cosmo_unet.study import STUDY as COSMO_UNET
 from dlscale.studies.era5_vit.study import STUDY as ERA5_VIT
@@ -96,6 +96,22 @@ def test_latitude_weights_are_cosines_with_mean_one() -> None:
     np.testing.assert_allclose(w[:, 0].numpy(), np.cos(np.radians(latitude)) / np.cos(np.radians(latitude)).mean())
     assert (latitude_weights(torch.tensor([90.0, 0.0, -90.0])) >= 0).all(), "rounding makes no negative weight"
     assert torch.equal(latitude_weights(torch.zeros(4)), torch.ones(4, 1))
+
+
+def test_anomaly_correlation_is_its_formula() -> None:
+    p, t, c = random(2, 3, 5, 7), random(2, 3, 5, 7, seed=1), random(3, 5, 7, seed=2)
+    latitude = np.linspace(80, -40, 5)
+    w = np.cos(np.radians(latitude))[:, None]
+    expected = np.empty((2, 3))
+    for sample, channel in np.ndindex(2, 3):
+        a, b = p[sample, channel] - c[channel], t[sample, channel] - c[channel]
+        expected[sample, channel] = (w * a * b).sum() / np.sqrt((w * a * a).sum() * (w * b * b).sum())
+    p_, t_, c_ = (torch.from_numpy(value) for value in (p, t, c))
+    weights = latitude_weights(torch.from_numpy(latitude))
+    np.testing.assert_allclose(anomaly_correlation(p_, t_, c_, weights).numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(anomaly_correlation(t_, t_, c_, weights).numpy(), 1, rtol=1e-12)
+    opposite = 2 * c_ - t_
+    np.testing.assert_allclose(anomaly_correlation(opposite, t_, c_, weights).numpy(), -1, rtol=1e-12)
 
 
 def test_sums_over_batches_are_those_over_all_at_once() -> None:
