@@ -108,6 +108,24 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
     assert most == pytest.approx(found.peak - held, abs=64)
 
 
+def test_activations_are_what_autograd_saves() -> None:
+    """PyTorch's own hook sees each saved tensor: the distinct memory of them, parameters left out."""
+    step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
+    known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        loss = step.network(x, y)
+    own = sum(storage.nbytes() for storage in saved.values())
+    assert predicted(VIT).activations == pytest.approx(own + x.nbytes + y.nbytes, abs=64 + loss.nbytes)
+
+
 def test_several_ranks_hold_their_gradients() -> None:
     """DistributedDataParallel's buckets stay: they are there while activations are at their most."""
     one, two = predicted(UNET), predicted(UNET, ranks=2)
