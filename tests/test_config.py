@@ -341,8 +341,7 @@ def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
     }
     run = load(plans={"sound": {"settings": strings}}).plans["sound"]["first"].run
     assert (run.seed, run.model.widths, run.optimizer.betas) == (7, [4, 8], (0.9, 0.95))  # type: ignore[union-attr]
-    assert (run.optimizer.lr, run.optimizer.fused) == (5e-4, True)
-    assert (run.training.epochs, run.training.steps) == (None, 12)
+    assert (run.optimizer.lr, run.optimizer.fused, run.training.epochs, run.training.steps) == (5e-4, True, None, 12)
     for patch, expected in (("4", 4), (["4", "8"], (4, 8))):
         run = load(plans={"weather": {"settings": {"model": {"patch": patch}}}}).plans["weather"]["vit"].run
         assert run.model.patch == expected  # type: ignore[union-attr]
@@ -445,8 +444,7 @@ def test_use_names_a_run_that_another_plan_has() -> None:
     assert configuration.label("q", "through") == "through (sound.second)"
     found = configuration.plans
     for resolved in (found["p"]["mine"], found["q"]["through"]):
-        assert (resolved.plan, resolved.name) == ("sound", "second")
-        assert resolved.run == found["sound"]["second"].run
+        assert (resolved.plan, resolved.name, resolved.run) == ("sound", "second", found["sound"]["second"].run)
     assert (found["p"]["own"].plan, found["p"]["own"].name) == ("p", "own")
 
 
@@ -721,8 +719,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
             "residual": False,
             "static": [],
         }, name
-        assert run.loss.kind == "relative_l2"
-        assert (run.optimizer.betas, run.optimizer.weight_decay) == ((0.9, 0.95), 0.0)
+        assert (run.loss.kind, run.optimizer.betas, run.optimizer.weight_decay) == ("relative_l2", (0.9, 0.95), 0.0)
         assert (run.schedule.kind, run.schedule.warmup_steps, run.schedule.end_lr) == ("cosine", 0, 0.0)
         assert run.training.epochs is None
         if name.startswith("bs"):

@@ -250,8 +250,7 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("study", TINY)
 def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Channels, grids, classes and rows: of the files that the stages make."""
-    folder = tiny_data(study)
-    made = Manifest.read(folder / "manifest.json")
+    made = Manifest.read(tiny_data(study) / "manifest.json")
     settings = parts.load_dataset(json.dumps(TINY[study]["dataset"]))
     outline = cost.manifest_of("none", settings, tmp_path)
     assert outline is not None

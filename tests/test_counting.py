@@ -222,8 +222,7 @@ def test_bytes_of_a_step_by_hand() -> None:
     )
     weights = N * H + H * K
     found = moved("fp32", kind="sgd", lr=0.1, fused=True)
-    assert found["forward"] == 4 * forward
-    assert found["backward"] == 4 * backward
+    assert (found["forward"], found["backward"]) == (4 * forward, 4 * backward)
     assert found["optimizer"] == 4 * 3 * weights  # reads weight and gradient, writes weight
 
 
@@ -309,8 +308,7 @@ def throughput(folder: Path, manifest: Path) -> Throughput:
 
 def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """MFU and MBU by their definitions, and the same in TensorBoard, there once however often it is measured."""
-    few = {"throughput": {"warmup": 0, "trials": 2, "batches": 2}}
-    tiny_run("cosmo_unet", tmp_path, **few)
+    tiny_run("cosmo_unet", tmp_path, throughput={"warmup": 0, "trials": 2, "batches": 2})
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.of.training").write_text("theirs")
     for _ in range(2):

@@ -45,13 +45,11 @@ def test_block_average_is_the_slow_loop(factor: int) -> None:
     """Sizes that a factor does not divide lose their last cells; other axes are left alone."""
     values = np.random.default_rng(factor).normal(5, 3, (2, 7, 9, 12)).astype(np.float32)
     found = block_average(values, factor, (1, 2, 3))
-    assert found.dtype == np.float32
-    assert found.shape == (2, *(size // factor for size in values.shape[1:]))
+    assert (found.dtype, found.shape) == (np.float32, (2, *(size // factor for size in values.shape[1:])))
     for channel, *cell in np.ndindex(found.shape):
         block = values[(channel, *(slice(i * factor, (i + 1) * factor) for i in cell))]
         assert found[(channel, *cell)] == pytest.approx(block.astype(np.float64).mean(), rel=1e-6, abs=1e-5)
-    planes = block_average(values, factor, (2, 3))
-    assert planes.shape[:2] == values.shape[:2]
+    assert block_average(values, factor, (2, 3)).shape[:2] == values.shape[:2]
 
 
 @pytest.mark.parametrize("transform", [IDENTITY, DENSITY, VELOCITY, TEMPERATURE, Transform("linear", 280.0, 15.0)])
@@ -126,8 +124,7 @@ def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int |
     found = {}
     for order in ("first", "last"):
         settings = {**COSMO, "storage": {"channels": order, "chunk": chunk, "dtype": dtype}, "pieces": 3}
-        folder = make_dataset(tmp_path / order, settings)
-        manifest = Manifest.read(folder / "manifest.json")
+        manifest = Manifest.read(make_dataset(tmp_path / order, settings) / "manifest.json")
         path = manifest.path(manifest.files("train")[0])
         with h5py.File(path) as file:
             channels, grid = len(manifest.fields["Hydro"].channels), (32, 32, 32)
@@ -170,12 +167,10 @@ def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch
     """In one piece and block, in three pieces, and in blocks of a few rows with some left over: bitwise the same."""
     paths = [write_volume(tmp_path / name, volume((46, 64, 64), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
     settings = cosmo(paths[:1], paths[1:], downsample=2)
-    variants = {"whole": {}, "pieces": {"pieces": 3}, "blocks": {}}
-    for name, change in variants.items():
+    for name, change in {"whole": {}, "pieces": {"pieces": 3}, "blocks": {}}.items():
         monkeypatch.setattr(store, "MEMORY", 2_000_000 if name == "blocks" else 512_000_000)
         make_parts(tmp_path / name, {**settings, **change})
-    dataset = load_dataset(tmp_path / "blocks" / "config.yaml")
-    source = store_source(dataset, "train/a", paths[0])
+    source = store_source(load_dataset(tmp_path / "blocks" / "config.yaml"), "train/a", paths[0])
     rows, block = source.fields[0].rows, 2_000_000 // source.bytes_per_row
     source.close()
     assert 1 < block < rows and rows % block, "the last block is no partial one: choose another size"
@@ -395,8 +390,7 @@ def test_periods_are_disjoint_times(tmp_path: Path, era5_data: Path) -> None:
             "test": ["2001-01-01", "2001-01-02"],
         },
     }
-    folder = make_dataset(tmp_path / "data", settings)
-    manifest = Manifest.read(folder / "manifest.json")
+    manifest = Manifest.read(make_dataset(tmp_path / "data", settings) / "manifest.json")
     found: dict[str, list[str]] = {}
     for split, files in manifest.splits.items():
         for file in files:
@@ -453,8 +447,7 @@ def test_shared_data_is_refused(dataset: dict[str, Any], words: str) -> None:
 
 def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
     """A link to a training file, or a copy, is no validation data."""
-    first = write_volume(tmp_path / "a.h5", published(volume((8, 8, 8))))
-    (tmp_path / "b.h5").symlink_to(first)
+    (tmp_path / "b.h5").symlink_to(write_volume(tmp_path / "a.h5", published(volume((8, 8, 8)))))
     splits = {
         split: [File.of(tmp_path / f"{name}.h5", tmp_path, 8)] for split, name in (("train", "a"), ("valid", "b"))
     }
@@ -507,8 +500,7 @@ def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: P
     The published loader took every file to be as long as the first, never used sample 0 and used sample 1 thrice.
     """
     years = {2003: 1460, 2004: 1464, 2005: 1460, 2006: dt}
-    manifest = pair_folder(tmp_path, years)
-    pairs = Pairs(manifest, "train", PairSamples(kind="pairs", dt=dt), seed=0)
+    pairs = Pairs(pair_folder(tmp_path, years), "train", PairSamples(kind="pairs", dt=dt), seed=0)
     expected = {(file, row) for file, times in enumerate(years.values()) for row in range(times - dt)}
     assert pairs.size == len(expected) == 1460 + 1464 + 1460 - 3 * dt
     orders = []

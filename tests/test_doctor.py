@@ -412,8 +412,7 @@ def test_plans(tmp_path: Path) -> None:
     """Those that are asked for, whatever the targets are."""
     configuration = load(tmp_path)
     found = doctor.check(configuration, plans=["cosmo_ladder"])
-    names = [f.name for f in found if f.name.startswith("data ")]
-    assert names == ["data cosmo_published"]
+    assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"]
     assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
 
 

@@ -44,8 +44,7 @@ BILINEAR = Image.Resampling.BILINEAR
 
 def picture(seed: int, height: int, width: int) -> Image.Image:
     """A smooth image in colour, as photographs are: JPEG changes it little."""
-    rng = np.random.default_rng(seed)
-    small = Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8))
+    small = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -339,8 +338,7 @@ def test_random_crops_are_torchvisions(scale: tuple[float, float]) -> None:
     for number, (height, width) in enumerate(edges.tolist()):
         crop = get_params(Draws(3, 2, 11 + number), height, width, scale, RATIO)
         assert tuple(found[number]) == crop, (height, width)
-        alone = random_crops(3, 2, 11 + number, edges[number : number + 1], scale)
-        assert tuple(alone[0]) == crop
+        assert tuple(random_crops(3, 2, 11 + number, edges[number : number + 1], scale)[0]) == crop
         top, left, rows, columns = crop
         assert top >= 0 and left >= 0 and rows > 0 and columns > 0
         assert top + rows <= height and left + columns <= width
@@ -576,8 +574,7 @@ def test_apex_levels_train(tmp_path: Path, tiny_data: Callable[[str], Path], lev
         "training": {"epochs": 3},
     }
     config = make_run(tmp_path / "run", "imagenet_resnet50", over, TINY["imagenet_resnet50"]["dataset"])
-    run = load_run(config, "train")
-    assert run.precision == APEX[level]
+    assert load_run(config, "train").precision == APEX[level]
     assert train(tmp_path / "run", tiny_data("imagenet_resnet50") / "manifest.json") == 0
     losses = [record["train_loss"] for record in records(tmp_path / "run")]
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]

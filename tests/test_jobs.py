@@ -110,14 +110,12 @@ def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     there = jobs(tmp_path, {"geometry": {"gpus_per_node": 2}}, {"starter": "srun", "scheduler": nodes})
     asked = {name: resource(RUN, attempt=1) for name, resource in there.resources("train").items()}
     assert (asked["gres"], asked["tasks_per_node"], asked["nodes"]) == ("gpu:2", 2, 1)
-    again = there.resources("train")["runtime"](RUN, attempt=2)
-    assert again == 2 * asked["runtime"]
+    assert there.resources("train")["runtime"](RUN, attempt=2) == 2 * asked["runtime"]
     assert there.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
 
 
 def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = jobs(tmp_path)
-    call = Call(found, ["p"], [], cores=2)
+    call = Call(jobs(tmp_path), ["p"], [], cores=2)
 
     def waiting(rule: str, threads: int = 1, **wildcards: str) -> Any:
         named = SimpleNamespace(**wildcards, items=wildcards.items)

@@ -236,8 +236,7 @@ def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None
     watts = [7.0] * 3 + [100.0] * 24 + [50.0] * 20
     found = reached(result("a", epochs, {"metric": "valid_loss", "value": 2.0}, watts))
     assert found and found.epoch == epochs[1] and found.aim == "validation loss ≤ 2"
-    assert (found.seconds, found.gpu_hours) == (24.0, 24.0 * 4 / 3600)
-    assert found.joules == pytest.approx(24 * 100)
+    assert (found.seconds, found.gpu_hours, found.joules) == (24.0, 24.0 * 4 / 3600, pytest.approx(24 * 100))
     resumed = reached(result("a", epochs, {"metric": "valid_loss", "value": 2.0}, watts, resumed_from_step=1))
     assert resumed and resumed.joules is None and resumed.seconds == 24.0
     missed = reached(result("a", epochs, {"metric": "valid_loss", "value": 0.5}))

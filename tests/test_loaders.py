@@ -249,8 +249,7 @@ def test_every_loader_tells_the_history_and_the_time(tmp_path: Path, name: str, 
     """Bit by bit; of the validation file the first histories lie in the file before."""
     layout = {"dtype": "float16"}  # what is joined from two files is float32
     samples = informed(tmp_path, layout, split)
-    assert samples.size == {"train": 3, "valid": 8}[split]
-    assert samples.input_spec.shape == (6 * 3 + 4, 4, 8)
+    assert (samples.size, samples.input_spec.shape) == ({"train": 3, "valid": 8}[split], (6 * 3 + 4, 4, 8))
     for rank in range(2):
         share = Share(3, rank, 2)
         inner = LOADERS[name](samples.boxes, share, 0 if name == "torch" else 2)

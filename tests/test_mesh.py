@@ -423,8 +423,7 @@ def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
     try:
         world = World(size=16, mesh=Mesh(geometry, "cpu"))
-        mesh = Sharded(world, FSDPSettings(kind="fsdp", shard=2))._mesh()
-        assert mesh.mesh.tolist() == groups
+        assert Sharded(world, FSDPSettings(kind="fsdp", shard=2))._mesh().mesh.tolist() == groups
     finally:
         dist.destroy_process_group()
 
@@ -557,8 +556,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
         for number, mesh in enumerate(meshes):
             seen: dict[str, Any] = {}
             for again in (False, True):
-                case = Case(ranks, mesh, over={"activation_checkpointing": again})
-                run = case.run()
+                run = Case(ranks, mesh, over={"activation_checkpointing": again}).run()
                 world = replace(joined, mesh=Mesh(run.geometry, "cpu"))
 
                 def make(again: bool = again) -> nn.Module:

@@ -99,8 +99,7 @@ def described(folder: Path) -> None:
     manifest.check_files()
     verify(manifest, ("train", "valid"), World())
     run = load_run(folder / "config.yaml", "train")
-    answers = study(run.study).metrics(run, manifest, torch.device("cpu")).answers
-    answers(0)
+    study(run.study).metrics(run, manifest, torch.device("cpu")).answers(0)
 
 
 def images(folder: Path) -> None:

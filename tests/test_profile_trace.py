@@ -149,8 +149,7 @@ def test_ranges_of_a_gpu() -> None:
 def test_activity_of_a_gpu() -> None:
     activity = summarise(read(gpu_trace()), "torch")[0].activity
     assert activity.launches == 7, "a graph is one"
-    assert (activity.syncs, activity.items) == (1, 1)
-    assert activity.sync_seconds == pytest.approx(6 * US)
+    assert (activity.syncs, activity.items, activity.sync_seconds) == (1, 1, pytest.approx(6 * US))
     assert (activity.copy_bytes, activity.pageable_bytes) == (4000, 1000)
     assert activity.copy_seconds == pytest.approx(20 * US)
     assert activity.copy_overlap == pytest.approx(5 / 20), "of 5 to 25 a kernel runs from 20 on"
@@ -158,8 +157,7 @@ def test_activity_of_a_gpu() -> None:
     assert activity.device_busy == pytest.approx((95 + 95 + 4) / 224)
     idle = {name: seconds / US for name, seconds in activity.idle_seconds.items()}
     assert idle == pytest.approx({"data": 5, OUTSIDE: 10}) and sum(idle.values()) == pytest.approx((224 - 194) / 2)
-    assert activity.comm_seconds == pytest.approx(30 * US)
-    assert activity.comm_overlap == pytest.approx(20 / 30)
+    assert (activity.comm_seconds, activity.comm_overlap) == (pytest.approx(30 * US), pytest.approx(20 / 30))
 
 
 def test_rows_of_a_gpu() -> None:

@@ -486,8 +486,7 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
     # the last of five epochs: the error is exactly 0.7 of persistence
     assert float(row["train_loss"]) == pytest.approx(0.31 * 0.7)
     assert float(row["valid_loss"]) == pytest.approx(0.30 * 0.7 + 0.01)
-    assert float(row["rmse/t2m"]) == pytest.approx(0.7 * 2.67)
-    assert float(row["skill/u10"]) == pytest.approx(0.3)
+    assert (float(row["rmse/t2m"]), float(row["skill/u10"])) == (pytest.approx(0.7 * 2.67), pytest.approx(0.3))
     # epochs 2 ... 5 run at 50 x (1.04, 1.09, 1.16, 1.25); the first one, half as fast, does not count
     assert float(row["train_samples_per_second"]) == pytest.approx(50 * (1.09 + 1.16) / 2)
     assert [float(row[f"{mode}_samples_per_second"]) for mode in ("io", "synthetic", "full")] == [200.0, 120.0, 110.0]
@@ -556,13 +555,11 @@ def test_times_are_of_one_loader(results: Results) -> None:
     speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
     expected = [speeds[3], (speeds[1] + speeds[2]) / 2]
     assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(expected)
-    page = results.report()
-    assert page.count(text.duration(64)) == 1, "the time of training, of b alone"
+    assert results.report().count(text.duration(64)) == 1, "the time of training, of b alone"
 
 
 def test_only_what_the_plan_measures_is_read(results: Results) -> None:
-    folder = results.run("p", "a")
-    (folder / "throughput.json").write_text("torn {")
+    (results.run("p", "a") / "throughput.json").write_text("torn {")
     rows = results.collect(results.plan("p", {"a": "a"}, measure=("train",)))
     assert rows[0]["io_samples_per_second"] == ""
 
@@ -1082,8 +1079,7 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
     with_peaks(folders["other"], 500e9, 99e9, device=Device(kind="cpu", name="Other CPU", threads=2))
     plan = read_plan(results.plan("p", {name: name for name in runs}))
     expected = {"a": (174e9, 27.2e9), "b": (174e9, 27.2e9), "half": (343e9, 27.2e9), "other": (500e9, 99e9)}
-    rows = results.collect(results.plans[0])
-    for run, row in zip(plan.runs, rows, strict=True):
+    for run, row in zip(plan.runs, results.collect(results.plans[0]), strict=True):
         peaks = run.throughput and run.throughput.peaks
         assert peaks and (peaks.flops, peaks.bytes_per_second) == expected[run.name], run.name
         assert float(row["mfu"]) == pytest.approx(runs[run.name] * 3e9 / expected[run.name][0])
@@ -1156,8 +1152,7 @@ def test_datasets_are_described(page: Page) -> None:
     physical, model = (next(t for t in page.tables if name in (row[0] for row in t)) for name in ("t2m", "density"))
     assert physical[2] == ["t2m", "K", "(x − 281.3) / 8", "281.3", "8.000", "240.0", "310.0"]
     assert model[1] == ["density", "1", "ln x / 14", "−0.01000", "0.1000"], "without extremes"
-    captions = re.findall(r"in (physical|model) units; the model", page.text)
-    assert captions == ["physical", "model"]
+    assert re.findall(r"in (physical|model) units; the model", page.text) == ["physical", "model"]
     parts = next(table for table in page.tables if table[0] == ["part", "files", "times", "size"])
     assert parts[1:] == [["train", "2", "2,924", "96.0\u00a0MB"], ["valid", "1", "100", "3.30\u00a0MB"]]
 

@@ -222,8 +222,7 @@ def test_the_slowest_of_many() -> None:
 
 def test_a_step_by_hand() -> None:
     """One bucket on two nodes of four: its all-reduce is exposed but for nothing, and computing is not slowed."""
-    work = Workload(400e6, (1.0,))
-    found = step(CLUSTER, work, COSTS, Job(8, 10))
+    found = step(CLUSTER, Workload(400e6, (1.0,)), COSTS, Job(8, 10))
     compute = 5e-3 + 10e-3
     sent = max(2 * 3 / 4 * 400e6 / 200e9, 2 * 1 / 2 * 100e6 / 20e9) + 6 * 3e-6 + 2 * 15e-6
     assert found.compute == pytest.approx(compute) and found.exposed == pytest.approx(sent)
@@ -520,8 +519,7 @@ def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys
 
 def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is said, and not recommended."""
-    study = predict.read([results / "plans/cosmo_unet/one"], None, math.inf)
-    training = study.epoch[0]
+    training = predict.read([results / "plans/cosmo_unet/one"], None, math.inf).epoch[0]
     assert training is not None and training < 64 * 4
     lines = told(capsys, "cosmo_unet.one", "--devices", 1, 64)
     assert any(line.startswith("64 devices: a step has more samples than the ") for line in lines)
@@ -598,8 +596,7 @@ def test_what_a_run_sends_is_what_its_exchanges_are(
 ) -> None:
     """By the formula that is held to what ranks send, and by the numbers of the model."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
-    settings = TypeAdapter(Parallel).validate_python(parallel)
-    run = run.model_copy(update={"parallel": settings})
+    run = run.model_copy(update={"parallel": TypeAdapter(Parallel).validate_python(parallel)})
     work = predict.workload(run, results)
     study, manifest = registry.study("era5_vit"), Manifest.read(results / "data/era5_vit/manifest.json")
     with torch.device("meta"):
@@ -635,8 +632,7 @@ def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: b
         vit = study.model(run, manifest)
     sharing = study.sharding(vit)
     samples, last = 4, vit.get_submodule(sharing.last)
-    plain = run.model_copy(update={"parallel": DDP(sync=False)})
-    sent = formula(plain, vit, sharing, samples, 4)
+    sent = formula(run.model_copy(update={"parallel": DDP(sync=False)}), vit, sharing, samples, 4)
     total = sent["all_gather"] + sent["reduce_scatter"] - 4 * samples * sharing.tokens * last.out_features
     # Of two ranks each sends half of what is gathered, or reduced.
     links = Machine((Level("links", 2**31, 0.0, 1.0),))

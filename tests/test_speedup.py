@@ -170,8 +170,7 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
     plan = plan_of(results, "slow", "fast")
     said = Page(results.report()).text
     assert "mean over runs that do the same work (46.0 to 105), run slow, fast: all do the same work." in said
-    rows = results.collect(results.plans[0])
-    assert [row["speed_up_noise"] for row in rows] == ["yes", "yes"]
+    assert [row["speed_up_noise"] for row in results.collect(results.plans[0])] == ["yes", "yes"]
     assert sections.line(plan).startswith("p: 75.5 samples/s; "), "all do the same work"
 
 

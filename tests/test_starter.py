@@ -94,8 +94,7 @@ def test_samples_depend_on_nothing_but_their_number() -> None:
         source = {"kind": "simulated", "size": 8, "train": 6, "valid": 6, **changes}
         dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
         opened = open_source(dataset, next(part for part in KIND.parts(dataset) if part.split == split), [])
-        halves = [opened.read(0, 2), opened.read(2, 6)]
-        return np.concatenate([half["input"] for half in halves])
+        return np.concatenate([opened.read(start, stop)["input"] for start, stop in ((0, 2), (2, 6))])
 
     first = images()
     assert first.shape == (6, 1, 8, 8) and len(np.unique(first)) > 300

@@ -50,8 +50,7 @@ def test_a_grid_tries_all_combinations() -> None:
 
 def test_names_are_legal_short_and_different() -> None:
     values = [1e-5, 1e16, -0.5, True, None, "a b/c", [8, 16], "x" * 80, "x" * 79 + "y"]
-    sweep = Sweep(over={"model.a": values, "loss.a": [1, 2]})
-    names = list(sweep.runs)
+    names = list(Sweep(over={"model.a": values, "loss.a": [1, 2]}).runs)
     assert len(set(names)) == 18 and all(len(name) <= 52 for name in names)
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_") for name in names)
     assert names[0] == "model-a-1e-5_loss-a-1" and names[2] == "model-a-1e16_loss-a-1"

@@ -180,8 +180,7 @@ def test_energy_a_sample() -> None:
     samples = [Sample(START + second + 1, 1.0, 2, gpus=(gpu(watts=power),)) for second, power in enumerate(watts)]
     epochs = [epoch(number + 1, end, end - begin, 50.0) for number, (begin, end) in enumerate(training)]
     run = result([samples, samples], *epochs)
-    assert run.energy_per_sample == pytest.approx(2 * 100 / 50)
-    assert run.energy == pytest.approx(2 * sum(watts))
+    assert (run.energy_per_sample, run.energy) == (pytest.approx(2 * 100 / 50), pytest.approx(2 * sum(watts)))
     resumed = result([samples[5:]], *epochs, resumed_from_step=1)
     assert resumed.energy is None and resumed.energy_per_sample == pytest.approx(100 / 50)
     later = result([samples[12:]], *epochs[:2])
@@ -403,8 +402,7 @@ def test_a_driver_that_refuses_leaves_no_gpus(monkeypatch: pytest.MonkeyPatch, b
         raise NVMLError("Driver/library version mismatch")
 
     monkeypatch.setattr(FakeNvml, broken, refuse)
-    found = Gpus(2)
-    assert found.sample() == ()
+    assert Gpus(2).sample() == ()
 
 
 @pytest.mark.gpu

@@ -927,10 +927,8 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
     assert min(image.width, image.height) > 100
     content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert settings["optimizer.lr"].number_value == 1e-3
-    assert settings["model.dropout"].number_value == 0.2
-    assert settings["study"].string_value == "era5_vit"
-    assert settings["seed"].number_value == 0
+    assert (settings["optimizer.lr"].number_value, settings["model.dropout"].number_value) == (1e-3, 0.2)
+    assert (settings["study"].string_value, settings["seed"].number_value) == ("era5_vit", 0)
 
 
 def test_the_published_tags_stand_beside_ours(finished: Path) -> None:
@@ -944,8 +942,7 @@ def test_the_published_tags_stand_beside_ours(finished: Path) -> None:
     speeds = {r["step"]: 10 / r["epoch_seconds"] for r in epochs}
     assert found["Avg iters per sec"] == pytest.approx(speeds, rel=1e-6)
 
-    accumulator = events(finished)
-    pictures = accumulator.Images("Visualization, t2m")
+    pictures = events(finished).Images("Visualization, t2m")
     assert [image.step for image in pictures] == [10, 20, 30]
     first, last = (matplotlib.image.imread(io.BytesIO(image.encoded_image_string)) for image in pictures[::2])
     half = (first.shape[1] - 1) // 2

@@ -132,8 +132,7 @@ def test_nothing_is_left_of_a_stage_that_is_killed(tmp_path: Path, cosmo_data: P
 def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
     tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = timed(tmp_path / "first", cosmo_data)
-    raw = read_yaml(Path(first.config))
+    raw = read_yaml(Path(timed(tmp_path / "first", cosmo_data).config))
     raw["samples"]["crop"] = 4096  # more than the volumes hold
     found = measure(tmp_path / "own", cosmo_data, Path(json_of(tmp_path, raw)))
     assert found.beside is None
@@ -198,8 +197,7 @@ def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pyt
 
     monkeypatch.setattr("dlscale.measure.turns._Player", Player)
     own, first = (Timed(name, "", "cpu", 1) for name in ("own", "first"))
-    found = Turns(own, first).rounds(0, 0.5)
-    assert found == 2 * [2 * [(2.0, 1.0)]]
+    assert Turns(own, first).rounds(0, 0.5) == 2 * [2 * [(2.0, 1.0)]]
     openings = [name for what, name in said if what == "open"]
     assert set(map(tuple, zip(openings[::2], openings[1::2], strict=True))) == {("own", "first"), ("first", "own")}
     names = [name for what, name in said if what == "turn"]

@@ -153,8 +153,7 @@ def begin_faulty(
 @pytest.mark.parametrize("where", ["data", pytest.param("forward", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: str, where: str) -> None:
     folder = configure(tmp_path / "run", "era5_vit", 2, **STRATEGIES[strategy], training={"steps": 100_000})
-    process = begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"})
-    output = end_of(process, folder)
+    output = end_of(begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"}), folder)
     log = (folder / "train.log").read_text()
     assert "HANGS" in said(folder)
     assert "all have waited for" in log and "s for process 1 on " in log and f"({where})" in log, log

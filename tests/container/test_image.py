@@ -71,8 +71,7 @@ def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspec
     find = "find $folder -type f -size +0 ! -name .bashrc ! -name .profile"
     loop = f"set -e; for folder in {folders}; do [ ! -e $folder ] || {find}; done"
     assert "/tmp/left" in container_engine(*RUN, "--user=0", cpu_image, "sh", "-c", f"echo x >/tmp/left; {loop}")
-    said = container_engine(*RUN, "--user=0", cpu_image, "sh", "-c", loop)
-    assert said == ""
+    assert container_engine(*RUN, "--user=0", cpu_image, "sh", "-c", loop) == ""
     listed = container_engine(*RUN, cpu_image, "ls", "-A", "/dlscale").split()
     assert not {".git", ".venv", ".snakemake", "tests", "data"} & set(listed), listed
     assert container_engine(*RUN, cpu_image, "ls", "-A", "results") == ""

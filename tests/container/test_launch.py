@@ -96,8 +96,7 @@ def said(folder: Path, text: str) -> str:
 
 
 def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) -> None:
-    process = start(0)
-    assert process.wait(PATIENCE) == 7, "the stage's own"
+    assert start(0).wait(PATIENCE) == 7, "the stage's own"
     assert "ready 3" in said(tmp_path, "ready"), "variables of rank reach it"
     made = (tmp_path / "made").stat()
     assert (made.st_uid, made.st_gid) == (os.getuid(), os.getgid())

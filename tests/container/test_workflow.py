@@ -50,8 +50,7 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
     container_engine("tag", cpu_image, image)
     said = snakemake()
     assert (results / "report/index.html").exists(), said[-5000:]
-    owners = {path.stat().st_uid for path in results.rglob("*")}
-    assert owners == {os.getuid()}
+    assert {path.stat().st_uid for path in results.rglob("*")} == {os.getuid()}
     assert "Nothing to be done" in snakemake("-n")
 
     # Another image: a label more.

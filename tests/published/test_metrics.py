@@ -43,8 +43,7 @@ def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
     folder = write_years(tmp_path / "raw", {"train": {2001: 6}, "valid": {2003: 9}}, 20, (9, 16))
     manifest = Manifest.read(make_dataset(tmp_path / "data", era5(folder)) / "manifest.json")
     assert manifest.extra["latitude"] == np.linspace(90, -90, 9).tolist()
-    pairs = Pairs(folder / "valid", folder / "stats", repaired=True)
-    ((x, y),) = in_order(pairs, range(8), 8)
+    ((x, y),) = in_order(Pairs(folder / "valid", folder / "stats", repaired=True), range(8), 8)
     p = y + 0.3 * fields(*y.shape, seed=0) * torch.linspace(0.5, 2, 8)[:, None, None, None]
     metrics = STUDY.metrics(SimpleNamespace(samples=PairSamples(kind="pairs")), manifest, torch.device("cpu"))
     means = {name: value.mean(dim=0) for name, value in (metrics.per_sample(x, y, p) | metrics.naive(range(8))).items()}

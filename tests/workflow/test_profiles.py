@@ -85,8 +85,7 @@ def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
     for name, job in profiles(shown[1]).items():
         run = settings(job)
         assert run["profile"]["tools"] == ["nsys", "torch"] and run["profile"]["ranks"] == [0]
-        assert run["profile"]["epoch"] == 4
-        assert run["cuda_graph"] == (name.split()[1] != "baseline")
+        assert (run["profile"]["epoch"], run["cuda_graph"]) == (4, name.split()[1] != "baseline")
         assert run["geometry"] == {
             **{"nodes": 1, "gpus_per_node": 4 if name in FOUR else 1},
             **{"tp": 1, "cp": 1, "order": "tp-cp-dp"},
