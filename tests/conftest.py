@@ -141,6 +141,14 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def said(capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the one line of an error that a user reads, with no traceback."""
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("dlscale")]
+    return line
+
+
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a folder that `make` fills, once for all processes of a test session; tests leave it as they find it."""
     base = factory.getbasetemp()

@@ -5,12 +5,15 @@ A process that starts Python and imports PyTorch takes seconds. What starts the 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 multiprocessing.set_forkserver_preload(["dlscale.train.train", "dlscale.measure.throughput", "tests.test_mesh"])
 
@@ -24,3 +27,13 @@ def _begin(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], env
     os.environ.clear()  # the first test's
     os.environ.update(environment)
     work(rank, *arguments)
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """Have this process be the first of so many, of which the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -346,8 +346,7 @@ def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
         run = load(plans={"weather": {"settings": {"model": {"patch": patch}}}}).plans["weather"]["vit"].run
         assert run.model.patch == expected  # type: ignore[union-attr]
     dataset = load(datasets={"box": {"downsample": "2", "source": {"box_mpc_h": "5E+1"}}}).workflow.datasets["box"]
-    assert dataset.downsample == 2
-    assert dataset.source.box_mpc_h == 50.0  # type: ignore[union-attr]
+    assert (dataset.downsample, dataset.source.box_mpc_h) == (2, 50.0)  # type: ignore[union-attr]
 
 
 # ---- layers ------------------------------------------------------------------------------------------
@@ -360,11 +359,10 @@ def test_later_layers_win_and_the_rest_stays() -> None:
         studies={"cosmo_unet": {"optimizer": {"lr": 1.0, "eps": 1.0, "weight_decay": 1.0}}},
         **plan({"optimizer": {"lr": 0.1, "eps": 2.0}}, runs={"a": {"optimizer": {"lr": 3.0}}, "b": {}}),
     ).plans["p"]
-    optimizer = found["a"].run.optimizer
-    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay) == (3.0, 2.0, 1.0)
-    assert found["b"].run.optimizer.lr == 0.1
-    assert found["a"].run.loss.kind == shipped["loss"]["kind"]
-    assert found["a"].run.model.init_std == shipped["model"]["init_std"]  # type: ignore[union-attr]
+    a, b = (found[name].run for name in "ab")
+    assert (a.optimizer.lr, a.optimizer.eps, a.optimizer.weight_decay, b.optimizer.lr) == (3.0, 2.0, 1.0, 0.1)
+    kept = (shipped["loss"]["kind"], shipped["model"]["init_std"])
+    assert (a.loss.kind, a.model.init_std) == kept  # type: ignore[union-attr]
 
 
 def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
@@ -375,10 +373,12 @@ def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
         "last": {"loader": {"prefetch": 4}},
     }
     rungs = {name: resolved.run for name, resolved in load(**plan(kind="ladder", runs=runs)).plans["p"].items()}
-    assert [run.loader.workers for run in rungs.values()] == [0, 2, 2, 2]
-    assert [run.optimizer.fused for run in rungs.values()] == [False, False, True, True]
-    assert [run.loader.prefetch for run in rungs.values()] == [2, 2, 2, 4]
-    assert [run.label for run in rungs.values()] == ["the base", None, "the fast", None]
+    assert [(run.loader.workers, run.optimizer.fused, run.loader.prefetch, run.label) for run in rungs.values()] == [
+        (0, False, 2, "the base"),
+        (2, False, 2, None),
+        (2, True, 2, "the fast"),
+        (2, True, 4, None),
+    ]
     alone = {name: resolved.run for name, resolved in load(**plan(kind="set", runs=runs)).plans["p"].items()}
     assert [run.loader.workers for run in alone.values()] == [0, 2, 0, 0]
 
@@ -438,10 +438,13 @@ def test_use_names_a_run_that_another_plan_has() -> None:
     plans["q"] = {"study": "cosmo_unet", "runs": {"through": {"use": "p.mine"}}}
     plans["sound"] = {"runs": {"second": {"label": "its own"}}}
     configuration = load(plans=plans)
-    assert configuration.label("sound", "second") == "its own"
-    assert configuration.label("p", "own") == "own"
-    assert configuration.label("p", "mine") == "mine (sound.second)"
-    assert configuration.label("q", "through") == "through (sound.second)"
+    labels = {
+        ("sound", "second"): "its own",
+        ("p", "own"): "own",
+        ("p", "mine"): "mine (sound.second)",
+        ("q", "through"): "through (sound.second)",
+    }
+    assert {names: configuration.label(*names) for names in labels} == labels
     found = configuration.plans
     for resolved in (found["p"]["mine"], found["q"]["through"]):
         assert (resolved.plan, resolved.name, resolved.run) == ("sound", "second", found["sound"]["second"].run)
@@ -642,12 +645,11 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
             "init_std": 0.02,
             "space_to_depth": False,
         }
-        assert run.samples.crop == 64  # type: ignore[union-attr]
         assert run.loss.model_dump() == {"kind": "l1", "density_weight": 0.0}
         assert (run.optimizer.kind, run.schedule.kind, run.schedule.end_lr) == ("adam", "cosine", 0.0)
-        assert run.training.steps is None
+        found = (run.samples.crop, run.training.steps, run.local_batch_size)  # type: ignore[union-attr]
+        assert found == (64, None, local)
         assert run.geometry.gpus_per_node <= 4  # those of the site that is shipped; Summit's nodes had six
-        assert run.local_batch_size == local
         optimised = "opt" in run_name or "test" in run_name
         workers = 2 if not optimised else 8 if run_name == "short_opt" else 2 if local == 64 else 7
         assert (run.loader.kind, run.loader.workers) == ("dali" if optimised else "torch", workers), run_name
@@ -708,7 +710,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
         assert run.loader.model_dump(include={"kind", "workers"}) == (
             {"kind": "dali", "workers": 8} if optimised else {"kind": "torch", "workers": 0}
         ), name
-        assert run.optimizer.fused == optimised, name
+        assert (run.optimizer.fused, run.training.epochs) == (optimised, None), name
         assert run.model.model_dump() == {
             "kind": "vit",
             "patch": 4 if name == "mp_patch4" else 8,
@@ -721,7 +723,6 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
         }, name
         assert (run.loss.kind, run.optimizer.betas, run.optimizer.weight_decay) == ("relative_l2", (0.9, 0.95), 0.0)
         assert (run.schedule.kind, run.schedule.warmup_steps, run.schedule.end_lr) == ("cosine", 0, 0.0)
-        assert run.training.epochs is None
         if name.startswith("bs"):
             assert run.local_batch_size == 16, name
     assert runs["mp_patch4"].local_batch_size == 1
@@ -800,14 +801,19 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
     """Those of one device, of one node and of several; and what was a run of another plan."""
 
     def figures(name: str, run: str) -> list[tuple[str, float]]:
-        published = config.study_files()[name].published
-        known = [figure for figure in published if figure.speed and run in figure.runs]
-        return [(figure.source, figure.speed / figure.gpus) for figure in known]
+        return [
+            (figure.source, figure.speed / figure.gpus)
+            for figure in config.study_files()[name].published
+            if figure.speed and run in figure.runs
+        ]
 
-    assert figures("era5_vit", "era5_published.short") == [("SC23", 9.4), ("SC24", 8.8)]
-    assert figures("era5_vit", "era5_published.base") == []  # it trains on; its speed was not told
-    assert figures("era5_vit", "era5_published.short_opt_bf16") == [("SC23", 42.8), ("SC24", 55.0), ("SC25", 64.0)]
-    assert figures("era5_vit", "era5_published.mp") == [("SC23", 12.0), ("SC24", 93.1 / 4)]
+    expected = {
+        "short": [("SC23", 9.4), ("SC24", 8.8)],
+        "base": [],  # it trains on; its speed was not told
+        "short_opt_bf16": [("SC23", 42.8), ("SC24", 55.0), ("SC25", 64.0)],
+        "mp": [("SC23", 12.0), ("SC24", 93.1 / 4)],
+    }
+    assert {run: figures("era5_vit", f"era5_published.{run}") for run in expected} == expected
     assert figures("cosmo_unet", "cosmo_published.short") == [("SC22, epoch 4", 85.2), ("SC22, benchy", 83.212)]
     ddp = {
         "gpu4": 1923.9,
@@ -902,11 +908,12 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
             runs={"a": {}, "b": {"precision": "bf16"}, "c": {"seed": 9, "label": "last"}},
         )
     )
-    names = ["a", "a-seed6", "a-seed7", "b", "b-seed6", "b-seed7", "c", "c-seed10", "c-seed11"]
     runs = found.plans["p"]
-    assert list(runs) == names
-    assert [runs[name].run.seed for name in names] == [5, 6, 7, 5, 6, 7, 9, 10, 11]
-    assert [runs[name].repeats for name in names[:4]] == [None, "a", "a", None]
+    assert [(name, each.run.seed) for name, each in runs.items()] == [
+        *(("a", 5), ("a-seed6", 6), ("a-seed7", 7), ("b", 5), ("b-seed6", 6), ("b-seed7", 7)),
+        *(("c", 9), ("c-seed10", 10), ("c-seed11", 11)),
+    ]
+    assert [runs[name].repeats for name in ("a", "a-seed6", "a-seed7", "b")] == [None, "a", "a", None]
     assert runs["b-seed7"].run.precision == runs["c"].run.precision == "bf16"
     assert (runs["c"].run.label, runs["c-seed10"].run.label) == ("last", "last, seed 10")
     assert found.stages("p", "b") == ["train", "throughput"] and found.stages("p", "b-seed6") == ["train"]
@@ -944,15 +951,14 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
     for name, model in models.items():
         for key in model.get("properties", {}):
             assert f"| `{key}` |" in page, f"{name}.{key}"
-    batch = (
-        "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | Global batch size in samples: over all devices. |"
-    )
-    assert batch in page
-    assert '| `kind` | `adam`, `adamw` | `"adam"` |' in page
+    for row in (
+        "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | Global batch size in samples: over all devices. |",
+        '| `kind` | `adam`, `adamw` | `"adam"` |',
+    ):
+        assert row in page
     links = set(re.findall(r"\]\(#([^)]*)\)", page))
     assert links <= {heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
-    again = "run `make schema`"
-    assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), again
+    assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), "run `make schema`"
 
 
 @pytest.mark.parametrize(
@@ -1022,8 +1028,7 @@ def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None
 )
 def test_values_that_would_end_far_from_where_they_were_written(changes: Raw, expected: str) -> None:
     text = message(**changes)
-    assert expected in text
-    assert len(text) < 2000
+    assert expected in text and len(text) < 2000
 
 
 @pytest.mark.parametrize(
@@ -1083,8 +1088,7 @@ def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
 @pytest.mark.parametrize("name", ["cosmo_published_ladder", "era5_published_ladder"])
 def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
     base = name.replace("_ladder", ".short")
-    text = message(plans={name: {"settings": {"seed": 5}}})
-    assert text.startswith(
+    assert message(plans={name: {"settings": {"seed": 5}}}).startswith(
         f"configuration: plans.{name}.settings: no run takes them: its runs are those of other plans, or stand on "
     )
     own = {

@@ -110,8 +110,7 @@ def test_profile(tmp_path: Path) -> None:
 
 def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:
     """202 samples/s were those of four GPUs together, and are a quarter of it on each of eight."""
-    four = work(load(tmp_path), "era5_published.bs64_opt", "throughput")
-    found = cost.estimate(four, tmp_path, scheduler())
+    found = cost.estimate(work(load(tmp_path), "era5_published.bs64_opt", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 6 * 50 * 64 / 202 + 120 + 18)
     runs = {"bs64_opt": {"geometry": {"nodes": 2, "gpus_per_node": 4}}}
     eight = work(load(tmp_path, plans={"era5_published": {"runs": runs}}), "era5_published.bs64_opt", "throughput")
@@ -169,8 +168,7 @@ def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
     here, other = (work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
     assert here.run
     for name, rate in (("one", 50.0), ("two", 40.0)):
-        twin = Work("throughput", "elsewhere", name, here.run)
-        measured(tmp_path, twin, rate, optimizer={"lr": 1.0})
+        measured(tmp_path, Work("throughput", "elsewhere", name, here.run), rate, optimizer={"lr": 1.0})
     found = cost.estimate(here, tmp_path, scheduler())
     assert found.basis == "measured" and found.seconds == pytest.approx((16384 + 2560 / 3) / 40 + 120)
     assert cost.estimate(other, tmp_path, scheduler()).basis == "limit"
@@ -251,8 +249,7 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
 def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Channels, grids, classes and rows: of the files that the stages make."""
     made = Manifest.read(tiny_data(study) / "manifest.json")
-    settings = parts.load_dataset(json.dumps(TINY[study]["dataset"]))
-    outline = cost.manifest_of("none", settings, tmp_path)
+    outline = cost.manifest_of("none", parts.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
     assert outline is not None
     for name, field in outline.fields.items():
         there = made.fields[name]
@@ -408,8 +405,7 @@ def test_lines(tmp_path: Path) -> None:
     configuration = load(tmp_path)
     works = [Work("data", "cosmo_demo", "data", jobs=10)]
     works += [work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
-    site = scheduler(minutes={"train": 720, "data": 120})
-    *table, note = cost.lines(cost.price(works, site, tmp_path))
+    *table, note = cost.lines(cost.price(works, scheduler(minutes={"train": 720, "data": 120}), tmp_path))
     shown = slurm.shown(Geometry())
     assert [re.split("  +", line) for line in table] == [
         ["run", "stage", "geometry", "QOS", "basis", "node-hours", "GPU-hours", "charged hours"],

@@ -108,8 +108,7 @@ def test_inputs_that_tell_more_are_counted(tmp_path: Path, tiny_data: Callable[[
 
 
 def tiny_run(study: str, folder: Path, **over: Any) -> Any:
-    settings = config.merge(copy.deepcopy(TINY[study]["run"]), over)
-    make_run(folder, study, settings, TINY[study]["dataset"])
+    make_run(folder, study, config.merge(copy.deepcopy(TINY[study]["run"]), over), TINY[study]["dataset"])
     return load_run(folder / "config.yaml", "throughput")
 
 

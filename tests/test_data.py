@@ -76,8 +76,7 @@ def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
         pieces = [Moments.of(piece, 0) for piece in np.split(values, cuts, axis=1) if piece.size]
         rng.shuffle(pieces)  # type: ignore[arg-type]
         for piece in pieces:
-            merged = merged.merged(Moments.from_json(piece.to_json()))
-            merged = merged.merged(Moments.empty(3))
+            merged = merged.merged(Moments.from_json(piece.to_json())).merged(Moments.empty(3))
         assert merged.count == 600
         np.testing.assert_allclose(merged.mean, values.mean(axis=1), rtol=1e-12)
         np.testing.assert_allclose(merged.std, values.std(axis=1), rtol=1e-9)
@@ -259,9 +258,8 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> Non
     assert big.stat().st_size > 7 * bound * 1e6
     for name in ("small.h5", "valid.h5"):
         write_volume(tmp_path / name, positive((8, 8, 8)))
-    options = {"storage": {"dtype": dtype}}
     settings = {
-        "config": cosmo([tmp_path / "small.h5", big], [tmp_path / "valid.h5"], **options),
+        "config": cosmo([tmp_path / "small.h5", big], [tmp_path / "valid.h5"], storage={"dtype": dtype}),
         "prepared-small": cosmo([tmp_path / "small.h5"], [tmp_path / "valid.h5"], "prepared"),
         "prepared-big": cosmo([big], [tmp_path / "valid.h5"], "prepared"),
     }

@@ -236,9 +236,8 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     (file := tmp_path / "image.sif").touch()
     command("apptainer", "")
     site = Site(engine="apptainer", image=str(file))
-    assert doctor.probe_image(site).status == "ok"
-    assert doctor.probe_image(site.model_copy(update={"image": "/no.sif"})).status == "FAIL"
-    assert doctor.probe_image(site.model_copy(update={"image": None})).status == "FAIL"
+    for image, status in ((str(file), "ok"), ("/no.sif", "FAIL"), (None, "FAIL")):
+        assert doctor.probe_image(site.model_copy(update={"image": image})).status == status
     assert "no such command" in doctor.probe_image(Site(engine="shifter", image="mine:1")).text
 
 

@@ -115,8 +115,7 @@ def test_the_shipped_dataset_is_the_published_one() -> None:
     assert dataset.channels == list(CHANNELS), "the published order"
     assert kind.KIND.grid(dataset) == (360, 720)
     assert dataset.step_hours == 6
-    years = [(part.split, int(part.name)) for part in kind.KIND.parts(dataset)]
-    assert years == [
+    assert [(part.split, int(part.name)) for part in kind.KIND.parts(dataset)] == [
         *(("train", year) for year in range(1979, 2016)),
         *(("valid", year) for year in (2016, 2017)),
         ("test", 2018),
@@ -161,8 +160,7 @@ def test_relative_humidity_is_that_of_the_ifs() -> None:
     assert saturation_pressure(np.array(273.16)) == pytest.approx(611.21)
     assert saturation_pressure(np.array(293.15)) == pytest.approx(2338.8, rel=5e-3)
     assert saturation_pressure(np.array(233.15)) == pytest.approx(12.84, rel=5e-3)
-    kelvin = np.linspace(200, 310, 111)
-    assert (np.diff(saturation_pressure(kelvin)) > 0).all()
+    assert (np.diff(saturation_pressure(np.linspace(200, 310, 111))) > 0).all()
     for t in (200.0, 250.16, 262.0, 273.16, 300.0):
         for q in (-1e-6, 0.0, 1e-5, 2e-2):
             found = relative_humidity(np.array(t), np.array(q), 85000.0)

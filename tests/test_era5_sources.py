@@ -156,8 +156,7 @@ def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None 
     with pytest.raises(UserError) as caught:
         fields(open_source(settings(list(channels), **keys), of or part(), list(paths)))
     message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 700
+    assert "\n" not in message and len(message) < 700
     return message
 
 
@@ -253,9 +252,8 @@ def test_spread_over_files(tmp_path: Path, form: str) -> None:
     paths = []
     for day in ("2020-02-29", "2020-02-27", "2020-03-01", "2020-02-28"):
         for name in ("u10", "t2m"):
-            piece = states[[name]].sel(time=day)
             odd = day == "2020-03-01"
-            piece = piece.isel(latitude=slice(None, None, -1)) if odd else piece
+            piece = states[[name]].sel(time=day).isel(latitude=slice(None, None, -1 if odd else 1))
             paths.append(write(piece, tmp_path / f"{name}-{day}", "netcdf4" if odd else form))
     source = open_source(settings(["t2m", "u10"]), part("2020-02-27", "2020-03-01"), paths)
     expected = np.stack([states.t2m.values, states.u10.values], axis=1)
@@ -338,8 +336,7 @@ def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str,
         tracemalloc.stop()
     bound = block * source.bytes_per_row
     assert peak < bound + 200_000
-    assert bound < 12 * 4 * block * 2 * 60 * 90, "not a bound for its own sake"
-    assert states.nbytes > 2 * bound
+    assert bound < min(12 * 4 * block * 2 * 60 * 90, states.nbytes / 2), "not a bound for its own sake"
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
@@ -529,8 +526,7 @@ def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consol
     out = tmp_path / "source" / "train-2020.nc"
     dataset = settings(CHANNELS, step_hours=6)
     acquire(dataset, days("2020-02-28", "2020-03-01", tmp_path / "store"), out, lambda *done: seen.append(done))
-    assert seen[-1] == (12, 12)
-    assert seen == sorted(seen)
+    assert seen == sorted(seen) and seen[-1] == (12, 12)
 
     truth = xr.open_dataset(tmp_path / "store", engine="zarr", chunks=None).sortby("latitude", ascending=False)
     truth = truth.sel(time=slice("2020-02-28", "2020-03-01")).isel(time=slice(None, None, 6))
@@ -564,8 +560,7 @@ def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert states.nbytes > 10 * 4e6
-    assert peak < 4e6 + 1e6
+    assert peak < 4e6 + 1e6 < states.nbytes / 8
     assert len(blocks) > 5
 
 

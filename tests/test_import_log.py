@@ -18,7 +18,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dlscale.report.curves import Over, Reference
-from tests.conftest import COSMO, COSMO_RUN, make_run, stage, train
+from tests.conftest import COSMO, COSMO_RUN, make_run, said, stage, train
 from tests.test_report import Page, Results, points
 
 START = 1_600_000_000.0
@@ -103,14 +103,6 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
 
 
 # ---- damaged and hostile ------------------------------------------------------------------------------------
-
-
-def said(capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the one line of a user's mistake."""
-    err = capfd.readouterr().err
-    assert "Traceback" not in err
-    (line,) = [line for line in err.splitlines() if line.startswith("dlscale")]
-    return line
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -62,8 +62,7 @@ def test_one_process_is_python_alone() -> None:
 
 @pytest.mark.slow
 def test_srun_is_told_the_whole_geometry() -> None:
-    found = launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT)
-    assert found == [
+    assert launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT) == [
         *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=32", "--gpus-per-node=4"),
         *("--kill-on-bad-exit=1", "python", "-P", "-m", "dlscale"),
     ]
@@ -250,10 +249,13 @@ def test_shifter_by_its_documented_rules() -> None:
         ONE,
     )
     assert found[0] == "shifter" and "DLSCALE_LIFELINE=1" not in " ".join(found), "its signals and status pass"
-    assert words(found, "--image") == ["registry/dlscale:1"]
-    assert words(found, "--module") == ["gpu,nccl-plugin"], "of several options the last would win"
-    assert words(found, "--volume") == ["/cfs/x:/data"]
-    assert words(found, "--workdir") == ["/scratch/my work"]
+    expected = {
+        "--image": ["registry/dlscale:1"],
+        "--module": ["gpu,nccl-plugin"],  # of several options the last would win
+        "--volume": ["/cfs/x:/data"],
+        "--workdir": ["/scratch/my work"],
+    }
+    assert {flag: words(found, flag) for flag in expected} == expected
     assert all(word.partition("=")[2] for word in words(found, "--env")), "it takes no empty values"
     assert found[-4:] == ["python", "-P", "-m", "dlscale"]
 
@@ -371,8 +373,7 @@ def test_what_a_run_on_one_gpu_asks_for(perlmutter: slurm.Scheduler) -> None:
 
 
 def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
-    found = slurm.request(perlmutter, "throughput", EIGHT, minutes=25)
-    assert found == {
+    assert slurm.request(perlmutter, "throughput", EIGHT, minutes=25) == {
         **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:4", "mpi": "srun", "tasks_per_node": 4},
         **{"runtime": 25, "qos": "regular", "constraint": "gpu", "slurm_account": "m1234_g"},
     }
@@ -382,8 +383,7 @@ def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
 def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler, gres: str, gpus: str) -> None:
     """By other words: the executor refuses one task a node, and multiplies tasks by the GPUs of `gres`."""
     nodes = perlmutter.gpu_nodes.model_copy(update={"gres": gres})
-    found = slurm.request(perlmutter.model_copy(update={"gpu_nodes": nodes}), "train", Geometry(nodes=2))
-    assert found == {
+    assert slurm.request(perlmutter.model_copy(update={"gpu_nodes": nodes}), "train", Geometry(nodes=2)) == {
         **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "mpi": "srun", "tasks": 2, "runtime": 720, "qos": "regular"},
         **{"constraint": "gpu", "slurm_account": "m1234_g"},
         "slurm_extra": f"--gpus-per-node={gpus} --signal=USR2@120",
@@ -391,8 +391,7 @@ def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler,
 
 
 def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -> None:
-    found = slurm.request(perlmutter, "throughput", FOUR, processes=ONE)
-    assert found == {
+    assert slurm.request(perlmutter, "throughput", FOUR, processes=ONE) == {
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 128, "gres": "gpu:4", "runtime": 60, "qos": "regular"},
         **{"constraint": "gpu", "slurm_account": "m1234_g"},
     }
@@ -465,14 +464,14 @@ def test_auto_is_no_engine_for_many_nodes() -> None:
 QUEUE = "7|RUNNING|/here|rule_train_wildcards_a_b\n8|PENDING|/there|rule_acquire\n9|RUNNING|/here|mine\nodd line\n\n"
 
 
-def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    (folder / "squeue").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "squeue").chmod(0o755)
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
 def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    squeue(tmp_path, monkeypatch, f"printf '{QUEUE}'")
+    program(tmp_path, monkeypatch, "squeue", f"printf '{QUEUE}'")
     assert slurm.left_running("/here") == ["7 (train a_b, running)"]
     assert slurm.left_running("/nowhere") == []
 
@@ -481,10 +480,10 @@ def test_no_answer_is_not_no_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Slurm's hiccup is waited for: with it, jobs that still run would be submitted twice."""
-    squeue(tmp_path, monkeypatch, "exit 1")
+    program(tmp_path, monkeypatch, "squeue", "exit 1")
     assert slurm.left_running("/here") is None
     answers = f"cd {tmp_path}; echo x >>asked; case $(wc -l <asked) in 1) exit 1;; 2) printf '{QUEUE}';; esac"
-    squeue(tmp_path, monkeypatch, answers)
+    program(tmp_path, monkeypatch, "squeue", answers)
     slurm.wait_for_left_running("/here", 0.01)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "Waiting for squeue's answer." and said[1].startswith(
@@ -497,9 +496,7 @@ def test_no_answer_is_not_no_jobs(
 
 
 def test_what_one_process_found_the_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "podman").write_text("#!/bin/sh\necho sha256:abc\n")
-    (tmp_path / "podman").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program(tmp_path, monkeypatch, "podman", "echo sha256:abc")
     monkeypatch.setenv("DLSCALE_IMAGE", "podman:registry/x:1=sha256:old")
     assert image.inherited("podman", "registry/x:1", first=False) == "sha256:old"
     assert image.inherited("podman", "registry/x:2", first=False) == "sha256:abc", "that was said of another"

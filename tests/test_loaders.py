@@ -173,8 +173,7 @@ def build(
 def streamed(samples: GridSamples, share: Share, workers: int) -> Any:
     """The way to a GPU, with the processor in its place."""
     loader = build("direct", samples, share, workers)
-    batch = len(share.indices(0, samples.size))
-    loader._backend = direct_loader.Streamed(samples, batch, loader._slots, CPU)
+    loader._backend = direct_loader.Streamed(samples, len(share.indices(0, samples.size)), loader._slots, CPU)
     return loader
 
 

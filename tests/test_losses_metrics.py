@@ -249,8 +249,7 @@ def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
         ({"step_hours": 5.0, "hour_means": None}, ["persistence", "climatology", "damped"]),
         ({"step_hours": 5.0, "hour_means": None, "climatology": None}, ["persistence"]),
     ):
-        poorer = manifest.model_copy(update={"extra": manifest.extra | missing})
-        metrics = ERA5_VIT.metrics(run, poorer, CPU)
+        metrics = ERA5_VIT.metrics(run, manifest.model_copy(update={"extra": manifest.extra | missing}), CPU)
         assert list(metrics.called) == left
         assert {name: values.shape for name, values in metrics.naive(range(3, 5)).items()} == {
             f"{name}_square": (2, len(manifest.fields["fields"].channels)) for name in left

@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlscale.config.run import FSDP as FSDPSettings
 from dlscale.config.run import Geometry, RunCore
@@ -38,7 +36,7 @@ from dlscale.train.optimizer import begin
 from dlscale.train.precision import compute_dtype, convert
 from dlscale.train.step import Step
 from tests.exchanged import Counting, formula
-from tests.ranks import spawn
+from tests.ranks import fake_group, spawn
 from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
@@ -420,12 +418,9 @@ def test_the_first_axis_of_the_order_has_neighbours() -> None:
 def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int]]) -> None:
     """Two nodes of eight: no group of two has devices of both."""
     geometry = Geometry(nodes=2, gpus_per_node=8, cp=2, tp=tp, order=order)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
-    try:
+    with fake_group(16):
         world = World(size=16, mesh=Mesh(geometry, "cpu"))
         assert Sharded(world, FSDPSettings(kind="fsdp", shard=2))._mesh().mesh.tolist() == groups
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -446,16 +441,13 @@ def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str 
         return made
 
     run = Case(2, {"tp": 2}).run()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_group(2):
         world = World(size=2, mesh=Mesh(run.geometry, "cpu"))
         if name:
             with pytest.raises(UserError, match=re.escape(f"study era5_vit: {name} draws random numbers")):
                 build_step(run, model, relative_l2, world, VIT.sharding)
         else:
             assert drawing(model()) is None
-    finally:
-        dist.destroy_process_group()
 
 
 # ---- checkpoints under other meshes ----------------------------------------------------------------

@@ -171,7 +171,6 @@ def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int)
     pair = shipped["source"]["all"]
     shipped["source"]["all"] = {key: str(shared(path.replace("data/", "data/mnist/"))) for key, path in pair.items()}
     folder = make_dataset(tmp_path / "data", shipped)
-    settings = {"training": {"epochs": epochs}, "loader": {"workers": 0}}
-    make_run(tmp_path / "run", "mnist_cnn", settings, shipped)
+    make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": epochs}, "loader": {"workers": 0}}, shipped)
     assert train(tmp_path / "run", folder / "manifest.json", "--threads", 2) == 0
     assert records(tmp_path / "run")[-1]["metrics"]["accuracy"] >= (0.98 if epochs == 14 else 0.96)

@@ -77,8 +77,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def profiled(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
-    config = configure(folder)
-    return nsys.profile(str(config), "manifest.json", World(), None, "cpu", folder / "profile")
+    return nsys.profile(str(configure(folder)), "manifest.json", World(), None, "cpu", folder / "profile")
 
 
 def left(folder: Path) -> list[str]:

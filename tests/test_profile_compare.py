@@ -34,8 +34,7 @@ def test_changes_are_by_profiler_kind_and_name() -> None:
     """What one lacks, or a rank of several, took no time there."""
     before = summary(row("mm", 5), row("mm", 7, kind="kernel"), row("gone", 2), row("a.py:1: x", 1, tool="lines"))
     after = summary(row("mm", 4), row("mm", 7, kind="kernel"), row("new", 3))
-    found = {(one.kind, one.name): (one.before, one.after) for one in compare(before, after).itertuples()}
-    assert found == {
+    assert {(one.kind, one.name): (one.before, one.after) for one in compare(before, after).itertuples()} == {
         ("operator", "mm"): (5, 4),
         ("kernel", "mm"): (7, 7),
         ("operator", "gone"): (2, 0),

@@ -134,12 +134,10 @@ US = 1e-6
 
 def test_ranges_of_a_gpu() -> None:
     ranges = summarise(read(gpu_trace()), "torch")[0].ranges
-    host = {name: time.seconds / US for name, time in ranges.items()}
-    assert host == pytest.approx(
+    assert {name: time.seconds / US for name, time in ranges.items()} == pytest.approx(
         {"step": 100, "data": 10, "copy": 6, "forward": 30, "backward": 40, "optimizer": 20, "comm": 4}
     )
-    device = {name: (time.device_seconds or 0) / US for name, time in ranges.items()}
-    assert device == pytest.approx(
+    assert {name: (time.device_seconds or 0) / US for name, time in ranges.items()} == pytest.approx(
         # What was given out within: the copies of 10 + 10, the first product, the second with the sum of gradients.
         {"step": 129, "data": 0, "copy": 20, "forward": 30, "backward": 70, "optimizer": 4, "comm": 30}
     )
@@ -174,8 +172,7 @@ def test_rows_of_a_gpu() -> None:
     own = {row.name: row.seconds / US for row in rows if row.kind == "operator"}
     assert own["aten::linear"] == pytest.approx(10) and own["aten::addmm"] == pytest.approx(10)
     assert own["autograd::engine::evaluate_function: AddmmBackward0"] == pytest.approx(12)
-    copies = {row.name: row.seconds / US for row in rows if row.kind == "copy"}
-    assert copies == {
+    assert {row.name: row.seconds / US for row in rows if row.kind == "copy"} == {
         "Memcpy HtoD (Pageable -> Device)": pytest.approx(10),
         "Memcpy HtoD (Pinned -> Device)": pytest.approx(10),
     }

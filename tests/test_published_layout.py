@@ -79,8 +79,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
         assert (info.channels, info.stored) == (channels, "model")
         np.testing.assert_allclose(info.mean, values.mean(axis=(1, 2, 3)), rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(info.std, values.std(axis=(1, 2, 3)), rtol=1e-9)
-        found = np.load(data / "stats" / f"{name}_stds.npy")
-        np.testing.assert_allclose(found.ravel(), info.std, rtol=1e-6)
+        np.testing.assert_allclose(np.load(data / "stats" / f"{name}_stds.npy").ravel(), info.std, rtol=1e-6)
 
     # Values reach the model as they lie in the file: the published files are transformed already.
     crops = Crops(manifest, "valid", CropSamples(kind="crops", crop=8, valid=8, train=1), seed=0)
@@ -132,8 +131,7 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     np.testing.assert_allclose(extra.longitude, 360 / WIDTH * np.arange(WIDTH))
     assert not list(data.rglob("*.h5"))
 
-    run = {**ERA5_RUN, "optimizer": {"lr": 3e-3}}
-    history = fit(tmp_path / "run", "era5_vit", run, settings, data)
+    history = fit(tmp_path / "run", "era5_vit", {**ERA5_RUN, "optimizer": {"lr": 3e-3}}, settings, data)
     assert history[-1]["samples"] == 2 * (11 + 13)
     assert history[-1]["train_loss"] < 0.97 * history[0]["train_loss"]
     assert {"rmse_normalised/u10", "rmse/t2m", "acc/tcwv"} <= set(history[-1]["metrics"])

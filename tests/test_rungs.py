@@ -228,8 +228,7 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         assert distance(step.predict(x), plain.predict(x)) <= rung.value
         expected, found = gradients(plain, x, y), gradients(step, x, y)
         truth, loss = plain(x, y), step(x, y)
-        assert loss.dtype == torch.float32
-        assert not loss.requires_grad
+        assert loss.dtype == torch.float32 and not loss.requires_grad
         assert abs(float(loss - truth)) <= rung.value * float(truth)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
@@ -261,8 +260,7 @@ def test_checkpointing_drops_the_same_again() -> None:
     """Drop-out in the second pass must be that of the first, and the random state after the step the same."""
     found = []
     for checkpointing in (False, True):
-        drops = {"dropout": 0.3, "depth": 3}
-        step = make_step("era5_vit", activation_checkpointing=checkpointing, model=drops)
+        step = make_step("era5_vit", activation_checkpointing=checkpointing, model={"dropout": 0.3, "depth": 3})
         torch.manual_seed(3)
         found.append((gradients(step, *batch("era5_vit", 6)), torch.get_rng_state()))
     (plain, state), (twice, again) = found
@@ -442,11 +440,10 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
     log: list[str] = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", log.append)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: log.append("restored"))
-    with attention.registered("fa3", torch.device("cuda")):
-        log.append("tried")
-    with attention.registered("flash", torch.device("cuda")):
-        log.append("flash")
-    assert log == ["FA3", "tried", "restored", "flash"]
+    for kind in ("fa3", "flash"):
+        with attention.registered(kind, torch.device("cuda")):
+            log.append(f"tried {kind}")
+    assert log == ["FA3", "tried fa3", "restored", "tried flash"]
     with pytest.raises(UserError, match=r"attention: fa3 cannot compute .* or one of: flash, math"):
         attention_context("fa3", SHAPE, torch.bfloat16, CPU)
     log.clear()
@@ -558,8 +555,7 @@ class Recorder:
 
     def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.log.append(("run", len(x)))
-        result: torch.Tensor = body(x, y)
-        return result
+        return body(x, y)
 
     def record(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         self.log.append(("record", len(x)))
@@ -605,8 +601,7 @@ class Tape:
         pass
 
     def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = body(x, y)
-        return result
+        return body(x, y)
 
     def record(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         done: list[tuple[Any, Any, Any, list[Any]]] = []

@@ -205,8 +205,7 @@ def test_seeds_epochs_and_streams_are_independent() -> None:
     keys = list(itertools.product((0, 1, 12345, 2**40), (0, 1, 2), ("crops", "order", "spor")))
     tables = [sampling.words(seed, epoch, stream, 500) for seed, epoch, stream in keys]
     assert len({word for table in tables for word in table.ravel().tolist()}) == 500 * 4 * len(keys)
-    units = np.stack([table.ravel() / 2.0**64 - 0.5 for table in tables])
-    correlation = np.corrcoef(units)
+    correlation = np.corrcoef([table.ravel() / 2.0**64 - 0.5 for table in tables])
     np.fill_diagonal(correlation, 0)
     assert abs(correlation).max() < 5 / np.sqrt(2000)
     orders = {tuple(sampling.order(seed, epoch, 20).tolist()) for seed in range(5) for epoch in range(5)}
@@ -277,8 +276,7 @@ def test_vectors_turn_with_the_grid(number: int) -> None:
     potential = np.random.default_rng(2).normal(size=(6, 6, 6))
 
     def field(p: np.ndarray) -> np.ndarray:
-        gradient = [(np.roll(p, -1, axis) - np.roll(p, 1, axis)) / 2 for axis in range(3)]
-        return np.stack([p, *gradient])
+        return np.stack([p, *((np.roll(p, -1, axis) - np.roll(p, 1, axis)) / 2 for axis in range(3))])
 
     symmetry, vector = SYMMETRIES[number], [(1, 2, 3)]
     turned = apply(symmetry, field(potential), vector)
@@ -337,8 +335,7 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
 
 @pytest.mark.parametrize(("symmetry", "count"), [("none", 1), ("rotations", 24), ("full", 48)])
 def test_symmetries_are_those_asked_for(volumes: Manifest, symmetry: str, count: int) -> None:
-    table = crops(volumes, train=2000, symmetry=symmetry).table(0)
-    assert set(table[:, 4].tolist()) == set(range(count))
+    assert set(crops(volumes, train=2000, symmetry=symmetry).table(0)[:, 4].tolist()) == set(range(count))
 
 
 def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -> None:
@@ -354,8 +351,8 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
         np.testing.assert_array_equal(values, raw[:, z : z + 4, y : y + 4, x : x + 4])
     other = crops(volumes, "valid", seed=2)
     assert [digest(*samples.read(0, i)) for i in range(12)] == [digest(*other.read(9, i)) for i in range(12)]
-    few = crops(volumes, "valid", valid=5)
-    assert few.boxes(0).input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
+    few = crops(volumes, "valid", valid=5).boxes(0)
+    assert few.input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
 
 
 def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:
@@ -516,8 +513,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(make: Any) -> None:
     assert first != second
     backwards = make()
     found = {(e, i): digest(*backwards.read(e, i)) for e in (1, 0, 3) for i in reversed(range(backwards.size))}
-    assert [found[0, i] for i in range(samples.size)] == first
-    assert [found[1, i] for i in range(samples.size)] == second
+    assert [[found[epoch, i] for i in range(samples.size)] for epoch in (0, 1)] == [first, second]
     assert stream(pickle.loads(pickle.dumps(samples)), 1) == second
     assert stream(samples, 0) == first
     assert stream(make(seed=1), 0) != first

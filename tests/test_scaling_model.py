@@ -225,10 +225,9 @@ def test_a_step_by_hand() -> None:
     found = step(CLUSTER, Workload(400e6, (1.0,)), COSTS, Job(8, 10))
     compute = 5e-3 + 10e-3
     sent = max(2 * 3 / 4 * 400e6 / 200e9, 2 * 1 / 2 * 100e6 / 20e9) + 6 * 3e-6 + 2 * 15e-6
-    assert found.compute == pytest.approx(compute) and found.exposed == pytest.approx(sent)
-    assert found.slowed == pytest.approx(0, abs=1e-12) and found.waiting == pytest.approx(
-        compute * 0.02 * 1.4236, rel=1e-4
-    )
+    assert (found.compute, found.exposed) == (pytest.approx(compute), pytest.approx(sent))
+    assert found.slowed == pytest.approx(0, abs=1e-12)
+    assert found.waiting == pytest.approx(compute * 0.02 * 1.4236, rel=1e-4)
     load = 10 * 6e-4 * (1 + 3 * 0.02)
     assert found.seconds == pytest.approx((load**3 + found.without_loading**3) ** (1 / 3))
 
@@ -244,18 +243,16 @@ def test_modes_by_hand() -> None:
     assert epoch == pytest.approx(first + 100 * full)
     valid = model.seconds(CLUSTER, work, COSTS, job, Measure("VALIDATION", 800))
     assert valid == pytest.approx(first + 10 * ((10 * 6e-4 * 1.06) ** 3 + (10e-3 / 3) ** 3) ** (1 / 3))
-    both = model.seconds(CLUSTER, work, COSTS, job, Measure("BOTH", 8000, 800))
-    assert both == pytest.approx(epoch + valid)
+    assert model.seconds(CLUSTER, work, COSTS, job, Measure("BOTH", 8000, 800)) == pytest.approx(epoch + valid)
     assert rate(CLUSTER, replace(UNET, storage=1000), COSTS, job) < 1000 < rate(CLUSTER, UNET, COSTS, job)
 
 
 def test_devices_that_share_a_model() -> None:
     """Four all-reduces of the tokens a block between tensor-parallel neighbours, inside their node."""
     job = Job(16, 8, tp=4)
-    found = step(CLUSTER, VIT, COSTS, job)
+    found, gradients = (step(CLUSTER, work, COSTS, job) for work in (VIT, replace(VIT, tokens=None)))
     tokens = 8 * 4050 * 1024 * 2
     alone = 12 * 4 * CLUSTER.all_reduce(tokens, 4)
-    gradients = step(CLUSTER, replace(VIT, tokens=None), COSTS, job)
     assert found.exposed - gradients.exposed == pytest.approx(alone)
     assert found.compute == pytest.approx(5e-3 + 8 * 1e-3 * 1.1**2 / 4)
     # The twin that averages nothing leaves out the exchanges of copies, not those of a model.
@@ -268,10 +265,8 @@ def test_devices_that_share_a_model() -> None:
 
 def test_fsdp_against_a_clock() -> None:
     """Units are gathered, then computed; backwards gathered and reduced, while others compute."""
-    work = replace(UNET, buckets=(0.25,) * 4, gathered=(468e6, 468e6))
-    job = Job(8, 64)
-    each = CLUSTER.all_gather(468e6 / 4, 8)
-    compute = 5e-3 + 64e-3
+    work, job = replace(UNET, buckets=(0.25,) * 4, gathered=(468e6, 468e6)), Job(8, 64)
+    each, compute = CLUSTER.all_gather(468e6 / 4, 8), 5e-3 + 64e-3
     gathered = computed = 0.0
     for _ in range(4):
         gathered += each
@@ -304,8 +299,7 @@ def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doubl
     """More devices never do more each; nothing that costs makes a step shorter; a larger batch is never slower."""
     costs = replace(COSTS, **{name: getattr(COSTS, name) * factor for name, factor in factors.items()})
     job = Job(2**doublings, batch)
-    own = rate(CLUSTER, work, costs, job)
-    more = rate(CLUSTER, work, costs, replace(job, devices=2 * job.devices))
+    own, more = (rate(CLUSTER, work, costs, replace(job, devices=n * job.devices)) for n in (1, 2))
     assert more / 2 <= own * (1 + 1e-9)
     for name in ("fixed", "sample", "load", "spread", "host", "near", "far", "slowdown"):
         dearer = replace(costs, **{name: 1.5 * getattr(costs, name)})
@@ -482,8 +476,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cosmo_data: Path, e
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
-    assert stage("predict", *arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads("\n".join(told(capsys, *arguments, "--json")))
 
 
 def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -509,10 +502,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
 @pytest.mark.slow
 def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4]
-    rows = planned(capsys, *both)
-    assert [row["measured"] for row in rows] == [90, pytest.approx(90 * 2**0.9), None]
-    lines = told(capsys, *both)
-    assert lines[0].startswith(
+    assert [row["measured"] for row in planned(capsys, *both)] == [90, pytest.approx(90 * 2**0.9), None]
+    assert told(capsys, *both)[0].startswith(
         "cosmo_unet, ddp on CPU, links of processes: fitted to 6 measurements on up to 2 devices"
     )
 
@@ -551,24 +542,20 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     study = predict.read([folder], None, math.inf)
-    (epoch,) = [point for point in study.fit.points if point.of.mode == "EPOCH"]
-    assert epoch.rate == 90
+    assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [90]
 
 
 @pytest.mark.slow
 def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the largest run hold, unless a machine is named."""
     path = results / "plans/cosmo_unet/two/throughput.json"
-
-    def level(beta: float) -> LinkLevel:
-        here: Any = {"links": 1}
-        return LinkLevel(name="network", size=2, alpha=2e-3, beta=beta, **here)
-
+    here: Any = {"links": 1}
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 64]
     (unknown,) = planned(capsys, *both)
     found = {}
     for beta in (1e-11, 1e-6):
-        links = Links(backend="gloo", processes=2, nodes=2, seconds=1, levels=[level(beta)])
+        level = LinkLevel(name="network", size=2, alpha=2e-3, beta=beta, **here)
+        links = Links(backend="gloo", processes=2, nodes=2, seconds=1, levels=[level])
         Throughput.read(path).model_copy(update={"links": links}).write(path)
         (found[beta],) = planned(capsys, *both)
     assert found[1e-6]["samples_per_second"] < 0.6 * unknown["samples_per_second"]

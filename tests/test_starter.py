@@ -301,8 +301,7 @@ def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
     """Train the first run of a shipped plan; return its epochs."""
     shipped = resolve.load({"targets": [plan], "plans": {plan: {"settings": changes}}})
     run = next(iter(shipped.plans[plan].values())).run
-    dataset = shipped.workflow.datasets[run.dataset]
-    data = make_dataset(folder / "data", dataset.model_dump(mode="json"))
+    data = make_dataset(folder / "data", shipped.workflow.datasets[run.dataset].model_dump(mode="json"))
     assert stage("configure", "--settings", run.model_dump_json(), "--out", folder / "run/config.yaml") == 0
     assert train(folder / "run", data / "manifest.json") == 0
     return records(folder / "run")

@@ -224,8 +224,7 @@ def test_several_nodes_need_somebody_who_starts_them() -> None:
 
 def test_mpirun_is_told_the_geometry_and_where_ranks_meet() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
-    usual = launcher.launch(site(engine="none", starter="mpirun"), HERE, eight)
-    assert usual == [
+    assert launcher.launch(site(engine="none", starter="mpirun"), HERE, eight) == [
         *("python", "-P", "-m", "dlscale.launch.ranks", "mpirun", "-n", "8"),
         *("env", "MASTER_ADDR={host}", "MASTER_PORT={port}", "python", "-P", "-m", "dlscale"),
     ]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -376,18 +375,16 @@ class FakeNvml(SimpleNamespace):
 
 
 @pytest.fixture
-def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler.ctypes, "CDLL", lambda name: FakeCuda())
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    yield
 
 
 @pytest.mark.usefixtures("_two_gpus")
 def test_gpus_are_those_of_the_run_in_its_order() -> None:
     assert bus_ids(8) == ["0000:81:00.0", "0000:41:00.0"]
     first, second = Gpus(2).sample()
-    reasons = "power cap+temperature (software)"
-    assert first == GpuSample(0.97, 11 << 30, 398.5, 400.0, 1260, 84, reasons)
+    assert first == GpuSample(0.97, 11 << 30, 398.5, 400.0, 1260, 84, "power cap+temperature (software)")
     assert second == GpuSample(0.0, 10 << 30, 52.0, None, 1260, 84, "")
     assert [sample.watts for sample in Gpus(1).sample()] == [398.5], "a run on one GPU is on CUDA's first"
     assert Gpus(0).sample() == ()

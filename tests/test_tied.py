@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlscale.config.run import Geometry, RunCore
 from dlscale.core.errors import UserError
@@ -26,7 +24,7 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
 from dlscale.train.weight_files import load_weights
-from tests.ranks import spawn
+from tests.ranks import fake_group, spawn
 from tests.test_ddp import as_rank, squares
 from tests.test_rungs import settings
 from tests.waiting import PATIENCE
@@ -181,12 +179,8 @@ def test_given_weights_may_have_any_of_the_names(tmp_path: Path) -> None:
 
 
 def _fsdp(units: list[str]) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        run = run_of({"kind": "fsdp"})
-        build_step(run, Model, squares, World(size=2), lambda model: Sharding(units=units))
-    finally:
-        dist.destroy_process_group()
+    with fake_group(2):
+        build_step(run_of({"kind": "fsdp"}), Model, squares, World(size=2), lambda model: Sharding(units=units))
 
 
 def _tp(columns: list[str]) -> None:

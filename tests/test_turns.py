@@ -169,8 +169,7 @@ def test_how_long_turns_last(spread: float, error: float, seconds: int) -> None:
     """Of ten seconds, one a round: until the ratio is known, or three times as long where it is not known at all."""
     draw = random.Random(0)
     rounds = [(1 + draw.gauss(0, spread), 1.0) for _ in range(30)]
-    lasted = next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error))
-    assert lasted == seconds
+    assert next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error)) == seconds
 
 
 def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:

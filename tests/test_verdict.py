@@ -251,8 +251,7 @@ def test_the_bytes_of_a_compiled_step_are_not_known() -> None:
 
 
 def test_what_to_try_next_is_what_the_run_has_not() -> None:
-    plain = verdict(Evidence(SETTINGS, measured()))
-    assert plain.todo.startswith(
+    assert verdict(Evidence(SETTINGS, measured())).todo.startswith(
         "precision: bf16, compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
     )
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}

@@ -102,8 +102,7 @@ def begin(folder: Path, data: Path, program: list[str], **env: str) -> subproces
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return sorted(map(int, children))
+    return sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
 def said(folder: Path) -> str:

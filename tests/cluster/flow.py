@@ -129,8 +129,7 @@ class Flow:
 
     def provenance(self, run: str) -> dict[str, Any]:
         """What a run's training says of itself."""
-        found: dict[str, Any] = json.loads((self.path / "results/plans" / run / "provenance.json").read_text())
-        return found
+        return json.loads((self.path / "results/plans" / run / "provenance.json").read_text())
 
     def checkpoints(self, run: str = "long/run") -> list[int]:
         """Steps that are saved."""

@@ -74,8 +74,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 def trained(folder: Path, study: str, data: Path, **over: Any) -> list[dict[str, Any]]:
     """Train a tiny run with these settings over its own, by the stage; return its epochs."""
-    settings = config.merge(copy.deepcopy(TINY[study]["run"]), over)
-    make_run(folder, study, settings, TINY[study]["dataset"])
+    make_run(folder, study, config.merge(copy.deepcopy(TINY[study]["run"]), over), TINY[study]["dataset"])
     assert train(folder, data / "manifest.json") == 0
     return records(folder)
 

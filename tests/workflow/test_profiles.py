@@ -42,8 +42,7 @@ def profiles(outcome: Outcome) -> dict[str, Job]:
 
 def settings(job: Job) -> dict[str, Any]:
     words = shlex.split(job.command)
-    found: dict[str, Any] = json.loads(words[words.index("--config") + 1])
-    return found
+    return json.loads(words[words.index("--config") + 1])
 
 
 @pytest.mark.slow
