@@ -149,6 +149,20 @@ def said(capfd: pytest.CaptureFixture[str]) -> str:
     return line
 
 
+#: What a clock, or a machine, says of an epoch.
+TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """Return a run's epochs without what differs from one training to the next of the same."""
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records(folder)]
+
+
+def variables(**more: str) -> dict[str, str]:
+    """Return the environment in which another process finds dlscale."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **more}
+
+
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a folder that `make` fills, once for all processes of a test session; tests leave it as they find it."""
     base = factory.getbasetemp()

@@ -19,7 +19,7 @@ from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.process import only_writer
 from dlscale.measure.records import Throughput
-from tests.conftest import ROOT, stage
+from tests.conftest import stage, variables
 from tests.test_counting import tiny_run
 
 FEW = {"throughput": {"warmup": 0, "trials": 1, "batches": 2}, "profile": {"skip": 1, "steps": 2}}
@@ -51,9 +51,8 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from dlscale.core.process import only_writer\n"
         "with only_writer(Path(sys.argv[1])): print(flush=True), input()"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as other:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables()) as other:
         assert other.stdout and other.stdout.readline()
         with pytest.raises(UserError, match=f"in use by process {other.pid} on "), only_writer(tmp_path):
             pass

@@ -89,9 +89,9 @@ def test_every_study_has_a_formula_of_its_forward_pass(
 
 def test_inputs_that_tell_more_are_counted(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """Earlier states, the clock and static fields; by the formula, on real tensors and on fake ones."""
-    more = {"samples": {"history": [1, 4], "clock": ["hour"]}}
-    more["model"] = {"residual": "linear", "static": ["latitude", "mean"]}  # type: ignore[dict-item]
-    session = open_session(tiny_run("era5_vit", tmp_path, **more), tiny_data("era5_vit") / "manifest.json", World())
+    samples, model = {"history": [1, 4], "clock": ["hour"]}, {"residual": "linear", "static": ["latitude", "mean"]}
+    run = tiny_run("era5_vit", tmp_path, samples=samples, model=model)
+    session = open_session(run, tiny_data("era5_vit") / "manifest.json", World())
     shapes = fake_batch(session.run, session.manifest)
     with closing(session.loader("train")) as loader:
         x, y = next(loader.epoch(0))

@@ -34,7 +34,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.extra import Extra
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from tests.conftest import COSMO, ERA5, ROOT, make_dataset, make_parts
+from tests.conftest import COSMO, ERA5, make_dataset, make_parts, variables
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 
 # ---- arithmetic ----------------------------------------------------------------------------------------
@@ -266,8 +266,7 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> Non
     for name, values in settings.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(values))
     command = [sys.executable, "-c", MEMORY, str(tmp_path), str(bound * 10**6)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables(), timeout=300)
     assert done.returncode == 0, done.stderr
     grown = {name: size / 1e6 for name, size in json.loads(done.stdout).items()}
     assert all(size < bound + 8 for size in grown.values()), grown

@@ -67,8 +67,7 @@ def squares(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def step_of(world: World, parallel: dict[str, Any], **over: Any) -> tuple[RunCore, Step]:
-    geometry = {"gpus_per_node": 2}
-    run = settings("era5_vit", geometry=geometry, parallel=parallel, batch_size=8, **over)
+    run = settings("era5_vit", geometry={"gpus_per_node": 2}, parallel=parallel, batch_size=8, **over)
     return run, build_step(run, Layers, squares, world)
 
 
@@ -333,19 +332,12 @@ def test_no_training_without_averaging(tmp_path: Path, era5_data: Path, capfd: p
         config.load(plan)
     plan["plans"]["p"]["only"] = {"train": ["b"]}
     assert not config.load(plan).plans["p"]["a"].run.averages
-    folder = configure_twin(tmp_path)
-    assert train(folder, era5_data / "manifest.json") == 2
-    assert "parallel.sync: false" in capfd.readouterr().err and not (folder / "metrics.jsonl").exists()
-
-
-def configure_twin(folder: Path) -> Path:
-    """Write a run that averages nothing, as by hand: a plan would not train it."""
-    make_run(folder, "era5_vit", ERA5_RUN, ERA5)
-    file = folder / "config.yaml"
+    file = make_run(tmp_path, "era5_vit", ERA5_RUN, ERA5)
     text = file.read_text()
     assert "sync: true" in text
-    file.write_text(text.replace("sync: true", "sync: false"))
-    return folder
+    file.write_text(text.replace("sync: true", "sync: false"))  # by hand: a plan would not train it
+    assert train(tmp_path, era5_data / "manifest.json") == 2
+    assert "parallel.sync: false" in capfd.readouterr().err and not (tmp_path / "metrics.jsonl").exists()
 
 
 #: Run before `tests/container/inside.py`: what PyTorch 2.13 has and 2.11 has not is taken away.

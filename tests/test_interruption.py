@@ -22,7 +22,7 @@ from dlscale.parallel.shards import Shard
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.loop import Request
 from dlscale.train.train import Interruption
-from tests.conftest import ERA5, ERA5_RUN, ROOT, make_run, records, train
+from tests.conftest import ERA5, ERA5_RUN, make_run, timeless, train, variables
 from tests.ranks import spawn
 from tests.waiting import PATIENCE, until
 
@@ -35,12 +35,6 @@ RUN: dict[str, Any] = {**ERA5_RUN, "model": {**ERA5_RUN["model"], "dropout": 0.2
 def configure(folder: Path, **changes: Any) -> Path:
     make_run(folder, "era5_vit", {**RUN, **changes}, ERA5)
     return folder
-
-
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    """A run's epochs without what a clock says."""
-    clocks = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
-    return [{key: value for key, value in record.items() if key not in clocks} for record in records(folder)]
 
 
 def same(one: Path, other: Path) -> None:
@@ -182,12 +176,11 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
 
 def begin(folder: Path, data: Path, starter: list[str]) -> subprocess.Popen[str]:
     """Start the training of the run in `folder`, in a process group of its own."""
-    manifest = str(data / "manifest.json")
-    settings = ["--config", "config.yaml", "--manifest", manifest, "--threads", "2"]
+    settings = ["--config", "config.yaml", "--manifest", str(data / "manifest.json"), "--threads", "2"]
     return subprocess.Popen(
         [*starter, "train", *settings, "--checkpoints", "checkpoints", "--out", ".", "--log", "train.log"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+        env=variables(),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

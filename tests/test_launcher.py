@@ -26,7 +26,7 @@ from dlscale.core.process import Image
 from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.launcher import Place, check_names, launch, outside, packages, resolve
-from tests.conftest import ROOT
+from tests.conftest import ROOT, variables
 
 ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 SCHEDULER = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
@@ -96,9 +96,8 @@ main([])
 import numpy.linalg, only_here
 print(multiprocessing.get_context("spawn").Pool(1).apply(eval, ["__import__('only_here').place"]))
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     words = ["env", found[1], sys.executable, "-c", code]
-    shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    shown = subprocess.run(words, env=variables(), capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines()[-1] == str(tmp_path / "only_here.py")
 
 
@@ -179,8 +178,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
         ["python", "-P", "-c", f"from dlscale.__main__ import main; main(); {child}", "--version"],
         ["python", "-P", "-c", doctor],
     ]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    environment = variables(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     for words in stages:
         done = subprocess.run(words, env=environment, cwd=tmp_path)
         assert done.returncode == 0 and not (tmp_path / "executed").exists(), words

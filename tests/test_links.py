@@ -262,8 +262,7 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += alpha + tensor.nbytes * beta if peer == 1 else 0.0
 
-    clock = SimpleNamespace(perf_counter=lambda: now)
-    monkeypatch.setattr(selftest, "time", clock)
+    monkeypatch.setattr(selftest, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(selftest, "exchange", message)
     link = selftest._measure(World(size=2), 1)
     assert link.ranks == (0, 1)

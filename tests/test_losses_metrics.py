@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.config.run import RunCore
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.models.losses import l1, relative_l2
@@ -19,7 +18,7 @@ from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weig
 from dlscale.studies.base import Metrics
 from dlscale.studies.cosmo_unet.study import STUDY as COSMO_UNET
 from dlscale.studies.era5_vit.study import STUDY as ERA5_VIT
-from tests.conftest import make_dataset, make_run
+from tests.conftest import make_dataset
 
 CPU = torch.device("cpu")
 
@@ -77,12 +76,6 @@ def test_relative_l2_is_each_samples_ratio() -> None:
     np.testing.assert_allclose(relative_l2(*tensors).numpy(), expected, rtol=1e-12)
     assert relative_l2(tensors[1], tensors[1]).tolist() == [0] * 4
     assert relative_l2(0 * tensors[1], tensors[1]).tolist() == pytest.approx([1] * 4)
-
-
-def run_of(folder: Path, study: str, settings: dict[str, Any], data: dict[str, Any]) -> RunCore:
-    from dlscale.config.run import load_run
-
-    return load_run(make_run(folder, study, settings, data), "train")
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------
@@ -226,8 +219,7 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
         assert found[f"rmse_normalised/{name}"] == pytest.approx(roots.mean(), rel=1e-4)
         assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, "root of means, mean of roots"
         a, b = (value[:, c] - climatology[c] for value in (p, y))
-        sums = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
-        cross, aa, bb = sums
+        cross, aa, bb = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
         assert found[f"acc/{name}"] == pytest.approx((cross / np.sqrt(aa * bb)).mean(), rel=1e-3)
         assert units_of(metrics)[f"rmse/{name}"] == units_of(metrics)[f"damped_rmse/{name}"] == info.units[c]
 

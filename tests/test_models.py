@@ -237,8 +237,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarra
 @pytest.mark.parametrize("residual", [False, True, "linear"])
 def test_vit_is_its_explicit_form(residual: bool | str) -> None:
     torch.manual_seed(0)
-    settings = {"in_channels": 3, "out_channels": 2, "residual": residual}
-    model = roughened(vit(**settings).double()).eval()
+    model = roughened(vit(in_channels=3, out_channels=2, residual=residual).double()).eval()
     with torch.no_grad():  # tokens so faint that the norms' epsilon (1e-6) counts
         for p in (*model.embedding.parameters(), model.position):
             p.mul_(2e-3)

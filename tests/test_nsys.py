@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from dlscale.core.ranges import RANGES, mark
 from dlscale.measure.profilers import ProfiledTool, TopEntry, nsys
 from dlscale.parallel.world import World
 from dlscale.preflight.doctor import environment as environment_of
-from tests.conftest import COSMO, COSMO_RUN, ROOT, make_run
+from tests.conftest import COSMO, COSMO_RUN, make_run, variables
 from tests.nsys_databases import Recording
 from tests.waiting import PATIENCE, until
 
@@ -143,10 +142,6 @@ def stage_words(folder: Path, manifest: Path | str, *starter: str) -> list[str]:
     return [sys.executable, *starter, str(folder / "stage.py"), str(folder / "config.yaml"), str(manifest), str(folder)]
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **more}
-
-
 def found(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
     raw = json.loads((folder / "found.json").read_text())
     return ProfiledTool(**raw["tool"]), [TopEntry(**row) for row in raw["top"]]
@@ -158,7 +153,7 @@ def test_a_stage_that_is_ended_takes_its_child_along(tmp_path: Path, pretended: 
     """Asked to end, it leaves nothing; killed outright, what it had started sees its standard input end."""
     folder = pretended("sleeps")
     configure(tmp_path)
-    process = subprocess.Popen(stage_words(tmp_path, "manifest.json"), env=environment(), cwd=tmp_path)
+    process = subprocess.Popen(stage_words(tmp_path, "manifest.json"), env=variables(), cwd=tmp_path)
     until("the child's start", (folder / "started").exists, process)
     process.send_signal(number)
     process.wait(PATIENCE)
@@ -235,7 +230,7 @@ def agrees(tool: Path, folder: Path, rank: int) -> None:
 def run(folder: Path, data: Path, tool: Path, *starter: str, **more: str) -> None:
     words = stage_words(folder, data / "manifest.json", *starter)
     done = subprocess.run(
-        words, env=environment(NSYS=str(tool), **more), capture_output=True, text=True, timeout=PATIENCE
+        words, env=variables(NSYS=str(tool), **more), capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

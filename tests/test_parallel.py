@@ -24,7 +24,7 @@ from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import World
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, make_run, records, train, variables
 from tests.ranks import spawn
 from tests.waiting import PATIENCE
 
@@ -39,8 +39,8 @@ def launch(stage: str, ranks: int, *arguments: object, env: dict[str, str] | Non
     """Run a stage in `ranks` processes, as the workflow does."""
     starter = ["-m", "dlscale.launch.ranks", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *starter, "-m", "dlscale", stage, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=ROOT)
+    more = variables(**(env or {}))
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=more, cwd=ROOT)
 
 
 def train_by(ranks: int, folder: Path, data: Path) -> None:

@@ -851,14 +851,3 @@ def test_indices_reach_the_model_as_indices() -> None:
         settings("era5_vit", precision="bf16_pure"), lambda: nn.Embedding(9, 3), lambda p, t: p.mean((1, 2))
     )
     assert step.predict(torch.randint(0, 9, (6, 4))).shape == (6, 4, 3)
-
-
-# --- whole runs -------------------------------------------------------------------------------------------------
-
-TOP: dict[str, Any] = {  # many rungs at once
-    "precision": "bf16_master",
-    "optimizer": {"fused": True},
-    "memory_format": "channels_last",
-    "accumulation_steps": 3,
-    "activation_checkpointing": True,
-}

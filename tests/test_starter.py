@@ -5,7 +5,6 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from dlscale.datasets.starter.source import LENGTH, open_source, pair
 from dlscale.preflight.tiny import tiny_session
 from dlscale.studies import new_study
 from dlscale.studies.starter_cnn.model import StarterCNN
-from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train
+from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train, variables
 from tests.test_parallel import train_by
 
 # ---- the network -------------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.Monk
 
 def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'workflow_scripts'}", "OMP_NUM_THREADS": "1"}
+    environment = variables(OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -412,7 +411,6 @@ def test_a_new_study_is_the_shipped_one_under_its_name(tmp_path: Path) -> None:
         "plan = loaded.workflow.plans['steep_fields_ladder']\n"
         "print(*plan.runs, *plan.measure, *loaded.workflow.targets)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     words = [sys.executable, "-c", code, str(folder / "steep_fields_run.yaml")]
-    told = subprocess.run(words, env=environment, capture_output=True, text=True)
+    told = subprocess.run(words, env=variables(), capture_output=True, text=True)
     assert told.stdout == "baseline fused bf16 train throughput profile steep_fields_ladder\n", told.stderr

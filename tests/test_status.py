@@ -23,7 +23,7 @@ from dlscale.core.metrics import Epoch
 from dlscale.core.progress import SUFFIX, Doing, Progress
 from dlscale.core.text import duration
 from dlscale.preflight import cost, status
-from tests.conftest import ROOT
+from tests.conftest import variables
 
 RUNS = {"a": {}, "b": {}}
 
@@ -311,10 +311,9 @@ print(text, "ends", flush=True)
 
 def test_a_log_goes_on_in_that_of_an_earlier_try_although_it_was_removed(tmp_path: Path) -> None:
     path, kept = tmp_path / "logs/a.log", tmp_path / "rank0.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
 
     def tried(text: str, how: str) -> str:
-        subprocess.run([sys.executable, "-c", LOG, path, kept, how, text], check=True, env=environment)
+        subprocess.run([sys.executable, "-c", LOG, path, kept, how, text], check=True, env=variables())
         assert kept.samefile(path)
         return path.read_text()
 
@@ -332,9 +331,8 @@ def test_a_log_goes_on_in_that_of_an_earlier_try_although_it_was_removed(tmp_pat
 
 def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
     path, kept = tmp_path / "a.log", tmp_path / "absent/rank0.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     begun = LOG.replace("import os\n", "import logging, os\nlogging.basicConfig(level=20)\n", 1)
-    subprocess.run([sys.executable, "-c", begun, path, kept, "resumed", "it"], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", begun, path, kept, "resumed", "it"], check=True, env=variables())
     begins, child, said, ends = path.read_text().splitlines()
     assert (begins, child, ends) == ("it begins", "a child", "it ends")
     assert "this log is not kept for a later try: " in said and str(kept.parent) in said
@@ -345,19 +343,17 @@ def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) ->
     path, memory = tmp_path / "a.log", Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("one file system has both /dev/shm and the temporary folder")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         kept = Path(folder, "rank0.log")
         kept.write_text("of another training\n")
-        subprocess.run([sys.executable, "-c", LOG, path, kept, "anew", "it"], check=True, env=environment)
+        subprocess.run([sys.executable, "-c", LOG, path, kept, "anew", "it"], check=True, env=variables())
         assert path.read_text() == "it begins\na child\nit ends\n" and not list(Path(folder).iterdir())
 
 
 def test_what_is_no_file_is_not_removed_for_a_log(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     command = [sys.executable, "-c", LOG, path, tmp_path / "rank0.log", "resumed", "it"]
-    with subprocess.Popen(command, env=environment) as process, path.open() as file:
+    with subprocess.Popen(command, env=variables()) as process, path.open() as file:
         assert file.read() == "it begins\na child\nit ends\n"
     assert process.returncode == 0 and path.is_fifo()

@@ -31,7 +31,7 @@ from dlscale.measure import telemetry as sampler
 from dlscale.measure.telemetry import Gpus, bus_ids
 from dlscale.report.results import RunResult
 from dlscale.train.provenance import Provenance
-from tests.conftest import ROOT
+from tests.conftest import variables
 from tests.test_usage import BURN, answer, drop, end, on_disk, python
 from tests.waiting import until
 
@@ -276,9 +276,8 @@ def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
     """Signals to the whole group are the stage's; it leaves whole lines and no traceback."""
     path, enough = tmp_path / "train.csv", tmp_path / "train.csv.end"
     command = [sys.executable, "-c", STAGE, str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     with (tmp_path / "said").open("w") as said:
-        child = subprocess.Popen(command, stderr=said, env=environment, text=True, process_group=0)
+        child = subprocess.Popen(command, stderr=said, env=variables(), text=True, process_group=0)
     until("the first line", lambda: path.exists() and path.stat().st_size, child)
     (sampler,) = samplers(child.pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

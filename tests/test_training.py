@@ -58,12 +58,23 @@ from dlscale.train.optimizer import begin
 from dlscale.train.step import Step
 from dlscale.train.train import fit_with_signals, run_fingerprint
 from dlscale.train.trainer import Trainer
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_dataset, make_run, records, said, train
+from tests.conftest import (
+    COSMO,
+    COSMO_RUN,
+    ERA5,
+    ERA5_RUN,
+    TIMES,
+    make_dataset,
+    make_run,
+    records,
+    said,
+    timeless,
+    train,
+)
 from tests.test_rungs import settings
 from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
-TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
 FILES = {"config.yaml", "metrics.jsonl", "model.pt", "model_best.pt", "prediction.png", "provenance.json"}
 FILES |= {"tensorboard", "checkpoints"}
 Make = Callable[..., Path]
@@ -111,10 +122,6 @@ def cosmo(tmp_path: Path, cosmo_data: Path) -> Make:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "model.pt", weights_only=True)
-
-
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in records(folder)]
 
 
 def provenance(folder: Path) -> dict[str, Any]:

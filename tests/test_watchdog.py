@@ -24,7 +24,7 @@ from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import Checkpoints
-from tests.conftest import ROOT
+from tests.conftest import ROOT, variables
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
 
@@ -90,10 +90,9 @@ def begin(folder: Path, data: Path, program: list[str], **env: str) -> subproces
     starter = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", *program]
     arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 2]
     arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **env}
     return subprocess.Popen(
         [*starter, "train", *map(str, arguments)],
-        env=environment,
+        env=variables(**env),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -239,8 +238,7 @@ except PeerLost as lost:
 """
     )
     starter = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", str(program)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    done = subprocess.run(starter, capture_output=True, text=True, env=env, timeout=PATIENCE)
+    done = subprocess.run(starter, capture_output=True, text=True, env=variables(), timeout=PATIENCE)
     assert done.stdout.count("left behind: False True") == 2, done.stdout + done.stderr
 
 
@@ -425,7 +423,6 @@ def test_ranges_tell_how_far_a_process_has_come(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_last_word_is_said_before_the_end() -> None:
     program = "from dlscale.core import process; process.end('because', 7)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables())
     assert (done.returncode, done.stderr) == (7, "because\n")
     assert LOST not in (0, 1, 2, 75, 130)
