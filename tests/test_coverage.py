@@ -166,8 +166,7 @@ def test_a_row_names_what_there_is(row: Row) -> None:
 
 
 def test_every_document_has_its_section() -> None:
-    sections = re.findall(r"^## (\d{3}):", TEXT, re.MULTILINE)
-    assert sections == DOCUMENTS
+    assert re.findall(r"^## (\d{3}):", TEXT, re.MULTILINE) == DOCUMENTS
     assert set(DOCUMENTS) <= {row.section[:3] for row in ROWS}
 
 

@@ -70,8 +70,7 @@ def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
         assert tool.overhead and tool.overhead.ratio > 0.2 and tool.overhead.noise
     torch_tool = found.tools[0]
     assert set(torch_tool.ranges) == {"step", "data", "copy", "forward", "backward", "optimizer"}
-    parts = ("data", "forward", "backward", "optimizer")
-    inside = sum(torch_tool.ranges[name].seconds for name in parts)
+    inside = sum(torch_tool.ranges[name].seconds for name in ("data", "forward", "backward", "optimizer"))
     assert 0.8 * torch_tool.ranges["step"].seconds < inside < torch_tool.ranges["step"].seconds
     assert torch_tool.activity.items == 0, "no step waits for a number"
     assert len({(row.tool, row.kind) for row in found.top}) >= 3
@@ -98,11 +97,14 @@ def test_lines_are_those_of_step_model_loss_samples_and_loader(done: Path) -> No
         (one,) = [row for name, row in rows.items() if name.startswith(f"{file}:") and text in name]
         return one
 
-    assert the("dlscale/train/step.py", ".backward()").calls == 1
-    assert the("dlscale/studies/cosmo_unet/model.py", "return torch.tanh(").calls == 1
-    assert the("dlscale/models/losses.py", "loss_B = ").calls == 1
-    assert the("dlscale/data/samples.py", "return x, self.target.read(").calls == 4, "samples of a batch"
-    assert the("dlscale/data/loaders/torch_loader.py", "x, y = self.samples.read(").calls == 4
+    for file, text, calls in (
+        ("dlscale/train/step.py", ".backward()", 1),
+        ("dlscale/studies/cosmo_unet/model.py", "return torch.tanh(", 1),
+        ("dlscale/models/losses.py", "loss_B = ", 1),
+        ("dlscale/data/samples.py", "return x, self.target.read(", 4),  # samples of a batch
+        ("dlscale/data/loaders/torch_loader.py", "x, y = self.samples.read(", 4),
+    ):
+        assert the(file, text).calls == calls, file
     whole = the("dlscale/train/step.py", "return self._train(")
     assert the("dlscale/train/step.py", ".backward()").seconds < whole.seconds < 1.5 * whole.seconds / whole.share
     text = (done / "profile/lines.rank0.txt").read_text()
@@ -207,8 +209,7 @@ def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None
     with pytest.raises(ZeroDivisionError), TorchProfiler(tmp_path, 0, torch.device("cpu")).attached():
         window.run(1)
         raise ZeroDivisionError
-    assert ranges._marker is None
-    assert not torch.autograd.profiler._is_profiler_enabled
+    assert ranges._marker is None and not torch.autograd.profiler._is_profiler_enabled
 
 
 # ---- several processes; and nothing else changes -----------------------------------------------------------------

@@ -184,8 +184,9 @@ def test_rows_of_a_gpu() -> None:
 
 
 def test_steps_that_differ_have_a_spread() -> None:
-    trace = [event("step", "user_annotation", 0, 10), event("step", "user_annotation", 20, 50)]
-    trace += [
+    trace = [
+        event("step", "user_annotation", 0, 10),
+        event("step", "user_annotation", 20, 50),
         event("aten::mm", "cpu_op", 1, 3),
         event("aten::mm", "cpu_op", 21, 27),
         event("aten::mm", "cpu_op", 12, 18),
