@@ -315,8 +315,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
     merged.write_text("a: {b: &b {<<: &c {d: 1}, d: 2}}\ne: {<<: *b, d: 3}\nf: [*c, *c]\n")
     assert read_yaml(merged) == {"a": {"b": {"d": 2}}, "e": {"d": 3}, "f": [{"d": 1}, {"d": 1}]}
     assert stage("configure", "--settings", "{", "--out", tmp_path / "out.yaml") == cli.USER_ERROR
-    assert capfd.readouterr().err.count("\n") == 1
-    assert not (tmp_path / "out.yaml").exists()
+    assert capfd.readouterr().err.count("\n") == 1 and not (tmp_path / "out.yaml").exists()
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -565,8 +564,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
     }
     assert complaints(changed) == []
     config.load(config.merge(copy.deepcopy(SOUND), changed))
-    assert stage("schema") == 0
-    assert json.loads(capsys.readouterr().out) == schema()
+    assert stage("schema") == 0 and json.loads(capsys.readouterr().out) == schema()
 
 
 @pytest.mark.slow

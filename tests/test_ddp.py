@@ -174,8 +174,7 @@ def test_what_is_learnt(found: list[dict[str, Any]], name: str) -> None:
             if "layers" in key:
                 torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6)
     apart = [rank[name][2] for rank in found]
-    same = all(torch.equal(apart[0][key], apart[1][key]) for key in apart[0] if "layers" in key)
-    assert same == averaged
+    assert all(torch.equal(apart[0][key], apart[1][key]) for key in apart[0] if "layers" in key) == averaged
 
 
 # ---- batch normalisation over ranks ----------------------------------------------------------------

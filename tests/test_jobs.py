@@ -57,13 +57,14 @@ def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
         found = jobs(tmp_path, settings)
         return [found.run_params("train")(RUN), found.throughput_params(RUN)]
 
-    train, throughput = params()
-    assert params() == [train, throughput]
-    other = params(optimizer={"lr": 0.5})
-    assert other[0] != train and other[1] == throughput
-    other = params(throughput={"trials": 9})
-    assert other[0] == train and other[1] != throughput
-    assert all(each != before for each, before in zip(params(batch_size=7), (train, throughput), strict=True))
+    before = params()
+    assert params() == before
+    for settings, again in (
+        ({"optimizer": {"lr": 0.5}}, [True, False]),
+        ({"throughput": {"trials": 9}}, [False, True]),
+        ({"batch_size": 7}, [True, True]),
+    ):
+        assert [new != old for new, old in zip(params(**settings), before, strict=True)] == again
 
 
 def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:

@@ -73,8 +73,10 @@ def test_nodes_are_seen_by_their_hosts() -> None:
 
 def test_levels_are_what_both_ends_share() -> None:
     hosts = [f"nid{rank // 2}" for rank in range(16)]
-    links = [Link((a, b), 3e-6, 3e-12) for a, b in ((0, 1), (2, 3))] + [Link((0, 2), 1e-5, 1e-11)]
-    links += [Link((1, 3), 2e-5, 2e-11), Link((0, 4), 4e-5, 4e-11)]
+    links = [
+        *(Link((0, 1), 3e-6, 3e-12), Link((2, 3), 3e-6, 3e-12)),
+        *(Link((0, 2), 1e-5, 1e-11), Link((1, 3), 2e-5, 2e-11), Link((0, 4), 4e-5, 4e-11)),
+    ]
     node, network = selftest.levels(links, hosts)
     assert (node.name, node.size, node.links, node.alpha, node.beta) == ("node", 2, 2, 3e-6, 3e-12)
     assert (network.name, network.size, network.links, network.alpha) == ("network", 8, 3, 2e-5), "the median"

@@ -6,7 +6,6 @@ import gzip
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from dlscale.config.run import run_class
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.kind import Part
+from dlscale.data.manifest import Manifest
 from dlscale.data.store import Reader
 from dlscale.datasets.mnist.source import IdxSource, read_idx
 from dlscale.studies.mnist_cnn.model import MnistCNN, nll
@@ -145,8 +145,8 @@ def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "data", dataset)
     config = make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": 3}, "loader": {"workers": 0}}, dataset)
     assert train(tmp_path / "run", folder / "manifest.json") == 0
-    run = yaml.safe_load(config.read_text())
-    model = registry.study("mnist_cnn").model(run_class("mnist_cnn")(**run), _manifest(folder)).eval()
+    run, manifest = yaml.safe_load(config.read_text()), Manifest.read(folder / "manifest.json")
+    model = registry.study("mnist_cnn").model(run_class("mnist_cnn")(**run), manifest).eval()
     model.load_state_dict(torch.load(tmp_path / "run/model.pt", weights_only=True))
     images, labels = (Reader(folder / "valid/valid.h5", name).dataset[()] for name in ("images", "labels"))
     with torch.no_grad():
@@ -155,12 +155,6 @@ def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
     assert metrics["accuracy"] == pytest.approx(right.mean())
     frequent = np.bincount(Reader(folder / "train/train.h5", "labels").dataset[()]).argmax()
     assert metrics["accuracy_of_most_frequent"] == pytest.approx((labels == frequent).mean())
-
-
-def _manifest(folder: Path) -> Any:
-    from dlscale.data.manifest import Manifest
-
-    return Manifest.read(folder / "manifest.json")
 
 
 @pytest.mark.slow

@@ -318,8 +318,9 @@ def check(name: str, count: int, seed: int, folder: Path) -> None:
         (copy / file).write_bytes(content)
         how, text = outcome(read, copy)
         assert how in ("taken", "refused"), f"{name}: number {number}, {file}: {how}: {text[-3000:]}"
-        short = len(text) <= 1000 and "\n" not in text
-        assert short, f"{name}: number {number}, {file}: no short message: {text[:2000]}"
+        assert len(text) <= 1000 and "\n" not in text, (
+            f"{name}: number {number}, {file}: no short message: {text[:2000]}"
+        )
 
 
 @pytest.mark.slow

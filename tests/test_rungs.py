@@ -264,8 +264,7 @@ def test_checkpointing_drops_the_same_again() -> None:
         torch.manual_seed(3)
         found.append((gradients(step, *batch("era5_vit", 6)), torch.get_rng_state()))
     (plain, state), (twice, again) = found
-    assert all(torch.equal(plain[key], twice[key]) for key in plain)
-    assert torch.equal(state, again)
+    assert all(torch.equal(plain[key], twice[key]) for key in plain) and torch.equal(state, again)
 
 
 # --- number formats ---------------------------------------------------------------------------------------------
@@ -525,8 +524,7 @@ def test_each_shape_is_compiled_once(kind: str, monkeypatch: pytest.MonkeyPatch)
     step.predict(batch("era5_vit", 1)[0], once=True)
     counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch.compiler.reset()
-    assert counts == [4, 4, 4, 4]
-    assert not torch._dynamo.utils.counters["graph_break"]
+    assert counts == [4, 4, 4, 4] and not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -547,8 +547,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         process.send_signal(signal.SIGSTOP)
         # While it holds the run, alive or stopped, nobody else may write there.
         capfd.readouterr()
-        assert train(killed, manifest) == 2
-        assert f"in use by process {process.pid} on" in said(capfd)
+        assert train(killed, manifest) == 2 and f"in use by process {process.pid} on" in said(capfd)
         # Not even another training: it would write the same files.
         make_era5(killed, config.merge(copy.deepcopy(over), {"optimizer": {"lr": 2e-3}}))
         assert train(killed, manifest) == 2
@@ -566,8 +565,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert set(scalars(killed)["loss/train"]) >= {record["step"] for record in done}
     assert not (killed / "provenance.json").exists(), "which says that a result is whole"
 
-    assert train(killed, manifest) == 0
-    assert provenance(killed)["resumed_from_step"] == 6 * len(done)
+    assert train(killed, manifest) == 0 and provenance(killed)["resumed_from_step"] == 6 * len(done)
     assert provenance(tmp_path / "whole")["resumed_from_step"] is None
     assert records(killed)[: len(done)] == done, "the epochs before, their times too"
     assert timeless(killed) == timeless(tmp_path / "whole")
@@ -929,8 +927,7 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
 
     accumulator = events(finished)
     (image,) = accumulator.Images("valid/prediction")
-    assert image.step == 30
-    assert image.encoded_image_string.startswith(b"\x89PNG")
+    assert image.step == 30 and image.encoded_image_string.startswith(b"\x89PNG")
     assert min(image.width, image.height) > 100
     content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
@@ -975,8 +972,7 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
 
 def test_the_figure_is_a_picture(finished: Path) -> None:
     picture = matplotlib.image.imread(finished / "prediction.png")
-    assert min(picture.shape[:2]) > 150
-    assert picture[..., :3].std() > 0.05
+    assert min(picture.shape[:2]) > 150 and picture[..., :3].std() > 0.05
 
 
 def test_metrics_jsonl_is_plain_json(finished: Path) -> None:
@@ -1080,8 +1076,7 @@ def test_no_training_at_all_is_no_success(
     first = lines.index("training:")
     last = next(i for i in range(first + 1, len(lines)) if not lines[i].startswith(" "))
     path.write_text("\n".join([*lines[:first], f"training: {training}", *lines[last:]]))
-    assert train(tmp_path, weather / "manifest.json") == 2
-    assert words in said(capfd)
+    assert train(tmp_path, weather / "manifest.json") == 2 and words in said(capfd)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
