@@ -362,9 +362,10 @@ def test_what_is_not_code_makes_nothing_run_again(package: Path) -> None:
     _, before = probe(package)
     file.write_text(SAME)
     assert probe(package)[1] == before
-    changes = [("2.0", "2"), ("2.0", "True"), ("x *", "x +"), (".1f", ".2f"), ("None", "0"), ('"c"', '"d"')]
-    changes += [("*, ", ""), ("**others", "**other"), ("is", "is not"), ("Scale", "Scales"), ("u'none'", "None")]
-    for old, new in changes:
+    for old, new in (
+        *(("2.0", "2"), ("2.0", "True"), ("x *", "x +"), (".1f", ".2f"), ("None", "0"), ('"c"', '"d"')),
+        *(("*, ", ""), ("**others", "**other"), ("is", "is not"), ("Scale", "Scales"), ("u'none'", "None")),
+    ):
         assert old in BEFORE
         file.write_text(BEFORE.replace(old, new, 1))
         assert probe(package)[1] != before, (old, new)

@@ -403,8 +403,10 @@ def test_what_is_fetched_is_no_job() -> None:
 @pytest.mark.slow
 def test_lines(tmp_path: Path) -> None:
     configuration = load(tmp_path)
-    works = [Work("data", "cosmo_demo", "data", jobs=10)]
-    works += [work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile")]
+    works = [
+        Work("data", "cosmo_demo", "data", jobs=10),
+        *(work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile")),
+    ]
     *table, note = cost.lines(cost.price(works, scheduler(minutes={"train": 720, "data": 120}), tmp_path))
     shown = slurm.shown(Geometry())
     assert [re.split("  +", line) for line in table] == [

@@ -110,8 +110,10 @@ def test_the_kernel_compiles_for_gpus(case: str) -> None:
 
     forget()
     decode_kernel = importlib.import_module(KERNEL)
-    types = {"stored": "*fp16", "places": "*i64", "numbers": "*fp32", "out": "*fp32"}
-    types |= {"n0": "i32", "n1": "i32", "n2": "i32"}
+    types = {
+        **{"stored": "*fp16", "places": "*i64", "numbers": "*fp32", "out": "*fp32"},
+        **{"n0": "i32", "n1": "i32", "n2": "i32"},
+    }
     constants = {"C": 5, "BLOCK": decode_kernel.BLOCK} | ({"n0": 1} if case == "one time" else {})
     names = decode_kernel._decode.arg_names
     signature = {**types, **dict.fromkeys(constants, "constexpr")}

@@ -348,7 +348,7 @@ def test_no_secret_in_messages_logs_or_files(
         download(url, tmp_path / "data.bin", sha256="0" * 64, attempts=2, timeout_s=0.5, backoff_s=0.01)
     assert remote.requests[0].headers["Authorization"].startswith("Basic ")
     assert remote.requests[0].path == f"/data.bin?token={token}"
-    shown = [caplog.text, *traceback.format_exception(caught.value)]
-    shown += [path.read_bytes().decode("latin-1") for path in tmp_path.iterdir()]
+    files = [path.read_bytes().decode("latin-1") for path in tmp_path.iterdir()]
+    shown = "".join([caplog.text, *traceback.format_exception(caught.value), *files])
     assert f"http://{remote.address}/data.bin?token=***" in str(caught.value)
-    assert [secret for secret in SECRETS if secret in "".join(shown)] == []
+    assert [secret for secret in SECRETS if secret in shown] == []

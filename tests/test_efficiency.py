@@ -18,14 +18,13 @@ PUBLISHED = {"seconds": 56, "cpu": 53, "cores": 1, "memory": 1.31e9, "of": 8e9}
 
 
 def run(samples: list[Sample], **given: Any) -> RunResult:
-    provenance = Provenance(**given) if given else None
     return RunResult(
         "one",
         "1 worker",
         Path(),
         "p/one",
         {},
-        provenance,
+        Provenance(**given) if given else None,
         [],
         None,
         None,

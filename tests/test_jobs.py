@@ -122,8 +122,10 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: p
         named = SimpleNamespace(**wildcards, items=wildcards.items)
         return SimpleNamespace(rule=SimpleNamespace(name=rule), wildcards=named, threads=threads, log=[], benchmark="")
 
-    asked = [waiting("train", 64, plan="p", run="b"), waiting("train", 64, plan="p", run="a")]
-    asked += [waiting("describe", dataset="d"), waiting("preprocess", dataset="d"), waiting("collect", plan="p")]
+    asked = [
+        *(waiting("train", 64, plan="p", run="b"), waiting("train", 64, plan="p", run="a")),
+        *(waiting("describe", dataset="d"), waiting("preprocess", dataset="d"), waiting("collect", plan="p")),
+    ]
     works = call.works(asked)
     assert [(work.stage, work.run_name, work.jobs) for work in works] == [
         *(("data", "data", 2), ("train", "a", 1), ("train", "b", 1)),

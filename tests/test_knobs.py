@@ -152,8 +152,7 @@ def test_better_is_lower_or_higher() -> None:
     epochs = [one(number, 1.0, accuracy=value) for number, value in enumerate(values, 1)]
     higher = Metric(name="accuracy", title="accuracy", better="higher")
     lower = higher.model_copy(update={"better": "lower"})
-    best = [metric.best(epochs) for metric in (higher, lower)]
-    assert [epoch and epoch.epoch for epoch in best] == [2, 1]
+    assert [epoch and epoch.epoch for epoch in (higher.best(epochs), lower.best(epochs))] == [2, 1]
     assert higher.first(epochs, 0.5) == epochs[1] and higher.first(epochs, 0.51) is None
     assert lower.first(epochs, 0.3) == epochs[0]
     assert Metric(name="no", title="no").best(epochs) is None

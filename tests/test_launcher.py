@@ -414,9 +414,11 @@ PLACED = slurm.Scheduler.model_validate(
 
 
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
-    asked = {*slurm.request(perlmutter, "train", EIGHT), *slurm.request(PLACED, "data", None)}
-    asked |= {*slurm.request(PLACED, "train", Geometry(nodes=2))}
-    assert asked == set(slurm.RESOURCES)
+    assert set(slurm.RESOURCES) == {
+        *slurm.request(perlmutter, "train", EIGHT),
+        *slurm.request(PLACED, "data", None),
+        *slurm.request(PLACED, "train", Geometry(nodes=2)),
+    }
 
 
 @pytest.mark.slow

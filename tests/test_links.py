@@ -294,8 +294,10 @@ def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple
     """Train the run in `folder` by processes of their own; return each one's status and what it said."""
     (folder / "program.py").write_text(FAULTY)
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "FAULT": fault}
-    arguments = ["train", "--config", folder / "config.yaml", "--manifest", data / "manifest.json"]
-    arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--threads", ranks, "--device", "cpu"]
+    arguments = [
+        *("train", "--config", folder / "config.yaml", "--manifest", data / "manifest.json"),
+        *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", ranks, "--device", "cpu"),
+    ]
     arguments += ["--log", folder / "train.log"]
     command = [sys.executable, str(folder / "program.py"), *map(str, arguments)]
     processes = [

@@ -45,8 +45,10 @@ def launch(stage: str, ranks: int, *arguments: object, env: dict[str, str] | Non
 
 def train_by(ranks: int, folder: Path, data: Path) -> None:
     """Train the run in `folder` in so many processes of one node."""
-    arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", ranks]
-    arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"]
+    arguments = [
+        *("--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", ranks),
+        *("--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"),
+    ]
     with tempfile.TemporaryDirectory() as meet:
         spawn(_stage, (ranks, meet, ["train", *map(str, arguments)]), ranks)
 
@@ -164,8 +166,10 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: 
 @pytest.mark.slow
 def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> None:
     folder = configure(tmp_path, "era5_vit", 2)
-    arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
-    arguments += ["--telemetry", folder / "telemetry/throughput.csv", "--device", "cpu"]
+    arguments = [
+        *("--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2),
+        *("--telemetry", folder / "telemetry/throughput.csv", "--device", "cpu"),
+    ]
     done = launch("throughput", 2, *arguments, "--out", folder / "throughput.json", "--log", folder / "log")
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "throughput.json").read_text())
@@ -185,8 +189,10 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
 def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data: Path) -> None:
     """Nobody waits for ever for one who has gone."""
     folder = configure(tmp_path, "era5_vit", 2, optimizer={"lr": 1e30}, precision="fp32")
-    arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
-    arguments += ["--checkpoints", folder / "checkpoints", "--out", folder]
+    arguments = [
+        *("--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2),
+        *("--checkpoints", folder / "checkpoints", "--out", folder),
+    ]
     done = launch("train", 2, *arguments)
     assert done.returncode != 0
     assert "loss is nan" in done.stderr.lower() and "lower optimizer.lr" in done.stderr

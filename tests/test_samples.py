@@ -549,9 +549,8 @@ def test_ranks_share_the_one_stream(make: Any, ranks: int) -> None:
     expected = stream(samples, 1)
     loaders = [torch_loader_of(make(), batch, rank=rank, ranks=ranks) for rank in range(ranks)]
     found = [epoch_of(loader, 1) for loader in loaders]
-    steps = -(-samples.size // batch)
     assert samples.size % batch, "choose sizes with a partial last batch"
-    for step in range(steps):
+    for step in range(-(-samples.size // batch)):
         together = flat([found[rank][step] for rank in range(ranks)])
         assert together == expected[step * batch : (step + 1) * batch]
         assert len(set(together)) == len(together)

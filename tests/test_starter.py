@@ -330,8 +330,10 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 @pytest.mark.long
 def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
     """As published, but smaller: the error remains that of answering the mean."""
-    shipped = {"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"}
-    shipped |= {"optimizer": {"lr": 1e-2}}  # it begins at zero, and the mean is a half
+    shipped = {
+        **{"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"},
+        "optimizer": {"lr": 1e-2},  # it begins at zero, and the mean is a half
+    }
     metrics = plan_run(tmp_path, "starter_published", **shipped)[-1]["metrics"]
     assert metrics["rmse"] == pytest.approx(metrics["rmse_of_naive"], rel=0.05)
     assert metrics["rmse_of_naive"] == pytest.approx(12**-0.5, rel=0.02)

@@ -150,9 +150,11 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) ->
     make_run(together, "era5_vit", {**settings, "geometry": {"nodes": 2}}, dataset)
     chosen = site(engine="none", rendezvous=f"127.0.0.1:{free_port()}")
     words = launcher.launch(chosen, HERE, Geometry(nodes=2))
-    arguments = ["train", "--config", together / "config.yaml", "--manifest", era5_data / "manifest.json"]
-    arguments += ["--checkpoints", together / "checkpoints", "--out", together, "--threads", 1, "--device", "cpu"]
-    arguments += ["--telemetry", together / "telemetry/train.csv", "--log", together / "train.log"]
+    arguments = [
+        *("train", "--config", together / "config.yaml", "--manifest", era5_data / "manifest.json"),
+        *("--checkpoints", together / "checkpoints", "--out", together, "--threads", 1, "--device", "cpu"),
+        *("--telemetry", together / "telemetry/train.csv", "--log", together / "train.log"),
+    ]
     command = [*words, *map(str, arguments)]
     nodes = [
         subprocess.Popen(
@@ -181,8 +183,10 @@ def test_two_runs_that_meet_are_refused(tmp_path: Path, era5_data: Path) -> None
     for rank, rate in enumerate((1e-3, 1e-1)):
         folder = tmp_path / str(rank)
         make_run(folder, "era5_vit", {**settings, "optimizer": {"lr": rate}, "geometry": {"nodes": 2}}, dataset)
-        arguments = ["train", "--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json"]
-        arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--threads", 1, "--device", "cpu"]
+        arguments = [
+            *("train", "--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json"),
+            *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", 1, "--device", "cpu"),
+        ]
         started = [sys.executable, "-m", "dlscale", *map(str, arguments)]
         own = environment(RANK=str(rank), **meet)
         nodes.append(subprocess.Popen(started, env=own, cwd=ROOT, stderr=subprocess.PIPE, text=True))

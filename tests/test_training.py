@@ -75,8 +75,10 @@ from tests.test_rungs import settings
 from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
-FILES = {"config.yaml", "metrics.jsonl", "model.pt", "model_best.pt", "prediction.png", "provenance.json"}
-FILES |= {"tensorboard", "checkpoints"}
+FILES = {
+    *("config.yaml", "metrics.jsonl", "model.pt", "model_best.pt", "prediction.png", "provenance.json"),
+    *("tensorboard", "checkpoints"),
+}
 Make = Callable[..., Path]
 
 
@@ -504,8 +506,10 @@ LONG: dict[str, Any] = {
 
 def start(folder: Path, manifest: Path) -> subprocess.Popen[bytes]:
     """Train in a process of its own."""
-    command = [sys.executable, "-m", "dlscale", "train", "--config", folder / "config.yaml", "--manifest", manifest]
-    command += ["--checkpoints", folder / "checkpoints", "--out", folder, "--threads", "1", "--device", "cpu"]
+    command = [
+        *(sys.executable, "-m", "dlscale", "train", "--config", folder / "config.yaml", "--manifest", manifest),
+        *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", "1", "--device", "cpu"),
+    ]
     with open(folder / "log", "wb") as log:
         return subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
 

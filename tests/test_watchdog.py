@@ -88,8 +88,10 @@ strategies = pytest.mark.parametrize(
 def begin(folder: Path, data: Path, program: list[str], **env: str) -> subprocess.Popen[str]:
     """Start a training of the run in `folder` by two processes."""
     starter = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", *program]
-    arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 2]
-    arguments += ["--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"]
+    arguments = [
+        *("--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 2),
+        *("--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"),
+    ]
     return subprocess.Popen(
         [*starter, "train", *map(str, arguments)],
         env=variables(**env),

@@ -154,8 +154,7 @@ class Tree:
 
     def write(self) -> None:
         """Write the configuration."""
-        text = yaml.safe_dump(self.config, sort_keys=False)
-        (self.path / "tiny.yaml").write_text(text)
+        (self.path / "tiny.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
         self.imports.mkdir(exist_ok=True)
 
     @property

@@ -56,8 +56,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _with_secrets(text: bytes) -> bool:
-    words = (PASSWORD, TOKEN, OTHER, LOGIN.split()[1])
-    return any(word.encode() in text for word in words)
+    return any(word.encode() in text for word in (PASSWORD, TOKEN, OTHER, LOGIN.split()[1]))
 
 
 @contextlib.contextmanager
