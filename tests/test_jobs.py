@@ -59,11 +59,12 @@ def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
 
     before = params()
     assert params() == before
-    for settings, again in (
+    changes: list[tuple[dict[str, Any], list[bool]]] = [
         ({"optimizer": {"lr": 0.5}}, [True, False]),
         ({"throughput": {"trials": 9}}, [False, True]),
         ({"batch_size": 7}, [True, True]),
-    ):
+    ]
+    for settings, again in changes:
         assert [new != old for new, old in zip(params(**settings), before, strict=True)] == again
 
 

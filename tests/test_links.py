@@ -297,8 +297,8 @@ def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple
     arguments = [
         *("train", "--config", folder / "config.yaml", "--manifest", data / "manifest.json"),
         *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", ranks, "--device", "cpu"),
+        *("--log", folder / "train.log"),
     ]
-    arguments += ["--log", folder / "train.log"]
     command = [sys.executable, str(folder / "program.py"), *map(str, arguments)]
     processes = [
         subprocess.Popen(

@@ -75,9 +75,9 @@ class Study:
 
 def forecast_values(shrink: float) -> dict[str, float]:
     """Of two channels."""
+    persistence, std = {"u10": 2.0, "t2m": 2.67}, {"u10": 4.0, "t2m": 8.0}
     values: dict[str, float] = {}
-    std = {"u10": 4.0, "t2m": 8.0}
-    for channel, naive in {"u10": 2.0, "t2m": 2.67}.items():
+    for channel, naive in persistence.items():
         rmse = shrink * naive
         values |= {f"rmse/{channel}": rmse, f"persistence_rmse/{channel}": naive, f"skill/{channel}": 1 - shrink}
         values |= {f"rmse_normalised/{channel}": rmse / std[channel], f"acc/{channel}": 0.99 - 0.1 * shrink}

@@ -117,7 +117,7 @@ def test_what_fails_drops_out_and_what_is_left_goes_on() -> None:
     nan = math.nan
     machine = Machine([100, nan, 120, nan, 110, nan], 0)
     assert search(machine) == 2 and all(machine.measured.count(number) == 1 for number in (1, 3, 5))
-    for rates, best in (([100, nan, 120, nan], 2), ([100, nan, nan], None), ([100], None)):
+    for rates, best in (([100, nan, 120, nan], 2), ([100, nan, nan], None), ([100.0], None)):
         assert search(Machine(rates, 0)) == best
     assert search(Machine([100, nan], 0)) == 1, "it meets the run's own at once"
     assert tune.in_turns([1, 0], Machine([100, nan], 0), 8, 1).keys() == {0}
