@@ -562,7 +562,8 @@ def test_what_would_run_does_run(clone: Tree) -> None:
     assert done.names == planned == sorted([*timed("years")])
     assert "replaces the results of era5.vit (throughput); to keep them: " in done.output
     measured = json.loads((clone.results / "plans/era5/vit/throughput.json").read_text())
-    assert len(measured["FULL"]["trial_throughput"]) == 1 and clone.planned().names == []
+    assert len(measured["FULL"]["trial_throughput"]) == 1
+    assert clone.planned().names == []
     undo()
     assert clone.planned().names == planned
 

@@ -51,4 +51,4 @@ def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome
     assert Outcome(0, done.stdout, clone.jobs()).names == JOBS
 
     # With the same files nothing else has changed, least of all what was tuned.
-    assert clone.planned(*["--configfile", "tiny.yaml", file]).names == []
+    assert clone.planned("--configfile", "tiny.yaml", file).names == []
