@@ -315,7 +315,8 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
     merged.write_text("a: {b: &b {<<: &c {d: 1}, d: 2}}\ne: {<<: *b, d: 3}\nf: [*c, *c]\n")
     assert read_yaml(merged) == {"a": {"b": {"d": 2}}, "e": {"d": 3}, "f": [{"d": 1}, {"d": 1}]}
     assert stage("configure", "--settings", "{", "--out", tmp_path / "out.yaml") == cli.USER_ERROR
-    assert capfd.readouterr().err.count("\n") == 1 and not (tmp_path / "out.yaml").exists()
+    assert capfd.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out.yaml").exists()
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -564,7 +565,8 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
     }
     assert complaints(changed) == []
     config.load(config.merge(copy.deepcopy(SOUND), changed))
-    assert stage("schema") == 0 and json.loads(capsys.readouterr().out) == schema()
+    assert stage("schema") == 0
+    assert json.loads(capsys.readouterr().out) == schema()
 
 
 @pytest.mark.slow
@@ -1026,7 +1028,8 @@ def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None
 )
 def test_values_that_would_end_far_from_where_they_were_written(changes: Raw, expected: str) -> None:
     text = message(**changes)
-    assert expected in text and len(text) < 2000
+    assert expected in text
+    assert len(text) < 2000
 
 
 @pytest.mark.parametrize(

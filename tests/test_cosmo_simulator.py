@@ -168,7 +168,8 @@ def test_deposit_conserves_mass_and_momentum() -> None:
     grid, size = 80, 20.0  # more than one slab
     displacement = (5 * rng(5).standard_normal((3, grid, grid, grid))).astype(np.float32)
     density = simulator.deposit(displacement, size)
-    assert density.min() >= 0 and density.sum(dtype=np.float64) == pytest.approx(grid**3, rel=1e-6)
+    assert density.min() >= 0
+    assert density.sum(dtype=np.float64) == pytest.approx(grid**3, rel=1e-6)
     momentum = simulator.deposit(displacement, size, displacement[1] + 1)
     assert momentum.sum(dtype=np.float64) == pytest.approx((displacement[1] + 1).sum(dtype=np.float64), rel=1e-5)
 
@@ -182,13 +183,15 @@ def test_velocity_component_belongs_to_its_axis(axis: int) -> None:
     channels = {name: v for _, name, v in simulator.evolve(0.3 * wave(grid, axis), size)}
     for kind in ("dm", "gas"):
         speeds = [np.abs(channels[f"{kind}_velocity_{name}"]).max() for name in "xyz"]
-        assert speeds[axis] > 100 and max(np.delete(speeds, axis)) < 1e-4 * speeds[axis]
+        assert speeds[axis] > 100
+        assert max(np.delete(speeds, axis)) < 1e-4 * speeds[axis]
         # towards the crest at 0: from the trough's near side backwards, from its far side forwards
         line = np.moveaxis(channels[f"{kind}_velocity_{'xyz'[axis]}"], axis, 0)[:, 0, 0]
         assert line[grid // 4] < -100 < 100 < line[-grid // 4]
         density = np.moveaxis(channels[f"{kind}_density"], axis, 0)[:, 0, 0]
         around = np.arange(-3, 4)  # one particle a cell: a thinned lattice beats with the grid from cell to cell
-        assert density[around].mean() > 1.2 and density[grid // 2 + around].mean() < 0.85
+        assert density[around].mean() > 1.2
+        assert density[grid // 2 + around].mean() < 0.85
 
 
 def test_a_small_perturbation_is_the_growing_mode() -> None:
@@ -217,7 +220,8 @@ def test_smoothing_damps_a_wave_as_a_gaussian_does() -> None:
     spike[5, 6, 7] = 1000
     for radius in (0.01, 0.5, 2.0):
         smoothed = simulator.smooth(spike, size, radius)
-        assert smoothed.min() > -1e-3 and smoothed.mean() == pytest.approx(spike.mean(), rel=1e-4)
+        assert smoothed.min() > -1e-3
+        assert smoothed.mean() == pytest.approx(spike.mean(), rel=1e-4)
         assert smoothed.argmax() == spike.argmax()
 
 
@@ -252,7 +256,8 @@ def test_file_layout(tmp_path: Path) -> None:
 
 
 def test_values_are_physical(box: dict[str, np.ndarray]) -> None:
-    assert len(box) == 9 and all(np.isfinite(values).all() for values in box.values())
+    assert len(box) == 9
+    assert all(np.isfinite(values).all() for values in box.values())
     empty = box["dm_density"] == 0
     assert empty.any()
     for name in "xyz":  # a cell without particles moves as the gas there

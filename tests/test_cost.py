@@ -448,4 +448,5 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cosmo_ladder.")]
     assert len(lines) == 2 * len(load(tmp_path).plans["cosmo_ladder"])
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 0.5}}\n")
-    assert stage(*asked) == 2 and "dlscale cost: budget: what would run" in capsys.readouterr().err
+    assert stage(*asked) == 2
+    assert "dlscale cost: budget: what would run" in capsys.readouterr().err

@@ -167,7 +167,8 @@ def test_work_that_is_done_again_is_no_work_of_the_model(tmp_path: Path, tiny_da
 
     plain, again, parts = work(), work(activation_checkpointing=True), work(accumulation_steps=2)
     assert plain.bytes and again.bytes
-    assert plain.flops == again.flops == parts.flops and again.bytes > 1.05 * plain.bytes
+    assert plain.flops == again.flops == parts.flops
+    assert again.bytes > 1.05 * plain.bytes
 
 
 # ---- bytes -------------------------------------------------------------------------------------------

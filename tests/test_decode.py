@@ -78,7 +78,8 @@ def test_states(tmp_path: Path, way: str) -> None:
     samples = pairs(tmp_path, {"dtype": "float16"})
     starts = np.array([[time, 0, 0] for time in (5, 0, 6)])
     found = decoded(samples.input, starts, [0] * 3)
-    assert found.shape == (3, 6, 4, 8) and torch.equal(found, truth(samples.input, starts, [0] * 3))
+    assert found.shape == (3, 6, 4, 8)
+    assert torch.equal(found, truth(samples.input, starts, [0] * 3))
 
 
 def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:

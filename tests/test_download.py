@@ -173,7 +173,8 @@ def left(target: Path) -> list[str]:
 def test_a_file_arrives_whole_and_alone(remote: Remote, tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder" / "data.bin"
     assert fetch(remote, target, sha256=digest(BODY)) == digest(BODY)
-    assert only(target) and remote.ranges() == [None]
+    assert only(target)
+    assert remote.ranges() == [None]
     assert remote.requests[0].headers["Accept-Encoding"] == "identity"
 
 
@@ -193,7 +194,8 @@ def test_nothing_is_written_through_a_link(remote: Remote, tmp_path: Path) -> No
 def test_a_cut_body_is_resumed_at_the_very_byte(remote: Remote, target: Path, at: int) -> None:
     remote.script = [cut(at)]
     fetch(remote, target, sha256=digest(BODY))
-    assert only(target) and remote.ranges() == [None, f"bytes={at}-"]
+    assert only(target)
+    assert remote.ranges() == [None, f"bytes={at}-"]
     assert remote.requests[1].headers["If-Range"] == '"one"'
 
 
@@ -203,7 +205,8 @@ def test_a_further_call_resumes_what_a_failed_one_kept(remote: Remote, target: P
         fetch(remote, target, attempts=1)
     assert not target.exists()
     fetch(remote, target)
-    assert only(target) and remote.ranges() == [None, "bytes=1000-"]
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=1000-"]
 
 
 def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target: Path) -> None:
@@ -214,7 +217,8 @@ def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target
 
     remote.script = [old]
     fetch(remote, target)
-    assert only(target) and remote.requests[1].headers["If-Range"] == '"one"'
+    assert only(target)
+    assert remote.requests[1].headers["If-Range"] == '"one"'
 
 
 def lying(start: int = 0, etag: str | None = None, named: bool = True) -> Callable[[Answer], None]:
@@ -241,7 +245,8 @@ def test_a_partial_answer_that_does_not_fit_is_not_appended(
 ) -> None:
     remote.script = [cut(1000), answer]
     fetch(remote, target)
-    assert only(target) and remote.ranges() == [None, "bytes=1000-", None]
+    assert only(target)
+    assert remote.ranges() == [None, "bytes=1000-", None]
 
 
 @pytest.mark.parametrize("note", [None, "{", '{"address": "x", "version": "y"}'])
@@ -250,7 +255,8 @@ def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: P
     if note:
         target.with_name(".data.bin.download.json").write_text(note)
     fetch(remote, target)
-    assert only(target) and remote.ranges() == [None]
+    assert only(target)
+    assert remote.ranges() == [None]
 
 
 # ------------------------------------------------------------------------------------- retries and refusals
@@ -273,7 +279,8 @@ def test_what_cannot_be_fetched_is_one_message(
     remote.script = list(script)
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:.*data\.bin: .*{words}"):
         fetch(remote, target, **options)
-    assert len(remote.requests) == requests and left(target) == []
+    assert len(remote.requests) == requests
+    assert left(target) == []
 
 
 # ------------------------------------------------------------------------------------------------ addresses

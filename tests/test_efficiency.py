@@ -46,7 +46,8 @@ def samples(gpus: tuple[GpuSample, ...] = ()) -> list[Sample]:
 
 def test_the_published_job() -> None:
     job = profiles.job(run(samples(), cores=1, memory_bytes=8_000_000_000))
-    assert job is not None and (job.stage, job.seconds, job.cores) == ("train", 56, 1)
+    assert job is not None
+    assert (job.stage, job.seconds, job.cores) == ("train", 56, 1)
     assert job.cpu_seconds == pytest.approx(15 * 0.8 + 40 * 1.025) and job.cpu_seconds == pytest.approx(53)
     assert job.efficiency == pytest.approx(0.9464, abs=1e-4)
     assert job.peak_bytes == pytest.approx(1.025 * PUBLISHED["memory"]) and job.gpu is None

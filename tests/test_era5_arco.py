@@ -113,7 +113,8 @@ def expected(states: xr.Dataset, channel: str, time: int) -> np.ndarray:
 def test_the_shipped_dataset_is_the_published_one() -> None:
     dataset = Era5Dataset.model_validate(shipped())
     assert dataset.channels == list(CHANNELS), "the published order"
-    assert kind.KIND.grid(dataset) == (360, 720) and dataset.step_hours == 6
+    assert kind.KIND.grid(dataset) == (360, 720)
+    assert dataset.step_hours == 6
     assert [(part.split, int(part.name)) for part in kind.KIND.parts(dataset)] == [
         *(("train", year) for year in range(1979, 2016)),
         *(("valid", year) for year in (2016, 2017)),

@@ -156,7 +156,8 @@ def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None 
     with pytest.raises(UserError) as caught:
         fields(open_source(settings(list(channels), **keys), of or part(), list(paths)))
     message = str(caught.value)
-    assert "\n" not in message and len(message) < 700
+    assert "\n" not in message
+    assert len(message) < 700
     return message
 
 
@@ -526,7 +527,8 @@ def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consol
     out = tmp_path / "source" / "train-2020.nc"
     dataset = settings(CHANNELS, step_hours=6)
     acquire(dataset, days("2020-02-28", "2020-03-01", tmp_path / "store"), out, lambda *done: seen.append(done))
-    assert seen == sorted(seen) and seen[-1] == (12, 12)
+    assert seen == sorted(seen)
+    assert seen[-1] == (12, 12)
 
     truth = xr.open_dataset(tmp_path / "store", engine="zarr", chunks=None).sortby("latitude", ascending=False)
     truth = truth.sel(time=slice("2020-02-28", "2020-03-01")).isel(time=slice(None, None, 6))

@@ -111,7 +111,8 @@ def test_packages_reach_every_engine(engine: str) -> None:
 def test_packages_are_told_by_version(tmp_path: Path) -> None:
     for name in ("b-2.0", "a-1.1"):
         (tmp_path / f"{name}.dist-info").mkdir()
-    assert packages(site(packages=str(tmp_path))) == ["a-1.1", "b-2.0"] and packages(site()) == []
+    assert packages(site(packages=str(tmp_path))) == ["a-1.1", "b-2.0"]
+    assert packages(site()) == []
     with pytest.raises(UserError, match="/nowhere: no such folder"):
         resolve(site(packages="/nowhere"))
 
@@ -302,7 +303,8 @@ def fake(folder: Path, *names: str) -> Path:
 )
 def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], taken: str) -> None:
     chosen, reasons = resolve(site(engine="auto"), fake(tmp_path, *there))
-    assert chosen.engine == taken and reasons[0].startswith(f"engine: {taken}, since ")
+    assert chosen.engine == taken
+    assert reasons[0].startswith(f"engine: {taken}, since ")
 
 
 def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,8 @@ def test_a_call_is_shown_and_ends_as_it_does(tmp_path: Path) -> None:
         said = shown.stderr.read().splitlines()
         assert shown.wait() == 7
     assert said[0] == "a word" and said[-1] == "the last word"
-    assert "interrupts: 1 stdin: ''" in said and any(line.endswith("0 of 1 job") for line in said)
+    assert "interrupts: 1 stdin: ''" in said
+    assert any(line.endswith("0 of 1 job") for line in said)
 
 
 @pytest.mark.parametrize("how", ["TERM", "HUP", "KILL", "closed pipe"])

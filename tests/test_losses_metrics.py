@@ -48,7 +48,8 @@ def test_without_a_weight_the_exponential_is_not_computed() -> None:
     loss = l1(p, t)
     assert loss.item() == pytest.approx(1e4)
     loss.backward()
-    assert p.grad is not None and torch.equal(p.grad, torch.full_like(p, 1 / p.numel()))
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.full_like(p, 1 / p.numel()))
     assert not l1(p, t, 0.1).isfinite(), "with a weight it is"
 
 
@@ -83,7 +84,8 @@ def test_relative_l2_is_each_samples_ratio() -> None:
 def test_latitude_weights_are_cosines_with_mean_one() -> None:
     latitude = np.linspace(90, -90, 37)
     w = latitude_weights(torch.from_numpy(latitude))
-    assert w.shape == (37, 1) and float(w.mean()) == pytest.approx(1, abs=1e-12)
+    assert w.shape == (37, 1)
+    assert float(w.mean()) == pytest.approx(1, abs=1e-12)
     np.testing.assert_allclose(w[:, 0].numpy(), np.cos(np.radians(latitude)) / np.cos(np.radians(latitude)).mean())
     assert (latitude_weights(torch.tensor([90.0, 0.0, -90.0])) >= 0).all(), "rounding makes no negative weight"
     assert torch.equal(latitude_weights(torch.zeros(4)), torch.ones(4, 1))

@@ -209,7 +209,8 @@ def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None
     with pytest.raises(ZeroDivisionError), TorchProfiler(tmp_path, 0, torch.device("cpu")).attached():
         window.run(1)
         raise ZeroDivisionError
-    assert ranges._marker is None and not torch.autograd.profiler._is_profiler_enabled
+    assert ranges._marker is None
+    assert not torch.autograd.profiler._is_profiler_enabled
 
 
 # ---- several processes; and nothing else changes -----------------------------------------------------------------

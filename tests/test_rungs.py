@@ -228,7 +228,8 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         assert distance(step.predict(x), plain.predict(x)) <= rung.value
         expected, found = gradients(plain, x, y), gradients(step, x, y)
         truth, loss = plain(x, y), step(x, y)
-        assert loss.dtype == torch.float32 and not loss.requires_grad
+        assert loss.dtype == torch.float32
+        assert not loss.requires_grad
         assert abs(float(loss - truth)) <= rung.value * float(truth)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
@@ -264,7 +265,8 @@ def test_checkpointing_drops_the_same_again() -> None:
         torch.manual_seed(3)
         found.append((gradients(step, *batch("era5_vit", 6)), torch.get_rng_state()))
     (plain, state), (twice, again) = found
-    assert all(torch.equal(plain[key], twice[key]) for key in plain) and torch.equal(state, again)
+    assert all(torch.equal(plain[key], twice[key]) for key in plain)
+    assert torch.equal(state, again)
 
 
 # --- number formats ---------------------------------------------------------------------------------------------
@@ -524,7 +526,8 @@ def test_each_shape_is_compiled_once(kind: str, monkeypatch: pytest.MonkeyPatch)
     step.predict(batch("era5_vit", 1)[0], once=True)
     counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch.compiler.reset()
-    assert counts == [4, 4, 4, 4] and not torch._dynamo.utils.counters["graph_break"]
+    assert counts == [4, 4, 4, 4]
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

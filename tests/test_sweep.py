@@ -246,7 +246,8 @@ def test_what_diverges_fails_or_stops(
     settings = {**TINY[study]["run"], "training": {"epochs": 3}, "optimizer": {"kind": "sgd", "lr": 1e30}}
     manifest = tiny_data(study) / "manifest.json"
     make_run(tmp_path / "fails", study, settings, TINY[study]["dataset"])
-    assert train(tmp_path / "fails", manifest) == 2 and "loss is" in capsys.readouterr().err
+    assert train(tmp_path / "fails", manifest) == 2
+    assert "loss is" in capsys.readouterr().err
     settings["training"]["on_divergence"] = "stop"
     make_run(tmp_path / "stops", study, settings, TINY[study]["dataset"])
     assert train(tmp_path / "stops", manifest) == 0

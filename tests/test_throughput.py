@@ -61,7 +61,8 @@ def benchy_reader(path: Path) -> dict[str, tuple[float, float]]:
 @pytest.mark.slow
 def test_benchys_readers_read_it(measured: Path) -> None:
     text = measured.read_text()
-    assert text.count("\n") == 1 and text.endswith("}\n")
+    assert text.count("\n") == 1
+    assert text.endswith("}\n")
     for first, mean in benchy_reader(measured).values():
         assert min(first, mean) > 0
 
@@ -124,7 +125,8 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
     assert [len(batch[0]) for batch in seen["FULL"]] == [4, 4, 2, 4, 4, 2]
     assert [batch[2] for batch in seen["FULL"]] == [1.0] * 6, "alone, every batch has its whole weight"
     for a, b in zip(seen["IO"], seen["FULL"], strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
     if loader.get("kind") != "synthetic":
         firsts = [batch[0][0] for batch in seen["FULL"]]
         assert not any(torch.equal(a, b) for a, b in itertools.combinations(firsts, 2))

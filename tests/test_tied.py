@@ -73,7 +73,8 @@ def train(step: Step, world: World, *numbers: int) -> None:
 def state(step: Step) -> dict[str, torch.Tensor]:
     """Return a copy of the model's state, after a look at its names."""
     found = {name: value.clone() for name, value in step.weights.state_dict().items()}
-    assert found.keys() == ALL and torch.equal(*(found[name] for name in TIED))
+    assert found.keys() == ALL
+    assert torch.equal(*(found[name] for name in TIED))
     return found
 
 

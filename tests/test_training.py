@@ -569,7 +569,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert set(scalars(killed)["loss/train"]) >= {record["step"] for record in done}
     assert not (killed / "provenance.json").exists(), "which says that a result is whole"
 
-    assert train(killed, manifest) == 0 and provenance(killed)["resumed_from_step"] == 6 * len(done)
+    assert train(killed, manifest) == 0
+    assert provenance(killed)["resumed_from_step"] == 6 * len(done)
     assert provenance(tmp_path / "whole")["resumed_from_step"] is None
     assert records(killed)[: len(done)] == done, "the epochs before, their times too"
     assert timeless(killed) == timeless(tmp_path / "whole")
@@ -931,7 +932,8 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
 
     accumulator = events(finished)
     (image,) = accumulator.Images("valid/prediction")
-    assert image.step == 30 and image.encoded_image_string.startswith(b"\x89PNG")
+    assert image.step == 30
+    assert image.encoded_image_string.startswith(b"\x89PNG")
     assert min(image.width, image.height) > 100
     content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
@@ -976,7 +978,8 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
 
 def test_the_figure_is_a_picture(finished: Path) -> None:
     picture = matplotlib.image.imread(finished / "prediction.png")
-    assert min(picture.shape[:2]) > 150 and picture[..., :3].std() > 0.05
+    assert min(picture.shape[:2]) > 150
+    assert picture[..., :3].std() > 0.05
 
 
 def test_metrics_jsonl_is_plain_json(finished: Path) -> None:

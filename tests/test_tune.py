@@ -116,7 +116,8 @@ def test_every_rung_takes_as_long_and_has_the_runs_own_setting() -> None:
 def test_what_fails_drops_out_and_what_is_left_goes_on() -> None:
     nan = math.nan
     machine = Machine([100, nan, 120, nan, 110, nan], 0)
-    assert search(machine) == 2 and all(machine.measured.count(number) == 1 for number in (1, 3, 5))
+    assert search(machine) == 2
+    assert all(machine.measured.count(number) == 1 for number in (1, 3, 5))
     for rates, best in (([100, nan, 120, nan], 2), ([100, nan, nan], None), ([100.0], None)):
         assert search(Machine(rates, 0)) == best
     assert search(Machine([100, nan], 0)) == 1, "it meets the run's own at once"
@@ -138,7 +139,8 @@ def test_a_gain_that_is_not_there_is_seen_in_less_than_one_of_twenty_duels(round
 
 
 def test_a_gain_that_is_there_is_seen() -> None:
-    assert verdicts((100, 130), 200, 8)[0] > 0.95 and verdicts((130, 100), 200, 8)[1] > 0.95
+    assert verdicts((100, 130), 200, 8)[0] > 0.95
+    assert verdicts((130, 100), 200, 8)[1] > 0.95
 
 
 def test_nor_is_it_seen_after_a_search_among_settings_alike() -> None:
@@ -171,7 +173,8 @@ def test_the_default_space_is_made_from_the_cores(tmp_path: Path) -> None:
     assert not any("batch_size" in each for each in found)
     assert all("loader.prefetch" not in each for each in found if each.get("loader.workers") == 0)
     on_gpu = tune.candidates(run, 4, torch.device("cuda"))
-    assert len(on_gpu) == 7 and not any("threads" in each for each in on_gpu)
+    assert len(on_gpu) == 7
+    assert not any("threads" in each for each in on_gpu)
 
 
 def test_a_space_that_is_given_is_tried_in_full(tmp_path: Path) -> None:
@@ -344,7 +347,8 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
     found = Tuning.read(folder / "tune.json")
     odd = [each for each in found.candidates if each.changes.get("batch_size") == 3]
     assert odd and all("batch_size 3 does not divide" in (each.problem or "") for each in odd)
-    assert found.duel and (folder / "tune.rank1.log").read_text().count(found.verdict()) == 1
+    assert found.duel
+    assert (folder / "tune.rank1.log").read_text().count(found.verdict()) == 1
 
 
 # ---- the page ----------------------------------------------------------------------------------------

@@ -137,8 +137,10 @@ def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(json.dumps(raw))
     found = measure(tmp_path / "own", cosmo_data, wrong)
-    assert found.beside is None and found.full is not None
-    assert "not timed in turn with the plan's first run: " in caplog.text and "4096" in caplog.text
+    assert found.beside is None
+    assert found.full is not None
+    assert "not timed in turn with the plan's first run: " in caplog.text
+    assert "4096" in caplog.text
 
 
 def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
