@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dlscale import cli
 from dlscale.core.errors import UserError
 from dlscale.core.machine import LOCAL_DISK
 from dlscale.data import staging
@@ -56,6 +59,16 @@ def test_the_copy_is_the_data(era5_data: Path, disk: Path, place: Any) -> None:
         assert described[0] == described[1], "also of the parts that nobody copies"
     # Memory is given back; what is on a disk serves the next run.
     assert bool(files(disk)) == (place == "local")
+
+
+def test_what_a_run_is_timed_with_reads_what_its_own_loader_asks_for(era5_data: Path, disk: Path) -> None:
+    manifest = str(era5_data / "manifest.json")
+    plain, near = (json.dumps({"loader": {"staging": place}}) for place in ("none", "memory"))
+    for own, first in ((near, plain), (plain, near)):
+        args = Namespace(stage="throughput", config=own, manifest=manifest, beside=first, beside_manifest=None)
+        with cli._near(args):
+            at = {own: args.manifest, first: args.beside_manifest}
+        assert at[plain] == manifest and at[near].startswith(str(disk))
 
 
 @pytest.mark.slow

@@ -344,22 +344,30 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
     file = telemetry.node_file(Path(args.telemetry), rank // here)
     # The ranks of a node are children of one process, torchrun's or Slurm's.
     root, processes = (os.getppid(), here) if several else (os.getpid(), 1)
-    return telemetry.beside(file, root, processes, 0 if args.device == "cpu" else here)
+    return telemetry.sampled(file, root, processes, 0 if args.device == "cpu" else here)
 
 
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
-    """Have a stage of a run read its data from a copy on its node, if the run's loader asks for one."""
-    loader = read_settings(args.config)[0].get("loader") if STAGES[args.stage].scope == "run" else None
+    """Have a run, and the run that it is timed with, read data from copies here, where their loaders ask for it."""
+    with contextlib.ExitStack() as copies:
+        if STAGES[args.stage].scope == "run":
+            original = args.manifest
+            args.manifest = _copy(args.config, original, copies)
+            if getattr(args, "beside", None):
+                args.beside_manifest = _copy(args.beside, args.beside_manifest or original, copies)
+        yield
+
+
+def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
+    """Return the manifest of a copy on this node for a run's loader; the original's, if it does not ask for one."""
+    loader = read_settings(config)[0].get("loader")
     staging = loader.get("staging") if isinstance(loader, dict) else None
     if staging not in ("memory", "local"):  # what else stands there, by hand, the stage itself refuses
-        yield
-        return
+        return manifest
     from dlscale.data.staging import staged
 
-    with staged(args.manifest, staging) as manifest:
-        args.manifest = str(manifest)
-        yield
+    return str(copies.enter_context(staged(manifest, staging)))
 
 
 def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:

@@ -55,10 +55,10 @@ def main(args: argparse.Namespace) -> None:
         turns = None
         if args.beside:  # before anything is computed: processes are copied
             own = Timed(args.config, args.manifest, args.device, args.threads)
-            first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
+            first = replace(own, config=args.beside, manifest=args.beside_manifest)
             turns = stack.enter_context(contextlib.closing(Turns(own, first)))
         world, links = stack.enter_context(entered(run, args.manifest, args.device))
-        if args.beside_manifest:
+        if args.beside and args.beside_manifest != args.manifest:
             verify(Manifest.read(args.beside_manifest), ("train", "valid"), world)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
         results = results.model_copy(update={"links": links, "beside": turns and beside(run.throughput, turns, args)})
