@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dlscale.config import resolve
-from dlscale.config.compute import KEYS, compute_digest, decisive_settings
+from dlscale.config.compute import KEYS, compute_digest
 from dlscale.config.run import Run, RunCore
 from dlscale.core.stages import RUN_STAGES
+from dlscale.rules.jobs import decisive_settings
 from tests.conftest import ERA5, ERA5_RUN
 
 LEARNT: list[dict[str, Any]] = [

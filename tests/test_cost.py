@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from dlscale.config.run import Geometry, load_run
 from dlscale.config.site import Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.settings import validate
+from dlscale.core.stages import training_work
 from dlscale.data import parts
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import slurm
@@ -450,3 +452,15 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 0.5}}\n")
     assert stage(*asked) == 2
     assert "dlscale cost: budget: what would run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "until", "samples"), [(5, None, 2, 24), (None, 10, 2, 24), (None, 10, None, 40)]
+)
+def test_a_training_in_parts_is_its_part(
+    epochs: int | None, steps: int | None, until: int | None, samples: int
+) -> None:
+    """Of 12 samples in batches of 4, and 3 for validation before all and after each epoch, a third of the work each."""
+    training = SimpleNamespace(epochs=epochs, steps=steps, stop_after=until)
+    validations = 1 + (until or 4)
+    assert training_work(SimpleNamespace(batch_size=4, training=training), 12, 3) == samples + validations

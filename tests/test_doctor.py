@@ -413,6 +413,8 @@ def test_plans(tmp_path: Path) -> None:
     found = doctor.check(configuration, plans=["cosmo_ladder"])
     assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"]
     assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
+    found = doctor.check(configuration, ["data"], [], ["mnist_demo"])
+    assert [f.name for f in found if f.name.startswith("data ")] == ["data mnist_demo"], "and no plan's"
 
 
 def doctor_command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

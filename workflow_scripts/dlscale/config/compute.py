@@ -1,4 +1,4 @@
-"""Settings of a run that decide how long a step takes, and those that make a stage run again.
+"""Settings of a run that decide how long a step takes.
 
 Two runs that share the former do the same work: a rate of one may stand for the other, their measurements are pooled,
 and none is repeated. What a step learns (learning rate, seed, names) is not among them.
@@ -10,8 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
-
-from dlscale.core.stages import STAGES
 
 #: Settings of a run that the time of a step depends on.
 KEYS = (
@@ -40,17 +38,6 @@ def compute_settings(run: Mapping[str, Any]) -> dict[str, Any]:
             value |= {part: bool(value[part]) for part in WHETHER.get(key, ()) if part in value}
         settings[key] = value
     return settings
-
-
-def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that make a stage run again.
-
-    Those that only change what is learnt count for stages that see the run's `training`, and for no other.
-    """
-    if "training" in STAGES[stage].settings:
-        return run
-    whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried
-    return {**compute_settings(run), **{key: run[key] for key in whole}}
 
 
 def compute_digest(run: Mapping[str, Any]) -> str:

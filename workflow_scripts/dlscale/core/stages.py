@@ -6,6 +6,7 @@ A stage that measures a run is added by a row here, its module, and a thin rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,11 +41,10 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
     """Return the samples of all steps + a third of those of all validations."""
     if train is None or valid is None:
         return None
-    if run.training.steps is None:
-        epochs = min(run.training.epochs, run.training.stop_after or run.training.epochs)
-        samples = epochs * train
-    else:
-        epochs, samples = -(-run.training.steps // -(-train // run.batch_size)), run.training.steps * run.batch_size
+    steps = run.training.steps or math.inf
+    epochs = run.training.epochs or -(-steps // -(-train // run.batch_size))
+    epochs = min(epochs, run.training.stop_after or epochs)
+    samples = min(epochs * train, steps * run.batch_size)
     return float(samples + VALIDATION * (epochs + 1) * valid)
 
 

@@ -280,6 +280,11 @@ def in_all(jobs: Iterable[tuple[float, float]]) -> float:
     return max([sum(seconds * share for seconds, share in jobs), *(seconds for seconds, _ in jobs)], default=0.0)
 
 
+def threads(stage: str, run: Run, on_gpus: bool) -> int | None:
+    """Return the cores of one machine that a run's job takes; None for all, which a training on CPUs may not need."""
+    return run.threads * run.processes.gpus_per_node if stage == "train" and run.threads and not on_gpus else None
+
+
 def share(threads: int | None, cores: int) -> float:
     """Return the share of a machine that a job with so many threads takes: all of it where it does not say."""
     return min(threads or cores, cores) / cores

@@ -223,8 +223,9 @@ def probe_slurm() -> Finding:
 
 def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> Finding:
     """Check accounts and QOS of the jobs that would be submitted by those of the user."""
-    jobs = [(stage, None) if stage == "data" else (stage, run.geometry) for stage in stages for run in runs]
+    jobs = [(stage, run.geometry) for stage in stages if stage != "data" for run in runs]
     requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]
+    requests += [slurm.request(scheduler, "data", None)] * ("data" in stages)
     wanted = {(each["slurm_account"], each.get("qos") or "") for each in requests if each.get("slurm_account")}
     try:
         listed = said(["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account,qos"])
@@ -288,9 +289,13 @@ def _has(cpus: int, gpus: int, memory: int) -> str:
 def check(
     configuration: Configuration | None,
     stages_wanted: Collection[Job] = ("data", *RUN_STAGES),
-    plans: Collection[str] = (),
+    plans: Collection[str] | None = None,
+    datasets: Collection[str] = (),
 ) -> list[Finding]:
-    """Check what these stages of plans (the targets by default) need on this site; this neither raises nor hangs."""
+    """Check what these stages of plans (by default the targets) and datasets need on this site.
+
+    This neither raises nor hangs.
+    """
     results = Path(configuration.workflow.results) if configuration else Path()
     space: Probe = ("space", functools.partial(probe.probe_space, results))
     if configuration is None:
@@ -298,7 +303,11 @@ def check(
         return probe.ask([("environment", here), space])
     workflow = configuration.workflow
     scheduler = workflow.site.scheduler
-    named = [(plan, *each) for plan in plans or workflow.targets for each in configuration.plans[plan].items()]
+    named = [
+        (plan, *each)
+        for plan in (workflow.targets if plans is None else plans)
+        for each in configuration.plans[plan].items()
+    ]
     runs = [resolved.run for _, _, resolved in named]
     on_gpus = bool(set(RUN_STAGES) & set(stages_wanted)) and launcher.device(workflow.site) == "cuda"
     profilers = {
@@ -318,16 +327,16 @@ def check(
             ("account", functools.partial(probe_account, scheduler, runs, stages_wanted)),
             *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds),
         ]
-    datasets = {name: workflow.datasets[name] for name in dict.fromkeys(run.dataset for run in runs)}
-    for name, dataset in datasets.items():
+    for name in dict.fromkeys([*(run.dataset for run in runs), *datasets]):
         samples = [run.samples for run in runs if run.dataset == name]
-        probes.append((f"data {name}", functools.partial(probe.probe_data, name, dataset, results, samples)))
+        look = functools.partial(probe.probe_data, name, workflow.datasets[name], results, samples)
+        probes.append((f"data {name}", look))
     return probe.ask([*probes, ("quota", probe.probe_quota), space])
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the findings; return 1 if a check fails, else 0."""
-    findings = check(configuration, plans=check_plans(args.plans, configuration) if args.plans else ())
+    findings = check(configuration, plans=check_plans(args.plans, configuration) if args.plans else None)
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:

@@ -29,6 +29,7 @@ from dlscale.config.resolve import Configuration
 from dlscale.core import machine
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
+from dlscale.core.machine import gpus
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
 from dlscale.core.stages import DATA_STAGES, STAGES
@@ -234,7 +235,8 @@ def left_of(configuration: Configuration, rows: Iterable[Row]) -> float:
         plan, run = row.name.split(".")
         work = cost.run_work(configuration, plan, run, row.stage)
         said = row.doing.left if row.doing and not row.doing.part else None
-        threads = work.run.threads if work.run and row.stage == "train" else None
+        assert work.run is not None
+        threads = cost.threads(row.stage, work.run, bool(gpus()))
         jobs.append((said or cost.seconds_here(row.stage, work, Path(workflow.results)), cost.share(threads, cores)))
     return cost.in_all(jobs)
 

@@ -46,6 +46,8 @@ class Call:
     def __post_init__(self) -> None:
         self.configuration, self.site = self.jobs.configuration, self.jobs.site
         self.results = Path(self.configuration.workflow.results)
+        #: Whether what is fetched is a job.
+        self._fetching = not (self.site.scheduler and self.site.scheduler.acquire == "here")
 
     # ---- what would run ------------------------------------------------------------------------------
 
@@ -57,7 +59,7 @@ class Call:
             name, wildcards = job.rule.name, job.wildcards
             if name in RUN_STAGES:
                 runs.append(cost.run_work(self.configuration, wildcards.plan, wildcards.run, name))
-            elif name in DATA_STAGES:
+            elif why.stage_of(name) in DATA_STAGES and (name != "fetch" or self._fetching):
                 data[wildcards.dataset] += 1
             elif name == "promote":
                 halving[wildcards.plan] = None
@@ -96,7 +98,12 @@ class Call:
         there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
         later = [work for work in works if (work.stage, work.plan, work.run_name) not in there]
         taken = [(self.seconds_of(job), job.threads) for job in waiting]
-        taken += [(cost.seconds_here(each.stage, each, self.results), each.run.threads) for each in later if each.run]
+        on_gpus = bool(self.jobs.gpus)
+        taken += [
+            (cost.seconds_here(each.stage, each, self.results), cost.threads(each.stage, each.run, on_gpus))
+            for each in later
+            if each.run
+        ]
         return cost.in_all([(seconds, cost.share(threads, cores)) for seconds, threads in taken])
 
     # ---- whether it would start ----------------------------------------------------------------------
@@ -113,8 +120,8 @@ class Call:
         if not works:
             return []
         if self.site.scheduler or self.site.engine != "none":
-            plans = {work.plan for work in works if work.run}
-            return doctor.check(self.configuration, {work.stage for work in works}, plans)
+            plans, data = ({work.plan for work in works if bool(work.run) == of_run} for of_run in (True, False))
+            return doctor.check(self.configuration, {work.stage for work in works}, plans, data)
         runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
         found = [*doctor.probe_here(runs, gpus()), probe_space(self.results)]
         if self.configuration.workflow.budget.model_dump(exclude_none=True):

@@ -11,13 +11,13 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dlscale.config import resolve
-from dlscale.config.compute import compute_settings, decisive_settings
+from dlscale.config.compute import compute_settings
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.records import Rung
 from dlscale.config.resolve import Configuration
@@ -43,6 +43,17 @@ Params = dict[str, Any]
 def exactly(names: Iterable[str]) -> str:
     """Return a regular expression of these names and no others; of none it matches nothing."""
     return "|".join(names) or "(?!)"
+
+
+def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings that make a stage run again.
+
+    Those that only change what is learnt count for stages that see the run's `training`, and for no other.
+    """
+    if "training" in STAGES[stage].settings:
+        return run
+    whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried
+    return {**compute_settings(run), **{key: run[key] for key in whole}}
 
 
 @dataclass
@@ -231,9 +242,7 @@ class Jobs:
 
     def train_threads(self, wildcards: Wildcards) -> int:
         """Return the cores of one machine that a training takes: all, unless it says how many, and needs no GPU."""
-        run = self.run(wildcards)
-        here = run.threads and not (self.site.scheduler or self.gpus)
-        return run.threads * run.processes.gpus_per_node if here and run.threads else ALL_CORES
+        return cost.threads("train", self.run(wildcards), bool(self.site.scheduler or self.gpus)) or ALL_CORES
 
     def checkpoint_sources(self, wildcards: Wildcards, input: Any) -> str:
         return fingerprint(run_modules("train", self.run(wildcards).study))
