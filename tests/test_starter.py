@@ -216,6 +216,11 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
     [
         ({"train": {"input": "a.npy", "target": "b.npy"}}, "give either train and valid"),
         (
+            {split: {"input": f"{split}.npy", "target": f"{split}.npy"} for split in ("train", "valid")}
+            | {"shares": {"train": 0.5, "valid": 0.5}},
+            "give either train and valid",
+        ),
+        (
             {"all": {"input": "a.csv", "target": "b.npy"}, "shares": {"train": 0.5, "valid": 0.5}},
             "a.csv: expected a file",
         ),

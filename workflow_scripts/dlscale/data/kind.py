@@ -197,9 +197,9 @@ class Paired(Strict, Generic[Both]):
     @model_validator(mode="after")
     def _one_form(self) -> Paired[Both]:
         own = self._own()
-        by_split = "train" in own and "valid" in own
-        by_share = self.all is not None and self.shares is not None
-        if by_split == by_share or (by_share and own):
+        by_split = {"train", "valid"} <= own.keys() and not (self.all or self.shares)
+        by_share = self.all and self.shares and not own
+        if not (by_split or by_share):
             raise ValueError("give either train and valid (and test), or all with shares")
         refuse_shared(*(list(dict.fromkeys(files)) for files in own.values()))
         check_digests(self.sha256, [origin for files in (*own.values(), _origins(self.all)) for origin in files])

@@ -66,8 +66,9 @@ class CosmoFiles(Strict):
 
     @model_validator(mode="after")
     def _one_form(self) -> CosmoFiles:
-        by_split, by_fraction = bool(self.train and self.valid), bool(self.paths and self.fractions)
-        if by_split == by_fraction or (by_fraction and (self.train or self.valid or self.test)):
+        by_split = self.train and self.valid and not (self.paths or self.fractions)
+        by_fraction = self.paths and self.fractions and not (self.train or self.valid or self.test)
+        if not (by_split or by_fraction):
             raise ValueError("give either files per split (train, valid and perhaps test) or paths with fractions")
         refuse_shared(self.train, self.valid, self.test)
         check_digests(self.sha256, [*self.train, *self.valid, *self.test, *self.paths])
