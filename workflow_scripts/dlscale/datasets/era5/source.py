@@ -550,7 +550,10 @@ def _common_times(
     every = np.unique(np.concatenate(list(kept.values())))
     steps, counts = np.unique(np.diff(every), return_counts=True)
     step = np.timedelta64(step_hours or 1, "h") if step_hours or not steps.size else steps[counts.argmax()]
-    expected = np.arange(every[0], every[-1] + np.timedelta64(1, "s"), step)
+    begin, end = every[0], every[-1] + np.timedelta64(1, "s")
+    if period and (step_hours or steps.size):  # its first and last day are whole
+        begin, end = begin - (begin - np.datetime64(period[0])) // step * step, np.datetime64(period[1]) + 1
+    expected = np.arange(begin, end, step)
     for channel, times in kept.items():
         twice = times[1:][times[1:] == times[:-1]]
         if (wrong := np.union1d(np.setxor1d(times, expected), twice)).size:
