@@ -106,6 +106,7 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
     [
         (("p", "nowhere"), "nowhere: neither a folder of results nor of a plan; no plan is called 'nowhere'"),
         (("p", "other"), "no run of one is in the other; name plans with runs in common"),
+        (("results", "elsewhere"), "no run of one is in the other; name plans with runs in common"),
         (("p", "empty"), "empty: neither a folder of results nor of a plan"),
     ],
 )
@@ -116,6 +117,10 @@ def test_what_cannot_be_compared_is_one_message(
     results = Results(machine.root / "results")
     results.run("other", "else")
     results.plan("other", {"else": "else"})
+    elsewhere = Results(machine.root / "elsewhere")
+    for plan in ("q", "r"):  # of other studies, it may be
+        elsewhere.run(plan, "fast")
+        elsewhere.plan(plan, {"fast": "fast"})
     (machine.root / "empty/plans").mkdir(parents=True)
     assert main(["compare", *names]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -45,7 +45,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 def of_results(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the comparison of the runs that both results have; with `args.gate` return 1 if one became slower."""
     before, after = (_runs(name, results_of(configuration)) for name in args.results)
-    if before.keys().isdisjoint(after):
+    plans = [{key.partition(".")[0] for key in each} for each in (before, after)]
+    if before.keys().isdisjoint(after) and len(plans[0]) == len(plans[1]) == 1:
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
         raise UserError(f"{' and '.join(args.results)}: no run of one is in the other; name plans with runs in common")
