@@ -73,7 +73,7 @@ def remember(path: Path) -> None:
 
     Parsing all sources takes seconds. A file that cannot be used is ignored.
     """
-    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + sys.version
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + json.dumps(registry.PLACES) + sys.version
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["version"] == version and len(kept["parsed"]) < 10_000:  # of 0.8 kB each
