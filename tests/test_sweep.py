@@ -21,6 +21,7 @@ from dlscale.config.records import Rung
 from dlscale.config.resolve import ResolvedRun
 from dlscale.core.errors import UserError
 from dlscale.preflight import cost
+from dlscale.report import sections
 from dlscale.report.collect import rows_of
 from dlscale.report.report import page
 from dlscale.report.results import read_plan
@@ -324,6 +325,12 @@ def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:
     first, second = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     (folder / "metrics.jsonl").write_text(json.dumps({**first, "valid_loss": 1e-3}) + "\n")
     assert read_plan(swept, rung=0).ranked[0].name == "lr-0p3" and second["epoch"] == 2
-    swept.write_text(swept.read_text().replace("metric: valid_loss", "metric: acuracy"))
+    swept.write_text(swept.read_text().replace("metric: valid_loss", "metric: accuracy"))
+    for file in swept.parent.glob("*/metrics.jsonl"):
+        file.write_text(json.dumps({**first, "train_loss": None, "valid_loss": None, "metrics": {}}) + "\n")
+    plan = read_plan(swept, rung=0)
+    assert all(math.isnan(plan.score(run)[0]) for run in plan.ranked) and len(plan.ranked) == 4, "all may diverge"
+    assert sections.sweep_metric(plan) == plan.described["accuracy"].title
+    swept.write_text(swept.read_text().replace("metric: accuracy", "metric: acuracy"))
     with pytest.raises(UserError, match="did you mean 'accuracy'"):
         assert not read_plan(swept, rung=0).ranked

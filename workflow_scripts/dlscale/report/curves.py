@@ -179,7 +179,7 @@ def metric_curves(plan: PlanResult, runs: Sequence[RunResult], metric: Metric) -
     return plots
 
 
-def beside(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
+def with_references(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
     """Return loss and followed metric beside the references of a plan; None if it has none."""
     runs, metric, study = shown(plan), followed(plan), plan.record.study
     mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]

@@ -1,4 +1,4 @@
-"""Where the time of runs goes, in the page: throughput, profiles, efficiency, telemetry."""
+"""Where the time of runs goes, in the page: profiles, efficiency, telemetry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
-from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.figures import (
     GRID,
@@ -27,12 +26,10 @@ from dlscale.report.figures import (
     View,
     bars,
     cell,
-    some,
     strips,
     table,
 )
 from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
-from dlscale.report.verdict import of
 
 #: How many runs, and rows of a profile, are shown.
 BARS, TOP = 8, 10
@@ -51,34 +48,7 @@ PARTS = {
 }
 
 
-# ---- throughput --------------------------------------------------------------------------------------
-
-
-def throughput(plan: PlanResult) -> Section | None:
-    """Return the rates and verdicts of the first and the fastest runs; None if none was timed."""
-    measured = [run for run in plan.runs if run.throughput]
-    if not measured:
-        return None
-    shown = first_and_least(measured, BARS, slowness)
-    words = "Samples per second of each run: mean over the trials, whiskers one standard deviation."
-    return Section(
-        "Throughput",
-        plots=[(rates(f"{plan.name}-throughput", shown), words)],
-        notes=some(len(shown), len(measured), "runs", "the first and the fastest. The table has all."),
-        form="throughput",
-        own=[{"run": run.label, "id": plan.anchor(run), "verdict": of(run)} for run in shown],
-        few=True,
-    )
-
-
-def rates(name: str, runs: Sequence[RunResult]) -> str:
-    """Draw IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
-    groups = []
-    for run in runs:
-        known = [(mode, each) for mode in MODES if (each := run.trials(mode))]
-        drawn = [Bar([(t.mean, MODE_COLOURS[mode])], text.number(t.mean), mode, t.std) for mode, t in known]
-        groups.append((run.label, drawn))
-    return bars(name, groups, "throughput (samples/s)")
+# ---- the devices -----------------------------------------------------------------------------------
 
 
 def devices(runs: Iterable[RunResult]) -> list[str]:

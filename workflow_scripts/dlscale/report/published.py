@@ -37,7 +37,7 @@ def ratio(known: dict[str, Published], run: str) -> float | None:
     return known[run].speed / first.speed if first and run in known else None
 
 
-def beside(known: dict[str, Published], run: str) -> str:
+def quoted(known: dict[str, Published], run: str) -> str:
     """Return the published figure of a run in a line; empty without one."""
     if run not in known:
         return ""

@@ -230,7 +230,8 @@ class PlanResult:
     def score(self, run: RunResult) -> tuple[float, str]:
         """Return the value that a trained run is ranked by, NaN if it diverged, and which values are better."""
         metric = self.record.sweep.metric if self.record.sweep else None
-        known = [*self.metrics, "valid_loss", "samples_per_second"]  # the last two any study has
+        # Where all diverged nothing was measured. The last two any study has.
+        known = [*(self.metrics or self.described), "valid_loss", "samples_per_second"]
         if metric and metric not in known:
             raise UserError(f"{self.name}: sweep.metric: {unknown('metric', metric, known)}")
         if metric and not math.isfinite(run.final_loss):

@@ -25,7 +25,7 @@ from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference
-from dlscale.report.figures import Cell, Section, Table, View, cell, joules, some, table
+from dlscale.report.figures import MODE_COLOURS, Bar, Cell, Section, Table, View, bars, cell, joules, some, table
 from dlscale.report.results import (
     PlanResult,
     Reached,
@@ -158,7 +158,7 @@ def speed(plan: PlanResult) -> View | None:
                 "share": group.speed / greatest,
                 "gain": group.gain,
                 "fastest": group is fastest,
-                "published": published.beside(figures, group.runs[0].name),
+                "published": published.quoted(figures, group.runs[0].name),
             }
             for group in shown
         ],
@@ -398,6 +398,36 @@ def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> li
     ]
 
 
+# ---- throughput --------------------------------------------------------------------------------------
+
+
+def throughput(plan: PlanResult, page: Page) -> Section | None:
+    """Return the rates and verdicts of the first and the fastest runs; None if none was timed."""
+    measured = [run for run in plan.runs if run.throughput]
+    if not measured:
+        return None
+    shown = first_and_least(measured, profiles.BARS, slowness)
+    words = "Samples per second of each run: mean over the trials, whiskers one standard deviation."
+    return Section(
+        "Throughput",
+        plots=[(rates(f"{plan.name}-throughput", shown), words)],
+        notes=some(len(shown), len(measured), "runs", "the first and the fastest. The table has all."),
+        form="throughput",
+        own=[{"run": run.label, "id": plan.anchor(run), "verdict": of(run)} for run in shown],
+        few=True,
+    )
+
+
+def rates(name: str, runs: Sequence[RunResult]) -> str:
+    """Draw IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
+    groups = []
+    for run in runs:
+        known = [(mode, each) for mode in MODES if (each := run.trials(mode))]
+        drawn = [Bar([(t.mean, MODE_COLOURS[mode])], text.number(t.mean), mode, t.std) for mode, t in known]
+        groups.append((run.label, drawn))
+    return bars(name, groups, "throughput (samples/s)")
+
+
 # ---- sweeps and tunings ------------------------------------------------------------------------------
 
 
@@ -443,7 +473,7 @@ def sweep_metric(plan: PlanResult) -> str:
     assert plan.record.sweep is not None
     name = plan.record.sweep.metric
     known = {"valid_loss": "validation loss", "samples_per_second": "samples/s"}
-    return known.get(name) or plan.metrics[name].title
+    return known.get(name) or (plan.metrics or plan.described)[name].title
 
 
 def _method(record: SweepRecord) -> str:
@@ -590,8 +620,8 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     lambda plan, page: scaling.convergence(plan),
     lambda plan, page: scaling.parallelism(plan),
     lambda plan, page: curves.training(plan),
-    lambda plan, page: curves.beside(plan, page.references),
-    lambda plan, page: profiles.throughput(plan),
+    lambda plan, page: curves.with_references(plan, page.references),
+    throughput,
     lambda plan, page: profiles.section(plan, page.folder),
     tunings,
     lambda plan, page: profiles.efficiency(plan),
