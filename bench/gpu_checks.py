@@ -16,6 +16,7 @@ from dlscale.data.loaders import DaliLoader, DirectLoader, direct_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_loader import Streamed
 from dlscale.data.samples import GridSamples
+from dlscale.train.optimizer import set_learning_rate
 from dlscale.train.step import Step
 
 UNET = Case("cosmo_unet", {"widths": [8, 12]}, (8, 8, 8), batch_size=6)
@@ -252,7 +253,7 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
         for number in range(10):
             x, y = case.batch(bench.device, 4 if number % 5 == 4 else 6, seed=number)
             for step in (eager, graphed):
-                step.set_learning_rate(1e-3 * (number + 1))
+                set_learning_rate(step.optimizer, 1e-3 * (number + 1))
             truth, loss = eager(x, y), graphed(x, y)
             errors.hold("loss", distance(loss, truth), 1e-3)
             x.fill_(float("nan"))  # the loader writes its next batch there
@@ -300,7 +301,7 @@ def no_wait(bench: Bench, over: dict[str, Any]) -> Values:
 
         def several(step: Step = step, x: torch.Tensor = x, y: torch.Tensor = y, total: torch.Tensor = total) -> None:
             for number in range(6):
-                step.set_learning_rate(1e-4 * (number + 1))
+                set_learning_rate(step.optimizer, 1e-4 * (number + 1))
                 total += step(x, y) * len(x)
 
         several()

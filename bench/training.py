@@ -31,6 +31,7 @@ from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.loop import run_steps
+from dlscale.train.optimizer import set_learning_rate
 from dlscale.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -149,7 +150,7 @@ def ours(case: Case) -> Callable[..., torch.Tensor]:
     step = case.step(CPU)
 
     def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        step.set_learning_rate(1e-4)
+        set_learning_rate(step.optimizer, 1e-4)
         return step(x, y)
 
     return call

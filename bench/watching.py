@@ -15,7 +15,7 @@ import torch
 from bench.cases import Case
 from bench.measure import Options, Row, in_turns
 from bench.training import CPU, UNET, VIT, counts, label, rate
-from dlscale.core.telemetry import beside
+from dlscale.core.telemetry import sampled
 
 
 def watching(options: Options) -> list[Row]:
@@ -47,7 +47,7 @@ def watched_and_alone(
         What telemetry itself used.
     """
     worked: list[tuple[float, float]] = []
-    with beside(file, os.getpid(), 1, gpus):
+    with sampled(file, os.getpid(), 1, gpus):
         sampler = _sampler(file)
 
         def watched() -> float:

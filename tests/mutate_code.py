@@ -814,8 +814,8 @@ MUTATIONS = [
     Mutation(
         "schedule_one_step_ahead",
         "train/trainer.py",
-        "self.step.set_learning_rate(self.rate(number))",
-        "self.step.set_learning_rate(self.rate(number + 1))",
+        "set_learning_rate(self.step.optimizer, self.rate(number))",
+        "set_learning_rate(self.step.optimizer, self.rate(number + 1))",
         "test_training.py::test_the_unet_trains_as_a_bare_loop_does[two epochs]",
     ),
     Mutation(

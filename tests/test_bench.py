@@ -20,6 +20,7 @@ from bench.cases import Case
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.measure import Row, in_turns, table
 from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
+from dlscale.train.optimizer import set_learning_rate
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE
 
@@ -208,7 +209,7 @@ def test_the_published_form_is_the_same_training(case: Case) -> None:
     step = case.step(torch.device("cpu"))
     assert torch.allclose(theirs(x), step.predict(x), atol=1e-6) and torch.allclose(bare(x), step.predict(x))
     for _ in range(3):
-        step.set_learning_rate(1e-4)
+        set_learning_rate(step.optimizer, 1e-4)
         assert float(published_step(x, y)) == pytest.approx(float(step(x, y)), rel=1e-5)
     for a, b in zip(theirs.parameters(), step.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-5)

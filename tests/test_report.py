@@ -528,7 +528,7 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
         "64 samples/s on A100 40 GB",
         "u10 RMSE 0.13 (u10; S1)",
     ]
-    assert published.beside(published.series(figures, "p", ["b"]), "b") == (
+    assert published.quoted(published.series(figures, "p", ["b"]), "b") == (
         "2,202 samples/s on 4 × A100 40 GB (4 GPUs; S1)"
     )
 
@@ -952,7 +952,7 @@ def points(path: str) -> np.ndarray:
 
 
 def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
-    svg = profiles.rates("x", read_plan(ladder.plans[0]).runs)
+    svg = sections.rates("x", read_plan(ladder.plans[0]).runs)
     bars = re.findall(r'<path d="([^"]*)"[^>]*fill: var\(--(io|synthetic|full)\)', svg)
     assert [mode for _, mode in bars] == ["io", "synthetic", "full"] * 3
     widths = np.array([np.ptp(points(path)[:, 0]) for path, _ in bars])

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
-from dlscale.core.telemetry import GpuSample, Sample, beside
+from dlscale.core.telemetry import GpuSample, Sample, sampled
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
 from dlscale.measure.telemetry import Gpus, bus_ids
@@ -187,7 +187,7 @@ def test_energy_a_sample() -> None:
     assert result([], *epochs).energy_per_sample is None
 
 
-# ---- beside real processes --------------------------------------------------------------------------
+# ---- of real processes -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
     file.write_bytes(os.urandom(size))
     disk = on_disk(tmp_path)
     own = time.process_time()
-    with beside(path, os.getpid(), 1, 0):
+    with sampled(path, os.getpid(), 1, 0):
         until("it looks", lambda: path.stat().st_size)
         busy = python(BURN + "sys.stdin.read()", 0.7)
         drop(file)
@@ -245,7 +245,7 @@ def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_it_looks_once_a_second(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
-    with beside(path, os.getpid(), 1, 0):
+    with sampled(path, os.getpid(), 1, 0):
         until("two rows", lambda: len(telemetry.read(path)) >= 2)
         assert path.read_text().endswith("\n")
     rows = telemetry.read(path)
@@ -260,8 +260,8 @@ def samplers(pid: int) -> list[int]:
 #: A stage with a worker that, forked, holds what its parent holds; it outlives its parent until it is told to end.
 STAGE = """
 import os, pathlib, sys, time
-from dlscale.core.telemetry import beside
-with beside(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
+from dlscale.core.telemetry import sampled
+with sampled(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
     worker = os.fork()
     while not pathlib.Path(sys.argv[1] + ".end").exists():
         time.sleep(0.05)
@@ -409,7 +409,7 @@ def test_a_real_gpu(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     path, block = tmp_path / "train.csv", torch.ones(4096, 4096, device="cuda")
-    with beside(path, os.getpid(), 1, 1):
+    with sampled(path, os.getpid(), 1, 1):
         stop = time.monotonic() + 4
         while time.monotonic() < stop:
             (block @ block).sum().item()

@@ -362,9 +362,9 @@ def test_the_verdict_between_epochs() -> None:
     assert not verdict(at(110, "writing", BETWEEN, 590), waits)
     saves = at(111, "checkpoint", BETWEEN, 601, exchanges=50)
     assert not verdict(saves, saves), "all write"
-    assert "for process 1 on nid1 (checkpoint)" in verdict(saves | {"beside": 8}, saves | {"beside": 7})
+    assert "for process 1 on nid1 (checkpoint)" in verdict(saves | {"background": 8}, saves | {"background": 7})
     # Elsewhere the threads of some are further, and that says nothing.
-    assert "none is behind" in verdict(*[at(100, "backward", STEPS, 1801, exchanges=50, beside=n) for n in (7, 8)])
+    assert "none is behind" in verdict(*[at(100, "backward", STEPS, 1801, exchanges=50, background=n) for n in (7, 8)])
 
 
 def test_the_verdict_on_silence() -> None:

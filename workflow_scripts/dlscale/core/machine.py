@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -35,10 +34,9 @@ def let_threads_wait() -> None:
 
 def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have Linux send this process a signal when its parent, process `parent`, ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def answer(words: list[str], seconds: float = 60.0) -> str | None:

@@ -197,11 +197,11 @@ def _clock_loss(samples: Sequence[Sample], number: int) -> float:
     return lost / sum(seconds for seconds, _, _ in clocks) if lost else 0.0
 
 
-# ---- beside a stage ---------------------------------------------------------------------------------
+# ---- of a stage ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def beside(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
+def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
     """Sample the node, a row each second, into a new file `path`, while this context and this process last.
 
     Parameters

@@ -43,8 +43,7 @@ class MetricSum:
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
         """Add per-sample values [B, ...], if any, all of the same B."""
         for name, value in values.items():
-            # Apple's GPUs have no float64; everywhere else the sums keep all digits.
-            total = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64).sum(dim=0)
+            total = value.detach().double().sum(dim=0)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._count += len(next(iter(values.values()), ()))
 

@@ -11,7 +11,6 @@ import platform
 import re
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,9 +119,8 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     """
     stores: Any = dist  # which names them at run time only
     if geometry.nodes == 1:
-        loopback = "lo" if sys.platform == "linux" else "lo0"
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # PyTorch's torchrun, by hand: the store is in its process

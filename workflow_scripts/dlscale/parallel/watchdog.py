@@ -27,7 +27,7 @@ from dlscale.config.site import Limits
 from dlscale.core import progress, ranges
 from dlscale.core.errors import PeerLost, brief
 from dlscale.core.process import LOST, MEET, end
-from dlscale.parallel.world import BESIDE
+from dlscale.parallel.world import BACKGROUND
 
 BEAT = 1.0  #: Seconds between two heartbeats.
 LONGER = 10.0  #: Multiple of the longest range of steps that one may take, if that is more than `Limits.stuck`.
@@ -59,7 +59,7 @@ class Sign(NamedTuple):
     range: str = ""  #: Current range,
     kind: str = ranges.OPENING  #: and its kind.
     exchanges: int = 0  #: Exchanges begun by the steps,
-    beside: int = 0  #: and by the thread that writes checkpoints.
+    background: int = 0  #: and by the thread that writes checkpoints.
     age: float = 0.0  #: Seconds since any of these numbers changed.
     longest: float = 0.0  #: Longest recent range of steps, s.
     sees: dict[str, str] = {}  #: States of the other processes of its node, by rank.
@@ -172,7 +172,7 @@ class Watchdog:
             age, steps = age + BEAT, steps and kind == ranges.STEPS  # all the time
             mates = {rank: self._seen[rank] for rank in self._mates}
             sees = {str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._sign.place}
-            at = dict(zip(("entered", "exchanges", "beside"), come, strict=True))
+            at = dict(zip(("entered", "exchanges", "background"), come, strict=True))
             try:
                 self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees)
                 self._look()
@@ -221,7 +221,7 @@ class Watchdog:
     def _behind(self) -> str:
         """Return which ranks all others have awaited for too long."""
         # Within one range, who takes part in a further exchange is ahead; while checkpoints are awaited, whose thread.
-        places = [(s.entered, s.exchanges, s.beside if s.range == ranges.SAVING else 0) for s in self._seen]
+        places = [(s.entered, s.exchanges, s.background if s.range == ranges.SAVING else 0) for s in self._seen]
         behind = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = self._limit(behind)
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
@@ -269,8 +269,10 @@ class Watchdog:
 def _exchanges() -> tuple[int, int]:
     """Return how many exchanges this rank has begun: in the groups of its steps, and in those of its threads."""
     groups = list[Any](distributed_c10d._world.pg_map)
-    begun = [(group.group_desc == BESIDE, group._get_sequence_number_for_group()) for group in groups]
-    return sum(count for beside, count in begun if not beside), sum(count for beside, count in begun if beside)
+    begun = [(group.group_desc == BACKGROUND, group._get_sequence_number_for_group()) for group in groups]
+    return sum(count for background, count in begun if not background), sum(
+        count for background, count in begun if background
+    )
 
 
 def state(process: int) -> str:

@@ -22,7 +22,7 @@ AXES = ("dp", "cp", "tp")
 Value = TypeVar("Value")
 
 #: Description of a group in which a thread of a rank exchanges, which says nothing of its steps' progress.
-BESIDE = "beside"
+BACKGROUND = "background"
 
 
 @dataclass(frozen=True)

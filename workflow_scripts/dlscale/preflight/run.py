@@ -59,7 +59,7 @@ KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
 #: Variable with the file to which a dry run writes its answer.
 ASKED = "DLSCALE_ASKED"
 #: Options of Snakemake with which it makes nothing.
-LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)"
+LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)(=.*)?"
 #: Options that say how much it says.
 LOUD = r"-\w*[pq]\w*|--(printshellcmds|quiet|verbose|debug-dag)(=.*)?"
 

@@ -40,7 +40,7 @@ from dlscale.core.files import explained, sha256, whole
 from dlscale.core.metrics import Epoch, Untrained
 from dlscale.core.record import Number, Record
 from dlscale.parallel.shards import Shard
-from dlscale.parallel.world import BESIDE, World
+from dlscale.parallel.world import BACKGROUND, World
 
 #: This device's shard of each tensor, by name.
 State = dict[str, Shard]
@@ -95,7 +95,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
         self.folder, self.keep, self._world = folder, keep or KEPT, world or World()
         # A group of its own: these exchanges must not get between those of the training.
-        group = dist.new_group(backend="gloo", group_desc=BESIDE) if self._world.size > 1 else None
+        group = dist.new_group(backend="gloo", group_desc=BACKGROUND) if self._world.size > 1 else None
         self._beside = replace(self._world, control=group)
         self._saving = Future[None]()
         self._saving.set_result(None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -71,7 +70,7 @@ def peak(device: torch.device) -> int:
     # Not `ru_maxrss`, which a process inherits.
     if own := re.search(r"^VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")), re.MULTILINE):
         return 1024 * int(own[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def total(device: torch.device, processes: int = 1) -> int:

@@ -21,7 +21,7 @@ from dlscale.parallel.shards import Shard
 from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
-from dlscale.train.optimizer import begin, set_learning_rate
+from dlscale.train.optimizer import begin
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
 #: Axes that a tensor needs to be stored in a layout.
@@ -105,9 +105,6 @@ class Step:
         """Record and replay whole steps as CUDA graphs."""
         steps = EAGER_STEPS_OF_RANKS if self.strategy.exchanges else EAGER_STEPS
         self._train = Graphed(self._train_eagerly, graphs, steps)
-
-    def set_learning_rate(self, rate: float) -> None:
-        set_learning_rate(self.optimizer, rate)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Train on one batch and return its loss, a scalar on the device, detached.

@@ -23,7 +23,7 @@ from dlscale.studies.base import Metrics
 from dlscale.train.build import Session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.loop import Batch, Hook, Request, run_steps
-from dlscale.train.optimizer import begin
+from dlscale.train.optimizer import begin, set_learning_rate
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.validation import metric_called, naive_means, validate
@@ -125,7 +125,10 @@ class Trainer:
         """
         try:
             with contextlib.ExitStack() as later:
-                hooks = [Hook(before_step=lambda number: self.step.set_learning_rate(self.rate(number))), *hooks]
+                hooks = [
+                    Hook(before_step=lambda number: set_learning_rate(self.step.optimizer, self.rate(number))),
+                    *hooks,
+                ]
                 if not self.history:
                     self._begin()
                     if self._untrained:

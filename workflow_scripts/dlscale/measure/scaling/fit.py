@@ -146,7 +146,7 @@ def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
     """Return the costs that the points and the priors make most probable."""
     computing = [point for point in points if point.of.mode not in ("IO", "VALIDATION")]
     if not computing:
-        raise UserError("plan: no throughput to start from; expected one measurement of FULL or SYNTHETIC at least")
+        raise UserError("predict: no throughput to start from; expected one measurement of FULL or SYNTHETIC at least")
     first = min(computing, key=lambda point: (point.job.devices, point.of.mode != "SYNTHETIC"))
     own = first.job.devices * first.job.batch / first.job.shared / first.rate  # a device's seconds a step
     unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
