@@ -534,7 +534,7 @@ def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureF
 def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     """It warms up; and optimiser and gradients are no activations."""
     folder = results / "plans/cosmo_unet/one"
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"epoch": n, "step": n, "samples": 8 * n, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
         | {"epoch_seconds": 1.0, "wait_seconds": 0.0, "valid_seconds": 0.1, "samples_per_second": rate}
         | {"made_with": {"commit": None}}
@@ -543,6 +543,12 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     study = predict.read([folder], None, math.inf)
     assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [90]
+    # It went on elsewhere: what its first epochs took says nothing of the run as it is.
+    for line in lines[:2]:
+        line["made_with"] = {"commit": "another"}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study = predict.read([folder], None, math.inf)
+    assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [100]
 
 
 @pytest.mark.slow

@@ -135,7 +135,10 @@ def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
 
 
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
-    """Yield the measured modes of a run, and its epochs after the first, which warms up."""
+    """Yield the measured modes of a run, and its epochs after the first, which warms up.
+
+    Of a run that went on with another geometry or loader the epochs made with the last one count.
+    """
     at = run.geometry
     job = Job(at.world_size, run.batch_size * at.model_size / at.world_size, at.tp, at.cp, at.gpus_per_node)
     modes: list[Mode] = ["IO", "SYNTHETIC", "ALONE", "FULL"]
@@ -144,7 +147,9 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
             yield Point(job, trials.mean, Measure(mode))
     if not (path / "metrics.jsonl").exists():
         return
-    epochs = [epoch for epoch in read_epochs(path / "metrics.jsonl") if epoch.made_with is not None][1:]
+    epochs = read_epochs(path / "metrics.jsonl")
+    made = epochs[-1].made_with
+    epochs = [epoch for epoch in epochs if made is not None and epoch.made_with == made][1:]
     training, validating = (samples_of(run, split, results) for split in ("train", "valid"))
     if epochs and training:
         yield Point(job, statistics.median(epoch.samples_per_second for epoch in epochs), Measure("EPOCH", training))
