@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.cases import Case
 from dlscale.config import resolve as config
-from dlscale.config.run import load_run
+from dlscale.config.run import Geometry, load_run
 from dlscale.core import registry
 from dlscale.measure import roofline as peaks
 from dlscale.measure.records import Peaks, SampleWork, Throughput
@@ -85,6 +86,17 @@ def test_every_study_has_a_formula_of_its_forward_pass(
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         session.step.network(x, y)
     assert session.study.flops(session.run, session.manifest) == counter.get_total_flops() / len(x)
+
+
+def test_the_work_of_a_sample_does_not_depend_on_the_devices_that_share_the_model(
+    tmp_path: Path, tiny_data: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = open_session(tiny_run("era5_vit", tmp_path), tiny_data("era5_vit") / "manifest.json", World())
+    batch = fake_batch(session.run, session.manifest)
+    shared = session.run.model_copy(update={"geometry": Geometry(gpus_per_node=2, tp=2)})
+    with caplog.at_level(logging.WARNING):
+        assert sample_work(replace(session, run=shared), batch) == sample_work(session, batch)
+    assert "one is wrong" not in caplog.text
 
 
 def test_inputs_that_tell_more_are_counted(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
+from dlscale.config.run import Geometry
 from dlscale.core.errors import brief
 from dlscale.data.loaders.base import Batch
 from dlscale.measure.records import Peaks, SampleWork
@@ -72,11 +73,14 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
 
 
 def counted(session: Session, batch: Batch) -> SampleWork:
-    """Return the work of the operators of a step, for each sample of the batch."""
+    """Return the work of the operators of a step, for each sample of the batch.
+
+    Of a model that devices share it is that of all of it, as on one device.
+    """
     run = session.run
 
     def count(checkpointing: bool) -> OperatorCount:
-        one = run.model_copy(update={"activation_checkpointing": checkpointing})
+        one = run.model_copy(update={"activation_checkpointing": checkpointing, "geometry": Geometry()})
         count = OperatorCount()
         fake = fake_step(one, session.manifest, session.world.device, session.step.attention)
         x, y = map(fake.like, batch)
