@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from dlscale.measure.tune import Measure
 from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.sections import tried
+from dlscale.train.build import open_session
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results
@@ -333,6 +336,22 @@ def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) 
         left_out += not low <= 1 <= high
     trials.close()
     assert left_out <= 2
+
+
+def test_devices_that_share_a_model_count_their_samples_once(
+    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first of them; this one is another."""
+    alone = World()
+    monkeypatch.setattr(
+        tune, "open_session", lambda run, manifest, _, threads: open_session(run, manifest, alone, threads)
+    )
+    other: Any = SimpleNamespace(device=CPU, lead=False, gather=alone.gather, max=alone.max, barrier=alone.barrier)
+    trials = tune._Trials(
+        a_run(tmp_path), cosmo_data / "manifest.json", other, 1, [{}], Progress("tuning", 1, "trials")
+    )
+    with contextlib.closing(trials):
+        assert trials(0, 0.01) == 0
 
 
 @pytest.mark.slow

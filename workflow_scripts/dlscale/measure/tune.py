@@ -260,7 +260,7 @@ class _Trials:
                 done += steps
                 synchronize(world.device)
                 (elapsed,) = world.max(time.perf_counter() - start)
-        return sum(world.gather(sum(counts))) / elapsed
+        return sum(world.gather(sum(counts) if world.lead else 0)) / elapsed  # who share a model: the same samples
 
 
 # ---- what is written -------------------------------------------------------------------------------
