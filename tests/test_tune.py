@@ -209,6 +209,13 @@ def test_a_space_that_is_given_is_tried_in_full(tmp_path: Path) -> None:
         tune.changed(run, {"accumulation_steps": 5})
 
 
+def test_another_loader_is_taken_with_the_copy_of_the_data_that_it_was_measured_on(tmp_path: Path) -> None:
+    space = {"workers": [1], "prefetch": [2], "loaders": ["torch", "direct"], "threads": [1]}
+    run = a_run(tmp_path, loader={"kind": "torch", "workers": 1, "prefetch": 2, "staging": "memory"}, tune=space)
+    (other,) = tune.candidates(run, 1, CPU)[1:]
+    assert other["loader.staging"] == tune.changed(run, other).loader.staging == "memory"
+
+
 def test_a_mistake_in_the_space_is_one_message(tmp_path: Path) -> None:
     for settings, message in (
         ({"loaders": ["dirct"]}, "no loader with data is called 'dirct' (did you mean 'direct'?)"),

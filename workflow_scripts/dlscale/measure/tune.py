@@ -151,7 +151,7 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
 def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
     """Return the changes of each setting to the run, by dotted key; the first one, its own, changes nothing.
 
-    `cores` are those of a process. Prefetching is not varied without workers.
+    `cores` are those of a process. Prefetching is not varied without workers. Data lie where they do for the run.
     """
     space: Tune = run.tune
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
@@ -160,11 +160,14 @@ def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any
     # Those that share a batch size, and so a step, follow each other; the run's own first.
     batches = sorted(space.batch_size or [run.batch_size], key=lambda size: size != run.batch_size)
     kinds, counts = space.loaders or [run.loader.kind], threads or [run.threads]
+    # A loader of any kind reads the copy that is there, and has to ask for it where it is used.
+    staging = getattr(run.loader, "staging", "none")
+    staged: dict[str, Any] = {} if staging == "none" else {"staging": staging}
     found: list[dict[str, Any]] = [{}]
     for batch, kind, count, working, ahead in itertools.product(batches, kinds, counts, workers, space.prefetch):
         # The keys of another kind of loader mean another thing, even if they are called the same.
         own = run.loader.model_dump() if kind == run.loader.kind else {}
-        loader = {"kind": kind, "workers": working, **({"prefetch": ahead} if working else {})}
+        loader = {"kind": kind, "workers": working, **({"prefetch": ahead} if working else {}), **staged}
         known = {key: value for key, value in loader.items() if key in loader_classes()[kind].model_fields}
         change = {f"loader.{key}": value for key, value in known.items() if value != own.get(key)}
         change |= {"batch_size": batch} if batch != run.batch_size else {}
