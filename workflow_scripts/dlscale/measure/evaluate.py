@@ -78,7 +78,8 @@ def evaluate(
     file = path / KEPT[weights] if weights in KEPT else Path(weights)
     if not file.is_file():
         raise UserError(f"{file}: no weights there; train the run first, with training.keep_best for the best")
-    manifest = manifest or path.resolve().parents[2] / "data" / run.dataset / "manifest.json"
+    above = path.resolve().parents
+    manifest = manifest or above[min(2, len(above) - 1)] / "data" / run.dataset / "manifest.json"
     record = path / "provenance.json"
     if threads is None and record.exists():
         threads = Provenance.read(record).device.threads
