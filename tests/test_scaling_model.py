@@ -551,6 +551,15 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [100]
 
 
+def test_a_model_that_context_alone_divides(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = registry.study("era5_vit")
+    whole = study.sharding
+    without: Any = {"columns": (), "rows": (), "gather": ()}
+    monkeypatch.setattr(type(study), "sharding", lambda self, model: replace(whole(model), **without))
+    run = load_run(results / "plans/era5_vit/one/config.yaml", "train")
+    assert predict.workload(run, results).tokens is None
+
+
 @pytest.mark.slow
 def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the largest run hold, unless a machine is named."""

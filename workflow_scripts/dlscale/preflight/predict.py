@@ -195,8 +195,9 @@ def workload(run: Any, results: Path) -> Workload:
         first = getattr(parallel, "first_bucket_mb", None) or given or 1
         shares = buckets(list(gradients.values()), (given or 25) * 2**20, first * 2**20)
     tokens = None
-    if attend := modules(model, sharing.attend):
-        linear: Any = next(iter(modules(model, sharing.columns).values()))
+    columns: list[Any] = [*modules(model, sharing.columns).values()]  # none of a model that context alone divides
+    if (attend := modules(model, sharing.attend)) and columns:
+        linear = columns[0]
         width = compute_dtype(run.precision).itemsize
         tokens = Tokens(sharing.tokens, linear.in_features, len(attend), width, run.activation_checkpointing)
     use = predict(run.model_copy(update=pair | {"parallel": DDP()}), manifest, torch.device("cpu"))
