@@ -98,6 +98,14 @@ def test_epochs(tmp_path: Path) -> None:
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120 + 18 + 30)
 
 
+def test_data_without_a_sample(tmp_path: Path) -> None:
+    """What is wrong with them doctor says."""
+    run = work(load(tmp_path), "cosmo_ladder.baseline").run
+    assert run
+    run = run.model_copy(update={"training": run.training.model_copy(update={"epochs": None, "steps": 10})})
+    assert training_work(run, 0, 8) is None
+
+
 def test_profile(tmp_path: Path) -> None:
     """10 steps to warm up, 4 windows of 20: nsys, in processes of its own, torch, two of none; published, measured."""
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "profile"), tmp_path, scheduler())

@@ -38,8 +38,8 @@ VALIDATION = 1 / 3
 
 
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of all steps + a third of those of all validations."""
-    if train is None or valid is None:
+    """Return the samples of all steps + a third of those of all validations; None for data without a sample."""
+    if not train or valid is None:
         return None
     steps = run.training.steps or math.inf
     epochs = run.training.epochs or -(-steps // -(-train // run.batch_size))
