@@ -146,6 +146,7 @@ NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2|256000+\ngpu,a100,hbm80g|128|gpu:a100:
         ({"constraint": "gpu", "cpus": 128, "gpus": 8}, 1, "FAIL", "has 0 (2 of 128 CPUs, 4 GPUs, 256,000 MB"),
         ({"constraint": "gpu", "cpus": 1, "gpus": 1, "gres": "gpu:h100"}, 1, "FAIL", "0 GPUs"),
         ({"cpus": 256}, 1, "ok", "1 of 256 CPUs"),
+        ({"cpus": 256}, 2, "FAIL", "2 nodes of 256 CPUs, 0 GPUs wanted; sinfo has 1"),
         ({"cpus": 257}, 1, "FAIL", "1 node of 257 CPUs, 0 GPUs wanted; sinfo has 0"),
         ({"cpus": 128, "gpus": 4, "memory_mb": 256_000}, 4, "ok", "4 of 128 CPUs, 4 GPUs, 256,000 MB"),
         ({"cpus": 128, "gpus": 4, "memory_mb": 256_001}, 3, "FAIL", "4 GPUs, 256,001 MB, --gres gpu wanted"),

@@ -251,7 +251,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 
 
 def probe_nodes(kind: Nodes, most: int) -> Finding:
-    """Check that there are nodes as the site says, `most` of them where they have GPUs: else a job waits for ever."""
+    """Check that there are `most` nodes as the site says: else a job waits for ever."""
     # Features, CPUs, generic resources, number and memory of each group of nodes.
     text = said(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
     constraint = kind.constraint or ""
@@ -264,14 +264,13 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
             has = int(row[1].rstrip("+")), max(map(int, gpus), default=0), int(row[4].rstrip("+"))
             seen.append(f"{row[3]} of {_has(*has)}")
             fitting += int(row[3]) if all(one >= other for one, other in zip(has, asks, strict=True)) else 0
-    wanted = most if kind.gpus else 1
     which = {"partition": kind.partition, "constraint": constraint, "--gres": kind.gres if kind.gpus else ""}
     what = _has(*asks) + "".join(f", {word} {name}" for word, name in which.items() if name)
-    if fitting >= wanted:
+    if fitting >= most:
         return Finding(_name(kind), "ok", f"{fitting} of {what}")
     there = "; ".join(dict.fromkeys(seen)) or "none of that partition and constraint"
     remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
-    text = f"{many(wanted, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
+    text = f"{many(most, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
     return Finding(_name(kind), "FAIL", text, remedy)
 
 
@@ -319,13 +318,13 @@ def check(
     place = functools.partial(probe_site, workflow.site, runs, profilers, on_gpus)
     probes: list[Probe] = [("environment", place)]
     if scheduler:
-        kinds = [scheduler.cpu_nodes] if "data" in stages_wanted else []
-        kinds += [scheduler.gpu_nodes] if runs and set(RUN_STAGES) & set(stages_wanted) else []
-        most = max((run.geometry.nodes for run in runs), default=1)
+        kinds = [(scheduler.cpu_nodes, 1)] if "data" in stages_wanted else []
+        if runs and set(RUN_STAGES) & set(stages_wanted):
+            kinds.append((scheduler.gpu_nodes, max(run.geometry.nodes for run in runs)))
         probes += [
             ("Slurm", probe_slurm),
             ("account", functools.partial(probe_account, scheduler, runs, stages_wanted)),
-            *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind in kinds),
+            *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind, most in kinds),
         ]
     for name in dict.fromkeys([*(run.dataset for run in runs), *datasets]):
         samples = [run.samples for run in runs if run.dataset == name]
