@@ -107,15 +107,15 @@ def test_data_without_a_sample(tmp_path: Path) -> None:
 
 
 def test_profile(tmp_path: Path) -> None:
-    """10 steps to warm up, 4 windows of 20: nsys, in processes of its own, torch, two of none; published, measured."""
+    """Of nsys, in processes of its own, and torch: 10 steps to warm up, 3 windows of 20; published, measured."""
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "profile"), tmp_path, scheduler())
-    assert found.basis == "published" and found.seconds == pytest.approx((10 + 4 * 20) * 64 / 85.2 + 2 * 120)
+    assert found.basis == "published" and found.seconds == pytest.approx(2 * (10 + 3 * 20) * 64 / 85.2 + 2 * 120)
     four = work(load(tmp_path), "cosmo_profile.four", "profile")
     assert cost.estimate(four, tmp_path, scheduler()).basis == "limit"
     measured(tmp_path, four, 6000.0)
     found = cost.estimate(four, tmp_path, scheduler())
-    assert found.basis == "measured" and found.seconds == pytest.approx((10 + 4 * 20) * 256 / 6000 + 2 * 120)
-    assert cost.minutes(four, tmp_path, scheduler()) == math.ceil(1.5 * (3.84 + 240 + 600) / 60) + 10
+    assert found.basis == "measured" and found.seconds == pytest.approx(2 * (10 + 3 * 20) * 256 / 6000 + 2 * 120)
+    assert cost.minutes(four, tmp_path, scheduler()) == math.ceil(1.5 * (5.97 + 240 + 600) / 60) + 10
 
 
 def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:

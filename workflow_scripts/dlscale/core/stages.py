@@ -62,8 +62,8 @@ def throughput_seconds(run: Any) -> float:
 
 
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return (skipped + (profilers + two without) x profiled steps) x batch size."""
-    steps = run.profile.skip + (2 + len(run.profile.tools)) * run.profile.steps
+    """Return (skipped x starts + profilers x (with, before and after) x profiled steps) x batch size."""
+    steps = run.profile.skip * profile_starts(run) + 3 * len(run.profile.tools) * run.profile.steps
     return float(steps * run.batch_size)
 
 
