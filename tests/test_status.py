@@ -99,6 +99,8 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
         for state in ("waiting", "failed"):  # which the next call makes
             runs = [replace(row, state=state) for row in runs]
             assert status.left_of(asked, runs) == pytest.approx(times * cost.TYPICAL["train"])
+        last = Doing(what="training", left=0.0)
+        assert status.left_of(asked, [replace(row, state="running", doing=last) for row in runs]) == 0
 
 
 def test_what_runs_here_is_a_process(results: Path) -> None:

@@ -237,7 +237,8 @@ def left_of(configuration: Configuration, rows: Iterable[Row]) -> float:
         said = row.doing.left if row.doing and not row.doing.part else None
         assert work.run is not None
         threads = cost.threads(row.stage, work.run, bool(gpus()))
-        jobs.append((said or cost.seconds_here(row.stage, work, Path(workflow.results)), cost.share(threads, cores)))
+        takes = cost.seconds_here(row.stage, work, Path(workflow.results)) if said is None else said
+        jobs.append((takes, cost.share(threads, cores)))
     return cost.in_all(jobs)
 
 
