@@ -55,6 +55,7 @@ from dlscale.parallel.model import named as named_modules
 from dlscale.parallel.records import Device, LinkLevel, Links
 from dlscale.preflight import predict
 from dlscale.studies.cosmo_unet.model import UNet3D
+from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT, TINY, make_run, stage
 from tests.exchanged import formula
 
@@ -549,6 +550,11 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     study = predict.read([folder], None, math.inf)
     assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [100]
+    # Where its throughput was not measured the training says on what it was.
+    (folder / "throughput.json").unlink()
+    Provenance(device=Device(kind="cuda", name="NVIDIA A100-SXM4-40GB")).write(folder / "provenance.json")
+    study = predict.read([folder], None, math.inf)
+    assert (study.device, study.machine) == ("NVIDIA A100-SXM4-40GB", "perlmutter")
 
 
 def test_a_model_that_context_alone_divides(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

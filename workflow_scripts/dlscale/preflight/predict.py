@@ -45,6 +45,7 @@ from dlscale.measure.scaling.model import (
 )
 from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
+from dlscale.train.provenance import Provenance
 
 #: Options that are numbers, and the greatest value of one.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
@@ -83,7 +84,8 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     above = folders[0].resolve().parents
     results = above[min(2, len(above) - 1)]
     run = load_run(folders[0] / "config.yaml", "train")
-    points, records, settings, computed = list[Point](), list[Throughput](), dict[Path, Any](), dict[Path, Any]()
+    points, records = list[Point](), list[Throughput | Provenance]()
+    settings, computed = dict[Path, Any](), dict[Path, Any]()
     for path in folders:
         if not getattr(load_run(path / "config.yaml", "train").parallel, "sync", True):
             raise UserError(f"{path}: parallel.sync is false, and such a run sends nothing; name one that averages")
@@ -93,8 +95,10 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
         settings[path] = flat({key: each for key, each in compute_settings(raw).items() if key not in FREE})
-        if measured and measured.device.kind:
-            device = measured.device
+        trained = path / "provenance.json"
+        records.append(measured or (Provenance.read(trained) if trained.exists() else Provenance()))
+        device = records[-1].device
+        if device.kind:
             threads = {"threads": device.threads} if device.kind == "cpu" else {}
             computed[path] = {"device": device.name or device.kind, **threads}
         for own in filter(None, (settings, computed)):
@@ -104,7 +108,6 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
                 f"{path / 'throughput.json'}: measured with other settings than config.yaml beside it has; run the "
                 "throughput stage again"
             )
-        records += [measured] if measured else []
         points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
         raise UserError(
