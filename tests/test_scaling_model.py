@@ -550,6 +550,12 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     study = predict.read([folder], None, math.inf)
     assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [100]
+    assert [point for point in study.fit.points if point.of.mode == "VALIDATION"]
+    # It diverged, and nothing was validated.
+    lines[3] |= {"train_loss": None, "valid_loss": None, "valid_seconds": 1e-6}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study = predict.read([folder], None, math.inf)
+    assert not [point for point in study.fit.points if point.of.mode == "VALIDATION"]
     # Where its throughput was not measured the training says on what it was.
     (folder / "throughput.json").unlink()
     Provenance(device=Device(kind="cuda", name="NVIDIA A100-SXM4-40GB")).write(folder / "provenance.json")

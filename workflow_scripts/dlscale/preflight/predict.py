@@ -156,7 +156,8 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
     training, validating = (samples_of(run, split, results) for split in ("train", "valid"))
     if epochs and training:
         yield Point(job, statistics.median(epoch.samples_per_second for epoch in epochs), Measure("EPOCH", training))
-    taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds]
+    # One that diverged was not validated.
+    taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds and math.isfinite(epoch.train_loss)]
     if taken and validating:
         yield Point(job, validating / statistics.median(taken), Measure("VALIDATION", validating))
 
