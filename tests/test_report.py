@@ -463,6 +463,12 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     line = curves.curve(0, plan.runs[0], "epoch", lambda epoch: epoch.valid_loss)
     assert len(line.points) == len(line.band) == 4, "as far as all of them came"
     assert f"± {text.number(statistics.stdev(losses), 2)}" in Page(results.report()).text
+    again = plan.runs[0].repeats[0]
+    (results.root / "plans/p/a-seed1/metrics.jsonl").write_text(
+        epoch_lines([*again[:-1], again[-1].model_copy(update={"valid_loss": math.nan, "metrics": {}})])
+    )
+    a, b = results.collect(path)
+    assert (a["valid_loss"], a["valid_loss_std"]) == ("nan", "") and float(b["valid_loss_std"]) == 0, "one diverged"
 
 
 def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> None:

@@ -113,5 +113,5 @@ def _mean(plan: PlanResult, run: RunResult, key: str, value: Callable[[Epoch], f
     values = [found for epoch in last if (found := value(epoch)) is not None]
     return {
         key: statistics.fmean(values) if values else None,
-        f"{key}_std": statistics.stdev(values) if values[1:] else None,
+        f"{key}_std": statistics.stdev(values) if values[1:] and all(map(math.isfinite, values)) else None,
     }
