@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -317,6 +318,7 @@ def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digi
         "from: swept." + plan.best.name in text and f"optimizer:\n  lr: {plan.best.settings['optimizer']['lr']}" in text
     )
     assert "successive halving: 4 for 2 epochs, 2 for 4 epochs" in text and "diverged" in text
+    assert set(re.findall(r'href="#(run[^"]*)"', text)) <= set(re.findall(r' id="(run[^"]*)"', text))
 
 
 def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:

@@ -594,11 +594,14 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
         "links": links.line() if links else None,
     }
     logs = {stage: run.folder.parents[2] / f"logs/{stage}/{run.owner}.log" for stage in RUN_STAGES}
+    owner, _, name = run.owner.partition("/")
+    # The folder of a rung is no run that the page shows.
+    shown = owner in page.plans and (owner != plan.name or any(each.name == name for each in plan.runs))
     return {
         "id": plan.anchor(run),
         "label": run.label,
         "owner": run.owner if run.owner != f"{plan.name}/{run.name}" else None,
-        "owner_id": f"run.{run.owner.replace('/', '.')}" if run.owner.split("/")[0] in page.plans else None,
+        "owner_id": f"run.{owner}.{name}" if shown else None,
         "command": record.command if record else None,
         "facts": [(key, _plain(value)) for key, value in rows.items() if value not in (None, "", {}, [])],
         "settings": yaml.safe_dump(run.settings, sort_keys=False, allow_unicode=True),
