@@ -1067,6 +1067,18 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     assert row == ["aten::<b>mm", "50.0± 0.10", "40\u00a0%", "2", "operator"]
 
 
+def test_one_profile_among_many_runs_is_shown(results: Results) -> None:
+    """Of the slowest of ten runs, of which no other tells where its time goes."""
+    names = {f"run{number}": f"run{number}" for number in range(10)}
+    for number, name in enumerate(names):
+        folder = results.run("p", name, speed=20.0 - number, triplet=None)
+    profiled(folder, "mm", 0.1, {})
+    plan = read_plan(results.plan("p", names, measure=("train",)))
+    plan.runs[-1] = replace(plan.runs[-1], profile=Profile.read(folder / "profile/profile.json"))
+    shown = profiles.section(plan, Path())
+    assert shown and [each["label"] for each in shown.own] == ["run9"] and "run9 (torch)" in shown.plots[0][0]
+
+
 def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:
     """Give a run the peaks that its process measured, and other facts of its throughput."""
     measured = Throughput.read(folder / "throughput.json")

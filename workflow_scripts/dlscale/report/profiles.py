@@ -115,7 +115,8 @@ def of_tool(tool: ProfiledTool) -> dict[str, float]:
 
 def section(plan: PlanResult, page: Path) -> Section | None:
     """Return where the time of a step goes, run by run, and the profilers' files; None if nothing tells."""
-    steps = [found for run in first_and_least(plan.runs, BARS, slowness) if (found := step(run))]
+    known = {run: found for run in plan.runs if (found := step(run))}
+    steps = [known[run] for run in first_and_least(list(known), BARS, slowness)]
     if not steps:
         return None
     # Steps of different batches compare by the sample.
