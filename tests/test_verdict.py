@@ -78,6 +78,13 @@ CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | 
         "storage",
         0.81,
     ),
+    "storage that the eight workers of four processes wait for": (
+        measured(20, full=19, used=usage(1.9, cores=16)),
+        None,
+        {"geometry": {"gpus_per_node": 4}},
+        "storage",
+        0.81,
+    ),
     "workers": (measured(20, full=19, used=BUSY), None, {}, "workers", 0.81),
     "loader": (measured(20, full=19, used=FULL_UP), None, FOUR, "loader", 0.81),
     "loader of more workers than cores": (

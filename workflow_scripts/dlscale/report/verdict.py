@@ -231,14 +231,18 @@ def loading(evidence: Evidence) -> Finding | None:
     usage, delivers = _usage(evidence, "IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
     if not (evidence.loading and usage):
         return None
-    readers = max(1, int(evidence.setting("loader.workers", 1)))
+    own = max(1, int(evidence.setting("loader.workers", 1)))
+    # The use is that of all processes of a node, and each has such workers.
+    ranks = 1 if evidence.setting("parallel.kind") == "dp" else int(evidence.setting("geometry.gpus_per_node", 1))
+    readers = ranks * own
     busy = usage.cpu_seconds / usage.seconds / min(readers, usage.cores)
     idle = usage.cores - usage.cores_cpu_seconds / usage.seconds
     faster = _faster_loader(evidence)
     if busy > 0.5 and idle >= 0.5 and readers < usage.cores:
-        count, more = evidence.setting("loader.workers", 1), min(usage.cores, max(2, 2 * readers))
+        count, more = evidence.setting("loader.workers", 1), min(-(-usage.cores // ranks), max(2, 2 * own))
+        with_ = many(count, "worker") + " of each process" * (ranks > 1)
         why = (
-            f"{delivers} with {many(count, 'worker')}, which {'is' if count == 1 else 'are'} busy, while "
+            f"{delivers} with {with_}, which {'is' if count == ranks == 1 else 'are'} busy, while "
             f"{number(idle, 2)} of {usage.cores} cores are idle."
         )
         todo = f"loader: {{workers: {more}}}; `dlscale tune` finds how many are best.{faster}"
