@@ -12,8 +12,9 @@ import pytest
 from dlscale.core.noise import interval, pooled
 from dlscale.measure.records import Beside, Throughput, Trials
 from dlscale.report import sections
+from dlscale.report.collect import rows_of
 from dlscale.report.results import PlanResult, read_plan
-from dlscale.report.speedup import FLOOR, SpeedUps, relative_to_first
+from dlscale.report.speedup import FLOOR, SpeedUps, measured_apart, relative_to_first
 from tests.test_report import Page, Results
 
 
@@ -158,6 +159,19 @@ def test_apart_the_spread_of_trials_counts_and_what_the_same_work_shows(results:
     timed(results, "again", 60, None, compute="first")  # the same work at 60 and at 100 samples/s
     plan = plan_of(results, "first", "second", "again")
     assert (found := SpeedUps(plan.runs).over(plan.runs[1], plan.runs[0])) and found.noise
+
+
+def test_a_training_is_not_compared_with_full(results: Results) -> None:
+    """Of three runs the first is trained alone: the second is then the one that the third is compared with."""
+    for name, full in (("trained", 100.0), ("plain", 100.0), ("fast", 200.0)):
+        timed(results, name, full, None)
+    plan = plan_of(results, "trained", "plain", "fast")
+    plan.runs[0] = replace(plan.runs[0], throughput=None)
+    assert measured_apart(plan.runs[1], plan.runs[0]) is None
+    said = sections.speed(plan)
+    assert said and (said["fastest"], said["first"], said["of"]) == ("fast", "plain", 2)
+    assert said["gain"] and said["gain"].ratio == pytest.approx(2)
+    assert [row["speed_up"] for row in rows_of(plan)] == [None, 1, pytest.approx(2)]
 
 
 # ---- what is told ----------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def rows_of(plan: PlanResult) -> list[Row]:
         for mode in MODES:
             rate = f"{mode.lower()}_samples_per_second"
             row |= _of(run.trials(mode), **{rate: "mean", f"{rate}_std": "std"})
-        row |= _speed_up("speed_up", speeds.over(run, plan.runs[0]))
+        row |= _speed_up("speed_up", speeds.over(run, speeds.first))
         if plan.record.kind == "ladder":
             row |= _speed_up("step_speed_up", speeds.over(run, before) if before else None)
         row |= {

@@ -132,7 +132,7 @@ def speed(plan: PlanResult) -> View | None:
     """
     if (found := _fastest(plan)) is None:
         return None
-    fastest, like, groups = found
+    (fastest, like, groups), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
     full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
@@ -149,7 +149,7 @@ def speed(plan: PlanResult) -> View | None:
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
         "like": [_label(group) for group in like],
-        "first": next((_label(group) for group in groups if plan.runs[0] in group.runs), plan.runs[0].label),
+        "first": next((_label(group) for group in groups if first in group.runs), first.label),
         "bars": [
             {
                 "label": _label(group),
@@ -267,7 +267,7 @@ def runs_table(plan: PlanResult) -> Table:
         ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
         ("Throughput (samples/s)", "training", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
-        ("Verdict", "speed-up", lambda run, row: _gain(speeds.over(run, plan.runs[0]))),
+        ("Verdict", "speed-up", lambda run, row: _gain(speeds.over(run, speeds.first))),
         (
             "Verdict",
             "over the rung before",

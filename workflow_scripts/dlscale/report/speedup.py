@@ -94,8 +94,8 @@ def between(before: Trials, after: Trials, floor: float = APART) -> SpeedUp:
 
 
 def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks: int = 1) -> SpeedUp | None:
-    """Return the ratio of two runs' speeds, measured apart; None where either is unknown."""
-    if not (run.speed and other.speed):
+    """Return the ratio of two runs' speeds, measured apart; None where either is unknown, or one alone is FULL."""
+    if not (run.speed and other.speed) or (run.throughput is None) != (other.throughput is None):
         return None
     errors = (spread_of(each, looks) for each in (run, other))
     return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
@@ -144,15 +144,16 @@ class SpeedUps:
     """The speed-ups between a plan's runs."""
 
     def __init__(self, runs: Sequence[RunResult]) -> None:
-        self.runs = [run for run in runs if run.speed]
-        self.first = runs[0]
+        timed = [run for run in runs if run.throughput]  # with FULL the speed of a training does not compare
+        self.runs = [run for run in timed or runs if run.speed]
+        self.first = (self.runs or runs)[0]
 
     def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
-        """Return how much faster a run is than another; None where either speed is unknown.
+        """Return how much faster a run is than another; None where either speed is unknown, or one alone is FULL.
 
         With several `looks` the wider intervals hold together.
         """
-        if not (run.speed and other.speed):
+        if not (run.speed and other.speed) or (run.throughput is None) != (other.throughput is None):
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
