@@ -157,6 +157,14 @@ def test_mistakes(
     assert bring(unet(tmp_path / "events.out.tfevents.1"), *more) == 2 and message in said(capfd)
 
 
+def test_plans_of_another_study_would_not_show_it(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("targets: [mnist_sweep]\n")
+    assert bring(unet(tmp_path / "events.out.tfevents.1"), "--plans", "mnist_sweep") == 2
+    assert "--plans: mnist_sweep is of study mnist_cnn, not of cosmo_unet" in said(capfd)
+
+
 # ---- the page -----------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,9 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError(f"--study: {unknown('study', args.reference_study, registry.studies())}")
     if configuration and (strange := [plan for plan in args.plans if plan not in configuration.plans]):
         raise UserError(f"--plans: {unknown('plan', strange[0], configuration.plans)}")
+    study_of = {plan: configuration.workflow.plans[plan].study for plan in args.plans} if configuration else {}
+    if others := [plan for plan, study in study_of.items() if study != args.reference_study]:
+        raise UserError(f"--plans: {others[0]} is of study {study_of[others[0]]}, not of {args.reference_study}")
     log = registry.study(args.reference_study).published_log
     tags, counts = _given(args.tag) or log.tags, args.counts or log.over
     if not tags:
