@@ -952,6 +952,25 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
     assert "one that needs no learning: yesterday's weather; persistence" in page.text
 
 
+def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
+    """It has no metrics, or such as are no numbers."""
+    for name in ("a", "lost"):
+        folder = results.run("p", name, triplet=None)
+    epochs = read_epochs(folder / "metrics.jsonl")
+
+    def end_with(**values: Any) -> None:
+        last = epochs[-1].model_copy(update={"valid_loss": math.nan, **values})
+        (folder / "metrics.jsonl").write_text(epoch_lines([*epochs[:-1], last]))
+
+    end_with(metrics={})
+    results.plan("p", {"a": "a", "lost": "lost"}, measure=("train",))
+    (table,) = [table for table in Page(results.report()).tables if "naive" in table[1][0]]
+    assert table[1] == ["naive answer: persistence", "2.00", "2.67"]
+    end_with(metrics={**epochs[-1].metrics, "rmse/u10": math.nan})
+    found = sections.quality(read_plan(results.plan("p", {"lost": "lost"}, measure=("train",))))
+    assert found and math.isnan(found["lead"]["value"]) and found["lead"]["skill"] is None
+
+
 def points(path: str) -> np.ndarray:
     """Corners [N, 2] of an SVG path; y points down."""
     return np.array(re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path), dtype=float)

@@ -201,11 +201,12 @@ def quality(plan: PlanResult) -> View | None:
         if (skill := metric.skill(last.metrics)) is not None and math.isfinite(skill)
     ]
     if plan.lead and plan.lead.name in last.metrics:
+        skill = plan.lead.skill(last.metrics)
         lead = {
             "metric": plan.lead,
             "value": last.metrics[plan.lead.name],
             "naive": last.metrics.get(plan.lead.naive or ""),
-            "skill": plan.lead.skill(last.metrics),
+            "skill": skill if skill is not None and math.isfinite(skill) else None,
             "answer": plan.lead.answer,
         }
     return {"run": plan.best.label, "last": last, "lead": lead, "scores": scores[:CARD], "of": len(scores)}
@@ -363,7 +364,8 @@ def _channel_table(
     first, last = metrics[0], [run.epochs[-1].metrics for run in shown]
     answers = [(first.answer if rivals else f"naive answer: {first.answer}", [metric.naive for metric in metrics])]
     answers += [(f"naive answer: {name}", [metric.name for metric in each]) for name, each in rivals.items()]
-    naive = {name: _shared(last, keys) for name, keys in answers}
+    finished = [each for each in last if each] or last  # what diverged has no metrics
+    naive = {name: _shared(finished, keys) for name, keys in answers}
     if all(value is None for value in naive[answers[0][0]]):
         naive = {}
     labels = [*map(cell, naive), *(Cell(run.label, n) for n, run in enumerate(shown))]
