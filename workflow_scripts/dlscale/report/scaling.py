@@ -232,7 +232,7 @@ def convergence(plan: PlanResult) -> Section | None:
         (f"To {target}", plan.runs[0].hours, spent(lambda each: each.gpu_hours)),
         (f"To {target}", "energy", spent(lambda each: each.joules, joules)),
     ]
-    which = "the target" if all(map(asked, plan.trained)) else "the least that all of them reach"
+    which = "the target" if compared == asked(plan.trained[0]) else "the least that all of them reach"
     return Section(
         "Convergence",
         f"The same training with larger and larger batches. What it took to reach {target}, {which}, is counted from "
