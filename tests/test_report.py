@@ -34,7 +34,7 @@ from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
-from dlscale.report import collect, curves, profiles, published, report, sections
+from dlscale.report import collect, curves, figures, profiles, published, report, sections
 from dlscale.report.figures import strips
 from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import bound, disturbance, of
@@ -1165,6 +1165,13 @@ def test_curves_are_where_the_numbers_are(results: Results, over: Literal["epoch
     values = np.array([epoch.valid_loss for epoch in run.epochs] + [epoch.train_loss for epoch in run.epochs])
     slope, offset = np.polyfit(values, drawn, 1)
     assert slope < 0 and drawn == pytest.approx(slope * values + offset, abs=1e-3)
+
+
+def test_a_loss_that_is_no_number_leaves_the_axis_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[str]()
+    monkeypatch.setattr(figures, "_logarithmic", lambda axes, which: drawn.append(which))
+    figures.lines("x", [figures.run_line(0, [(1, math.nan)]), figures.run_line(1, [(1, 100.0), (2, 1.0)])], "a", "b")
+    assert drawn == ["y"]
 
 
 def test_a_published_metric_is_followed(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,8 @@ def lines(
         if ticks:
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             axes.minorticks_off()
-        values = [value for points in known for _, value in points] + [level for level, _ in levels]
+        values = [value for points in known for _, value in points if math.isfinite(value)]
+        values += [level for level, _ in levels]
         values += [end for line in drawn for ends in line.band for end in ends]
         wide = bool(values) and min(values) > 0 and max(values) > 10 * min(values)
         if y == "log" or (y == "auto" and wide):
