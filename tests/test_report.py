@@ -442,6 +442,17 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
     assert disturbance(plan.runs[1:]) is None
 
 
+def test_a_jobs_efficiency_is_the_trainings_in_whatever_order_stages_are_named(results: Results) -> None:
+    folder = results.run("p", "a")
+    (folder / "telemetry").mkdir()
+    for name in ("train", "throughput"):
+        rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu_run=0.5) for n in range(3)]
+        (folder / f"telemetry/{name}.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
+    (run,) = read_plan(results.plan("p", {"a": "a"}, measure=("throughput", "train"))).runs
+    used = profiles.job(run)
+    assert used and used.stage == "train"
+
+
 # ---- collect -------------------------------------------------------------------------------------
 
 

@@ -439,7 +439,9 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
         throughput=Throughput.read(records["throughput"]) if "throughput" in records else None,
         profile=Profile.read(records["profile"]) if "profile" in records else None,
         prediction=prediction if train and prediction.exists() else None,
-        telemetry={stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in measured},
+        telemetry={
+            stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in sorted(measured, key=RUN_STAGES.index)
+        },
         tuning=Tuning.read(records["tune"]) if "tune" in records else None,
         repeats=[read_epochs(folder.parent / name / RECORDS["train"]) for name in reference.repeats] if train else [],
     )
