@@ -157,6 +157,7 @@ def test_better_is_lower_or_higher() -> None:
     assert lower.first(epochs, 0.3) == epochs[0]
     assert Metric(name="no", title="no").best(epochs) is None
     assert (higher.aim(0.75), lower.aim(4.7e-3)) == ("accuracy ≥ 0.75", "accuracy ≤ 0.0047")
+    assert Metric(name="rmse/t2m", title="RMSE").aim(2) == "t2m RMSE ≤ 2"
 
 
 # ---- the target ----------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Metric(Record):
         return value <= target if self.better == "lower" else value >= target
 
     def aim(self, value: float) -> str:
-        return f"{self.title} {'≤' if self.better == 'lower' else '≥'} {value:g}"
+        return f"{self.channel} {self.title} {'≤' if self.better == 'lower' else '≥'} {value:g}".strip()
 
     def best(self, epochs: Iterable[Epoch]) -> Epoch | None:
         """Return the first epoch with the best value; None without a finite value."""

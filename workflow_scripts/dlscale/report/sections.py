@@ -475,7 +475,10 @@ def sweep_metric(plan: PlanResult) -> str:
     assert plan.record.sweep is not None
     name = plan.record.sweep.metric
     known = {"valid_loss": "validation loss", "samples_per_second": "samples/s"}
-    return known.get(name) or (plan.metrics or plan.described)[name].title
+    if name in known:
+        return known[name]
+    metric = (plan.metrics or plan.described)[name]
+    return f"{metric.channel} {metric.title}".strip()
 
 
 def _method(record: SweepRecord) -> str:
