@@ -419,6 +419,13 @@ def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> N
             assert ends == (min(losses), max(losses)) and ends[0] < ends[1]
 
 
+def test_lines_that_are_not_drawn_are_counted(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = converged(results)
+    monkeypatch.setattr(curves, "LINES", 2)
+    view = curves.training(plan)
+    assert view and view.notes[-1] == "2 of 3 runs: the table has all."
+
+
 def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:
     wanted = 0.3 * 0.7 + 0.01
     plan = converged(results, target={"metric": "valid_loss", "value": wanted, "stop": False})

@@ -132,7 +132,8 @@ def training(plan: PlanResult) -> Section | None:
         "the first one. In the table ± is the standard deviation."
     )
     notes = [seeds] * any(run.repeats for run in runs)
-    notes += some(len(runs), len(plan.trained), "runs", "the table has all.") * (plan.record.kind != "convergence")
+    every = len(by_settings(plan.trained)) if plan.record.kind == "convergence" else len(plan.trained)
+    notes += some(len(runs), every, "runs", "the table has all.")
     legend = [*(entry(style, run.label) for style, run in enumerate(runs)), Entry("validation")]
     return Section("Training", legend=[*legend, Entry("training", dashes=DASHED)], plots=plots, notes=notes)
 
