@@ -148,6 +148,7 @@ def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) 
         (["--study", "mnist_cnn"], "declares no published tags"),
         (["--batch-size", 0], "batch_size: got 0; expected greater than or equal to 1"),
         (["--tag", "Loss"], "--tag: Loss: expected THEIRS=OURS"),
+        (["--tag", "a=loss/valid", "--tag", "b=loss/valid"], "--tag: b=loss/valid: one of the two stands in another"),
         (["--tag", "a=loss/vald"], "no quantity of ours is called 'loss/vald' (did you mean 'loss/valid'?)"),
     ],
 )

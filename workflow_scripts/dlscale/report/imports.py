@@ -134,12 +134,14 @@ def _files(path: Path) -> list[Path]:
 
 
 def _given(texts: Sequence[str]) -> dict[str, str]:
-    tags = {}
+    tags = dict[str, str]()
     for text in texts:
         theirs, _, ours = text.rpartition("=")
         if not theirs:
             raise UserError(f"--tag: {text}: expected THEIRS=OURS")
         if ours not in QUANTITIES and not (ours.startswith("valid/") and len(ours) > len("valid/")):
             raise UserError(f"--tag: {unknown('quantity of ours', ours, (*QUANTITIES, 'valid/METRIC'))}")
+        if theirs in tags or ours in tags.values():
+            raise UserError(f"--tag: {text}: one of the two stands in another --tag, too; give each once")
         tags[theirs] = ours
     return tags
