@@ -32,7 +32,7 @@ from dlscale.data.samples import ArraySpec, BoxIndex, Rows, Samples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply
+from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, line
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
 from tests.manifests import manifest_of
@@ -353,6 +353,14 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
     assert [digest(*samples.read(0, i)) for i in range(12)] == [digest(*other.read(9, i)) for i in range(12)]
     few = crops(volumes, "valid", valid=5).boxes(0)
     assert few.input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
+
+
+def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
+    """The first one, of which the manifest has the size, may be larger than others."""
+    splits = {**volumes.splits, "train": volumes.splits["train"][::-1]}
+    fields = {name: info.model_copy(update={"grid": [9, 9, 10]}) for name, info in volumes.fields.items()}
+    fitted = line(volumes.model_copy(update={"splits": splits, "fields": fields}))
+    assert fitted.shape == (5, 5) and np.isfinite(fitted).all()
 
 
 def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:

@@ -17,6 +17,7 @@ from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
+from dlscale.data.store import Reader
 
 if TYPE_CHECKING:
     from dlscale.datasets.cosmo.kind import CropSamples
@@ -148,15 +149,16 @@ class Crops(GridSamples):
 
 def line(manifest: Manifest) -> np.ndarray:
     """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], model units."""
-    grid = manifest.fields["Nbody"].grid
-    extent = (min(EDGE, grid[0]), min(EDGE, grid[1]), min(EDGE, grid[2]))
+    grids = np.array([Reader(manifest.path(file), "Nbody").shape[1:] for file in manifest.files("train")])
+    a, b, c = np.minimum(EDGE, grids.min(axis=0)).tolist()
+    extent = a, b, c
     x, y = (BoxField(manifest, "train", name, extent) for name in ("Nbody", "Hydro"))
     rng = np.random.default_rng(0)
     inputs, outputs = x.shape[0] + 1, y.shape[0]
     gram, moment = np.zeros((inputs, inputs)), np.zeros((inputs, outputs))
     for block in range(BLOCKS):
         file = block % len(x.readers)
-        start = np.array([rng.integers(edge - size + 1) for edge, size in zip(grid, extent, strict=True)])
+        start = np.array([rng.integers(edge - size + 1) for edge, size in zip(grids[file], extent, strict=True)])
         values = x.read(file, start, 0).reshape(inputs - 1, -1).astype(np.float64)
         terms = np.concatenate([values, np.ones((1, values.shape[1]))])
         gram += terms @ terms.T
