@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data import parts
-from dlscale.data.kind import Part
+from dlscale.data import acquire, parts
+from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import Manifest
 from dlscale.data.preview import first_rows
 from dlscale.data.store import Reader
@@ -98,6 +99,21 @@ def test_parts_that_cannot_be(module: str, monkeypatch: pytest.MonkeyPatch, spli
     monkeypatch.setattr(type(kind), "parts", lambda self, dataset: [Part(split, "all") for split in splits])
     with pytest.raises(UserError, match=words):
         parts.parts(kind.Settings(kind="marks"))
+
+
+def test_a_kind_that_acquires_is_asked_for_a_url_too(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may want more than to fetch the file."""
+    kind, raw = registry.kind("marks"), RawFile("a.bin", "http://127.0.0.1:9/a.zip")
+    every = [Part(split, "all", (raw,)) for split in ("train", "valid")]
+    monkeypatch.setattr(type(kind), "parts", lambda self, dataset: every)
+    monkeypatch.setattr(type(kind), "acquirer", lambda self, dataset: "marks")
+    monkeypatch.setattr(
+        registry.load(module), "acquire", lambda dataset, raw, out, progress: out.write_text(raw.origin), raising=False
+    )
+    acquire.main(argparse.Namespace(config='{"kind": "marks"}', file="a.bin", out=tmp_path / "a.bin"))
+    assert (tmp_path / "a.bin").read_text() == raw.origin
 
 
 @pytest.mark.slow

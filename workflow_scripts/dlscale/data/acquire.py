@@ -31,14 +31,15 @@ def main(args: argparse.Namespace) -> None:
     raws = parts.raws(dataset)
     if args.file not in raws:
         raise UserError(f"--file {args.file}: no such raw file{nearest(args.file, raws)}; there are: {', '.join(raws)}")
-    raw, out = raws[args.file], Path(args.out)
-    with Progress(f"acquiring {raw.name}", None, "bytes" if is_url(raw.origin) else "steps") as progress:
-        if raw.period is None and is_url(raw.origin):
+    raw, out, acquirer = raws[args.file], Path(args.out), parts.kind_of(dataset).acquirer(dataset)
+    fetched = acquirer is None and is_url(raw.origin)
+    with Progress(f"acquiring {raw.name}", None, "bytes" if fetched else "steps") as progress:
+        if fetched:
             sha256 = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
             digest = download(urls.whole(raw.origin), out, sha256=sha256, progress=progress.update)
             logging.info("%s: SHA-256 %s, expected %s, from %s", out, digest, sha256, urls.hidden(raw.origin))
         else:
-            acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
+            acquire = parts.needed(dataset, acquirer or "", "acquire")
             acquire(dataset, raw, out, progress.update)
 
 
