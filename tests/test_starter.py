@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
+from dlscale.data import parts
 from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import Reader
@@ -119,6 +120,19 @@ def test_a_part_runs_again_when_it_changes_and_only_then() -> None:
     assert settings("train", arrays) != settings("train", {"kind": "arrays", **swapped})
     assert settings("train", arrays) != settings("train", {**arrays, "input": {"unit": "K"}})
     assert settings("valid", arrays) == settings("valid", {"kind": "arrays", **swapped})
+
+
+def test_a_file_is_fetched_again_for_nothing_that_others_are() -> None:
+    def settings(source: dict[str, Any]) -> Any:
+        dataset = StarterDataset.model_validate({"kind": "starter", "source": {"kind": "arrays", **source}})
+        return KIND.raw_settings(dataset, next(iter(parts.raws(dataset).values())))
+
+    def files(name: str) -> dict[str, str]:
+        return {key: f"https://example.org/{name}-{key}.npy" for key in ("input", "target")}
+
+    both = {split: files(split) for split in ("train", "valid")}
+    assert settings(both) == settings({**both, "test": files("test"), "input": {"unit": "K"}})
+    assert settings(both) != settings({**both, "train": files("other")})
 
 
 # ---- arrays of one's own -----------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class Starter(DatasetKind):
 
     name = "starter"
     Settings = StarterDataset
+    selection = frozenset({*SPLITS, "all", "shares", "input", "target"})
 
     def parts(self, dataset: StarterDataset) -> list[Part]:
         """Return one part for each split; of arrays the first raw file is that of the inputs."""
