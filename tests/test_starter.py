@@ -5,6 +5,7 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from dlscale.core.errors import UserError
 from dlscale.data import parts
 from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
+from dlscale.data.source import ArraySource
 from dlscale.data.store import Reader
 from dlscale.datasets.starter.kind import KIND, StarterDataset
 from dlscale.datasets.starter.source import LENGTH, open_source, pair
@@ -186,6 +188,19 @@ def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
     manifest = Manifest.read(folder / "manifest.json")
     assert (manifest.fields["input"].dtype, manifest.fields["target"].classes) == ("uint8", 4)
     np.testing.assert_array_equal(Reader(folder / "train/train.h5", "input").dataset[()], x)
+
+
+def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
+    """PyTorch has no such types."""
+    x = np.arange(24, dtype=">i2").reshape(2, 3, 4)
+    path = Path(write(tmp_path / "x.npy", x=x))
+    both = {split: {"input": f"{split}.npy", "target": f"{split}.npy"} for split in ("train", "valid")}
+    dataset = StarterDataset.model_validate({"kind": "starter", "source": {"kind": "arrays", **both}})
+    with contextlib.closing(open_source(dataset, Part("train", "train"), [path, path])) as source:
+        read = source.read(0, 2)["input"]
+        assert source.fields[0].dtype == "int16" and read.dtype.isnative
+        np.testing.assert_array_equal(read[:, 0], x)
+    assert ArraySource({"x": x}).fields[0].dtype == "int16"
 
 
 def test_bad_files_are_one_message(tmp_path: Path) -> None:

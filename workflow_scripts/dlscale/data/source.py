@@ -67,7 +67,9 @@ class ArraySource(Source):
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
         self._arrays = {
-            name: values.astype({"f": np.float32, "b": np.uint8}.get(values.dtype.kind, values.dtype), copy=False)
+            name: values.astype(
+                {"f": np.float32, "b": np.uint8}.get(values.dtype.kind, values.dtype.newbyteorder("=")), copy=False
+            )
             for name, values in arrays.items()
         }
         self.fields = ()

@@ -137,6 +137,6 @@ def _field(key: str, values: Any, rows: int, info: Any) -> Field:
     channels = tuple(info.channels) or ((key,) if count == 1 else tuple(f"{key} {n}" for n in range(count)))
     if len(channels) != count:
         raise UserError(f"source.{key}.channels: {len(channels)} names for {count} channels (shape {values.shape})")
-    dtype = {"f": "float32", "b": "uint8"}.get(values.dtype.kind, str(values.dtype))
+    dtype = {"f": "float32", "b": "uint8"}.get(values.dtype.kind, str(values.dtype.newbyteorder("=")))
     axis = 1 if len(shape) > 3 else None
     return Field(key, channels, (info.unit,) * count, (rows, *shape[1:]), axis, dtype=dtype)
