@@ -18,6 +18,7 @@ from dlscale.data import acquire, parts
 from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import Manifest
 from dlscale.data.preview import first_rows
+from dlscale.data.source import ArraySource
 from dlscale.data.store import Reader
 from tests.conftest import make_dataset, make_parts, stage
 
@@ -99,6 +100,21 @@ def test_parts_that_cannot_be(module: str, monkeypatch: pytest.MonkeyPatch, spli
     monkeypatch.setattr(type(kind), "parts", lambda self, dataset: [Part(split, "all") for split in splits])
     with pytest.raises(UserError, match=words):
         parts.parts(kind.Settings(kind="marks"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"arrays": {"x": np.zeros((3, 2)), "y": np.zeros(4)}}, "'y' has 4 rows, and the first array 3"),
+        ({"channels": {"x": ["a", "b", "c"]}}, r"'x': 3 channels are named, of shape \(3, 2\)"),
+        ({"channels": {"X": ["a", "b"]}}, "no array is called 'X'"),
+        ({"units": {"z": "K"}}, "no array is called 'z'"),
+    ],
+)
+def test_arrays_that_do_not_go_together(arguments: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"arrays": {"x": np.zeros((3, 2))}}
+    with pytest.raises(UserError, match=words):
+        ArraySource(**given | arguments)
 
 
 def test_a_kind_that_acquires_is_asked_for_a_url_too(

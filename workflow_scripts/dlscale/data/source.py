@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dlscale.core.errors import UserError, unknown
 from dlscale.data.store import Field
 
 
@@ -73,10 +74,17 @@ class ArraySource(Source):
             for name, values in arrays.items()
         }
         self.fields = ()
+        for name in {**(channels or {}), **(units or {})}:
+            if name not in arrays:
+                raise UserError(f"ArraySource: {unknown('array', name, arrays)}")
         for name, values in self._arrays.items():
+            if len(values) != len(first := next(iter(self._arrays.values()))):
+                raise UserError(f"ArraySource: '{name}' has {len(values)} rows, and the first array {len(first)}")
             names = tuple((channels or {}).get(name, ()))
             own_units = ((units or {}).get(name, "1"),) * (len(names) or 1)
             axis = 1 if names else None
+            if names and values.shape[1:2] != (len(names),):
+                raise UserError(f"ArraySource: '{name}': {len(names)} channels are named, of shape {values.shape}")
             field = Field(name, names or (name,), own_units, values.shape, axis, dtype=str(values.dtype))
             self.fields += (field,)
         rows = max(1, self.fields[0].rows)
