@@ -285,6 +285,16 @@ def test_other_arrays_need_another_model(tmp_path: Path) -> None:
             )
 
 
+def test_a_field_that_the_data_lack_is_one_message(tiny_data: Callable[[str], Path]) -> None:
+    """Also where the study asks for it before any sample is read."""
+    tiny = TINY["starter_cnn"]
+    run = {**tiny["run"], "samples": {"input": "inputs"}}
+    with pytest.raises(
+        UserError, match=r"samples\.input: the dataset has no field 'inputs' \(did you mean 'input'\?\)"
+    ):
+        tiny_session("starter_cnn", tiny["dataset"], run, tiny_data("starter_cnn"))
+
+
 # ---- training ----------------------------------------------------------------------------------------
 
 

@@ -349,16 +349,21 @@ class ArrangedSamples(Samples):
 # ---- rows of two fields, of any shape and dtype: for kinds without a `samples` module
 
 
+def known_field(manifest: Manifest, key: str, name: str) -> FieldInfo:
+    """Return the field that the key `key` of a run's `samples` names; one that is not there is a `UserError`."""
+    fields = manifest.fields
+    if name not in fields:
+        raise UserError(
+            f"samples.{key}: the dataset has no field '{name}'{nearest(name, fields)}; it has: {', '.join(fields)}"
+        )
+    return fields[name]
+
+
 class RowField:
     """Rows [n, ...] of one field of every file, in model units; labels are int64, whatever they are stored as."""
 
     def __init__(self, manifest: Manifest, split: str, key: str, name: str) -> None:
-        fields = manifest.fields
-        if name not in fields:
-            raise UserError(
-                f"samples.{key}: the dataset has no field '{name}'{nearest(name, fields)}; it has: {', '.join(fields)}"
-            )
-        self._info = info = fields[name]
+        self._info = info = known_field(manifest, key, name)
         if info.channel_axis == 0:
             raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W], of which no row is a sample")
         stored = "float32" if info.stored == "physical" else info.dtype

@@ -19,7 +19,7 @@ from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
 from dlscale.data.loaders.base import Loader, Share, open_loader
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import Samples
+from dlscale.data.samples import Samples, known_field
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Gradients, strategy_of, synchronised
@@ -213,6 +213,10 @@ def open_session(
     data = Manifest.read(manifest)
     data.check_files()
     study: Study = registry.study(run.study)
+    samples = run.samples.model_dump()
+    for key in ("input", "target"):
+        if samples.get("kind") == "rows" and key in samples:
+            known_field(data, key, samples[key])  # before the study looks for it
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)
