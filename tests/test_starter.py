@@ -211,6 +211,8 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
     (torn := tmp_path / "torn.npz").write_bytes(npz.read_bytes()[:-40])
     (text := tmp_path / "text.h5").write_text("no HDF5")
     fewer, words = write(tmp_path / "fewer.npy", x=x[:3]), write(tmp_path / "words.npy", x=np.array(["a"] * 4))
+    with h5py.File(linked := tmp_path / "linked.h5", "w") as file:
+        file["group/x"] = h5py.ExternalLink(str(h5), "inputs")
     objects = tmp_path / "objects.npy"
     np.save(objects, np.array([{}] * 4, dtype=object), allow_pickle=True)
 
@@ -236,6 +238,8 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             opened(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="'group/x' lies in another file, which is not read"):
+        opened(linked, input={"array": "group/x"})
     with pytest.raises(UserError, match=r"source.input.channels: 2 names for 1 channels"):
         opened(good, input={"channels": ["a", "b"]})
 

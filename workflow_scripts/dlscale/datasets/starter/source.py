@@ -106,6 +106,11 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
         file = stack.enter_context(store.open_file(path))
         with reading(path):
             values, names = file.get(name), list(file)
+            own = not isinstance(values, h5py.Dataset) or values.file.filename == file.filename
+            if not own or getattr(values, "external", None) or getattr(values, "is_virtual", False):
+                raise UserError(
+                    f"{path}: '{name}' lies in another file, which is not read: copy its values into this one"
+                )
     else:
         with reading(path, f"expected {path.suffix}: write or fetch it again"):
             values = np.load(path, mmap_mode="r", allow_pickle=False)
