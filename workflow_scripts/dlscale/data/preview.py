@@ -16,6 +16,7 @@ from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
 STRIP = 4  # images along an edge of the mosaic of the first rows
+BARS = 30_000  # classes that have a bar each: integers may be counts, up to millions
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def main(args: argparse.Namespace) -> None:
                 if panel.values.ndim == 2:
                     figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
             bottom = figure.add_subplot(grid[2 * band + 1, column])
-            bins: Any = 60 if panel.classes is None else np.arange(panel.classes + 1) - 0.5
+            several = panel.classes is not None and panel.classes <= BARS
+            bins: Any = np.arange((panel.classes or 0) + 1) - 0.5 if several else 60
             bottom.hist(panel.values.ravel(), bins=bins)
             bottom.set(xlabel=f"{panel.title} ({panel.unit})", ylabel="points" if panel.values.ndim > 1 else "rows")
         figure.suptitle(f"{manifest.folder.name}: first training file", fontsize=10)
