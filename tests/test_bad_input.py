@@ -225,6 +225,11 @@ def rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray], name: str = 
         file.create_dataset(name, data=change(values))
 
 
+def describe_fields(path: Path, **attributes: Any) -> None:
+    with h5py.File(path, "r+") as file:
+        file["fields"].attrs.update(attributes)
+
+
 PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, ...]]] = {
     "no training files": (lambda root: shutil.rmtree(root / "train"), {}, ("train", "no *.h5 files")),
     "no statistics": (lambda root: (root / "stats/global_stds.npy").unlink(), {}, ("global_stds.npy: no such file",)),
@@ -265,6 +270,11 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
         ("time_means.npy: expected finite numbers of the 3 channels, shape (1, 3, 9, 16)", "(1, 3, 8, 16)"),
     ),
     "too few names": (lambda root: None, {"channels": ["u10"]}, ("3 channels", "names 1")),
+    "fewer units": (
+        lambda root: describe_fields(root / "valid/2002.h5", units=["K", "m"]),
+        {},
+        ("files name 2 units, 9 latitudes, 16 longitudes, of 3 channels of 9 x 16 points",),
+    ),
     "crop too large": (lambda root: None, {"crop": [10, 16]}, ("crop 10 x 16", "9 x 16")),
     "another dataset": (
         lambda root: rewrite(root / "train/2001.h5", lambda v: v, "Fields"),

@@ -59,7 +59,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                 if shape and fields.shape[1:] != shape[1:]:
                     raise UserError(f"{path}: fields {fields.shape} differ from those of other files {shape}")
                 shape = fields.shape
-                said = {key: [str(name) for name in fields.attrs.get(key, [])] for key in ("channels", "units")}
+                names = {key: np.atleast_1d(fields.attrs.get(key, [])) for key in ("channels", "units")}
+                said = {key: [str(name) for name in its] for key, its in names.items()}
                 axes = {axis: file[axis][()].tolist() for axis in ("latitude", "longitude") if axis in file}
                 times = store.dataset(file, "time")[()] if "time" in file else None
             splits[split].append(File.of(path, folder, shape[0]))
@@ -83,10 +84,16 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
         # The published grid: equal steps around the globe, the first row at the north pole.
         steps = 360.0 / shape[3] * np.arange(max(rows, columns))
         axes = {"latitude": (90.0 - steps).tolist(), "longitude": steps.tolist()}
+    units = said["units"] or [CHANNELS.get(name, "unknown") for name in channels]
+    if len(units) != len(channels) or len(axes["latitude"]) < rows or len(axes["longitude"]) < columns:
+        raise UserError(
+            f"{root}: files name {len(units)} units, {len(axes['latitude'])} latitudes, {len(axes['longitude'])} "
+            f"longitudes, of {len(channels)} channels of {rows} x {columns} points; name all, or none"
+        )
     mean, std = (_means(root / "stats" / f"global_{name}.npy", len(channels)).tolist() for name in ("means", "stds"))
     info = FieldInfo(
         channels=channels,
-        units=said["units"] or [CHANNELS.get(name, "unknown") for name in channels],
+        units=units,
         grid=[rows, columns],
         transforms=[],
         stored="physical",
