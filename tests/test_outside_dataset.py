@@ -174,6 +174,16 @@ def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dt
     assert (folder / "preview.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_files_of_other_fields_are_refused(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_parts(tmp_path, {"kind": "marks"})
+    with h5py.File(tmp_path / "train" / "all.h5", "r+") as file:
+        file.attrs["fields"] = ["image", "label"]
+    products = ["--manifest", tmp_path / "manifest.json", "--stats", tmp_path / "stats"]
+    assert stage("describe", "--config", tmp_path / "config.yaml", *products) == 2
+    words = "valid/all.h5: holds the fields image, mask, label, scalars, weight, expected image, label, as other files"
+    assert words in capfd.readouterr().err
+
+
 def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_parts(tmp_path, {"kind": "marks"})
     with h5py.File(tmp_path / "valid" / "all.h5", "r+") as file:

@@ -53,6 +53,11 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
         with reading(path), store.open_file(path) as file:
             read = [Field.of(file[name]) for name in file.attrs["fields"]]
             measured = [Moments.from_json(file[field.name].attrs["moments"]) for field in read]
+        names = [field.name for field in read]
+        if fields and fields.keys() != set(names):
+            raise UserError(
+                f"{path}: holds the fields {', '.join(names)}, expected {', '.join(fields)}, as other files"
+            )
         for field, its in zip(read, measured, strict=True):
             check_alike(path, field, fields.setdefault(field.name, field))
             for moments in (training, every) if part.split == "train" else (every,):
