@@ -138,6 +138,16 @@ def test_rungs_are_runs_that_stop() -> None:
     assert {each.run.training.epochs for each in runs.values()} == {6}
 
 
+def test_trials_that_need_more_gpus_than_there_are_make_no_rungs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    sweep = {"method": "halving", "over": {"seed": [1, 2]}}
+    settings = {"training": {"epochs": 4}, "geometry": {"gpus_per_node": 2}}
+    swept = {"study": "mnist_cnn", "kind": "sweep", "settings": settings, "sweep": sweep}
+    plans = {"swept": swept, "other": {"study": "mnist_cnn", "runs": {"a": {}}}}
+    found = resolve.load({"targets": ["other"], "plans": plans})
+    assert found.plans["swept"] == {} and list(found.left_out["swept"]) == ["seed-1", "seed-2"]
+
+
 def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path) -> None:
     plan = {
         "study": "mnist_cnn",

@@ -145,7 +145,7 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
     """Return a plan's runs: of successive halving one for each trial in each rung."""
-    if not (plan.sweep and plan.halves):
+    if not (plan.sweep and plan.halves and trials):
         return trials
     lengths = {each.run.training.epochs for each in trials.values()}
     epochs = lengths.pop()
