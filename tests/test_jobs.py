@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -101,6 +102,20 @@ def test_weights_that_are_not_there_are_said_with_their_key(tmp_path: Path) -> N
     found.say = said.append
     assert [found.run_weights(RUN) for _ in range(2)] == [[f"{tmp_path}/none.pt"]] * 2
     assert [each.remedy for each in said] == ["name others in plans.p.runs.a.training.weights"]
+
+
+def test_trials_are_chosen_among_those_that_this_machine_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    over = {"seed": [1, 2], "geometry.gpus_per_node": [1, 2]}
+    sweep = {"method": "halving", "over": over, "reduction_factor": 2}
+    settings = {"batch_size": 4, "training": {"epochs": 2}}
+    swept = {"study": "mnist_cnn", "kind": "sweep", "settings": settings, "sweep": sweep}
+    found = replace(jobs(tmp_path), configuration=resolve.load({"targets": ["s"], "plans": {"s": swept}}))
+    files = [Path(file) for file in found.promote_inputs(SimpleNamespace(plan="s", rung="1"))]
+    trials = [file.parent.name for file in files if file.name == "model.pt"]
+    assert trials == ["seed-1_gpus_per_node-1-rung0", "seed-2_gpus_per_node-1-rung0"]
 
 
 def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,9 +297,11 @@ class Jobs:
 
     def promote_inputs(self, wildcards: Wildcards) -> list[str]:
         name, before = wildcards.plan, int(wildcards.rung) - 1
-        trials = self.promoted(name, before) if before else self.configuration.workflow.plans[name].runs
-        folders = [f"{self.results}/plans/{name}/{trial}-rung{before}" for trial in trials]
-        return [f"{folder}/{file}" for folder in folders for file in STAGES["train"].outputs]
+        best = self.promoted(name, before) if before else []
+        runs = [
+            run for run, each in self.plans[name].items() if each.rung == before and (not before or each.trial in best)
+        ]
+        return [f"{self.results}/plans/{name}/{run}/{file}" for run in runs for file in STAGES["train"].outputs]
 
     def promote_params(self, wildcards: Wildcards) -> Params:
         return self.own_params("promote", self.sweep_settings(wildcards.plan))
