@@ -118,6 +118,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
             "scaling.variants",
             "a: geometry.nodes is decided",
         ),
+        ({"scaling": {**SCALING, "variants": {"a": {"label": "x"}}}}, "scaling.variants", "a: label is decided"),
         (
             {"scaling": {**SCALING, "variants": {"a": {"precison": "fp16"}}}},
             "scaling.variants.a",
@@ -159,6 +160,16 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got '[4]'"),
         ({**BIG, "convergence": {"batch_sizes": [4], "scaling": ["cubic"]}}, "convergence.scaling", "got 'cubic'"),
         ({**BIG, "convergence": {"batch_sizes": {4: {"seed": 1}}}}, "convergence.batch_sizes", "4: seed is decided"),
+        (
+            {**BIG, "convergence": {"batch_sizes": {4: {"label": "x"}}}},
+            "convergence.batch_sizes",
+            "4: label is decided",
+        ),
+        (
+            {**BIG, "convergence": {"batch_sizes": {4: {"schedule": {"base_batch_size": 2}}}}},
+            "convergence.batch_sizes",
+            "4: schedule.base_batch_size is decided",
+        ),
         (
             {**BIG, "convergence": {"batch_sizes": {4: {"optimizer": {"lrr": 1}}}}},
             "convergence.batch_sizes.4.optimizer",

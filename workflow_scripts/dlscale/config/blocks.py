@@ -52,7 +52,16 @@ class Scaling(Lawful):
     @classmethod
     def _named(cls, variants: dict[str, Any]) -> dict[str, Any]:
         for name, settings in variants.items():
-            _leave(settings, name, "use", "batch_size", "local_batch_size", "geometry.nodes", "geometry.gpus_per_node")
+            _leave(
+                settings,
+                name,
+                "use",
+                "label",
+                "batch_size",
+                "local_batch_size",
+                "geometry.nodes",
+                "geometry.gpus_per_node",
+            )
         return variants
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -122,7 +131,8 @@ class Convergence(Lawful):
     @classmethod
     def _own(cls, sizes: dict[int, Any]) -> dict[int, Any]:
         for size, settings in sizes.items():
-            _leave(settings, str(size), "use", "batch_size", "local_batch_size", "seed", "schedule.scaling")
+            _leave(settings, str(size), "use", "label", "batch_size", "local_batch_size", "seed")
+            _leave(settings, str(size), "schedule.scaling", "schedule.base_batch_size")
         return dict(sorted(sizes.items()))
 
     LAWS: ClassVar[tuple[Law, ...]] = (
