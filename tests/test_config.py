@@ -475,6 +475,8 @@ def test_a_local_batch_size_stands_for_the_global_one() -> None:
     assert [run.local_batch_size for run in rungs.values()] == [4, 3, 3, 2, 5]
     set_ = load(**plan({"local_batch_size": 6}, runs={"a": {}, "b": {"batch_size": 7}, "c": devices})).plans["p"]
     assert [one.run.batch_size for one in set_.values()] == [6, 7, 48]
+    none = load(**plan({"local_batch_size": 6}, runs={"a": {"batch_size": 7, "local_batch_size": None}})).plans["p"]
+    assert none["a"].run.batch_size == 7
     own = {key: value for key, value in COSMO_RUN.items() if key != "batch_size"}
     study = {"cosmo_unet": {"dataset": "box", **own, "local_batch_size": 9}}
     by_study = load(studies=study, plans={"p": {"study": "cosmo_unet", "runs": {"a": devices}}})

@@ -453,9 +453,11 @@ class RunCore(Lawful):
     @model_validator(mode="before")
     @classmethod
     def _to_global(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("local_batch_size") is None:
+        if not isinstance(data, dict) or "local_batch_size" not in data:
             return data
         rest = {key: value for key, value in data.items() if key != "local_batch_size"}
+        if data["local_batch_size"] is None:
+            return rest
         if "batch_size" in rest:
             raise ValueError("give either batch_size, of all devices together, or local_batch_size, of each")
         given, geometry = data["local_batch_size"], Geometry()
