@@ -407,6 +407,10 @@ def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
         slurm.check(debug, Geometry(nodes=9, gpus_per_node=4))
     with pytest.raises(UserError, match="8 is more than the 4 GPUs of this site's nodes; use 4 and more nodes"):
         slurm.check(perlmutter, Geometry(gpus_per_node=8))
+    cpus = perlmutter.model_copy(update={"gpu_nodes": slurm.Nodes(cpus=64)})
+    slurm.check(cpus, Geometry(gpus_per_node=2))
+    with pytest.raises(UserError, match=r"gpus_per_node: 3 processes ask for 96 CPUs .* the 64 of this site"):
+        slurm.check(cpus, Geometry(gpus_per_node=3))
 
 
 NODES = {"partition": "gpu", "cpus": 64, "memory_mb": 500_000, "gpus": 8}

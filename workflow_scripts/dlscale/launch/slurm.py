@@ -129,6 +129,11 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
             f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} is more than the {have} GPUs of this site's "
             f"nodes; use {have} and more nodes"
         )
+    if (cpus := cpus_per_task(scheduler) * geometry.gpus_per_node) > scheduler.gpu_nodes.cpus:
+        raise UserError(
+            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes ask for {cpus} CPUs "
+            f"(scheduler.data_cpus each), more than the {scheduler.gpu_nodes.cpus} of this site's nodes; lower one"
+        )
     qos = run_qos(scheduler, geometry)
     limit = scheduler.qos.get(qos or "", Qos())
     if limit.max_gpus and geometry.world_size > limit.max_gpus:
