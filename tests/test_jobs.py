@@ -104,6 +104,17 @@ def test_weights_that_are_not_there_are_said_with_their_key(tmp_path: Path) -> N
     assert [each.remedy for each in said] == ["name others in plans.p.runs.a.training.weights"]
 
 
+def test_weights_of_a_run_that_nothing_makes_are_said_with_their_key(tmp_path: Path) -> None:
+    """Snakemake would look for the run among the plans, be the file there or not."""
+    remedy = f"copy it out of {tmp_path}/plans, or name others in plans.p.runs.a.training.weights"
+    for name, times in (("p/b", 0), ("p/c", 1), ("q/b", 1)):
+        said: list[Any] = []
+        found = jobs(tmp_path, {"training": {"weights": f"{tmp_path}/plans/{name}/model_best.pt"}})
+        found.say = said.append
+        assert found.run_weights(RUN) == [f"{tmp_path}/plans/{name}/model.pt"]
+        assert [each.remedy for each in said] == [remedy] * times
+
+
 def test_trials_are_chosen_among_those_that_this_machine_can_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

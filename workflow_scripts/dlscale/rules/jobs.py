@@ -191,11 +191,15 @@ class Jobs:
         """Return the file of weights that a run starts from; that of another run is made first."""
         weights: str | None = self.run(wildcards).training.weights
         run = f"{wildcards.plan}.{wildcards.run}"
+        remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
         if weights and Path(weights).is_relative_to(f"{self.results}/plans"):
+            plan, name, *_ = [*Path(weights).relative_to(f"{self.results}/plans").parts, "", ""]
+            if name not in self.plans.get(plan, {}) and run not in self._looked:
+                what = f"{weights}: no run of this configuration makes it"
+                self.say(Finding(f"run {run}", "FAIL", what, f"copy it out of {self.results}/plans, or {remedy}"))
             # Those of the best epoch are no declared output, as not every run keeps them.
             weights = re.sub(r"model_best\.pt$", "model.pt", weights)
         elif weights and run not in self._looked and not Path(weights).exists():
-            remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
             self.say(Finding(f"run {run}", "FAIL", f"{weights}: no such file or folder", remedy))
         self._looked.add(run)
         return [weights] if weights else []
