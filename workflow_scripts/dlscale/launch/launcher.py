@@ -135,8 +135,9 @@ def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
             *(f"--env={name}={value}" for name, value in environment.items() if name != "HOME"),
         ]
     if site.engine == "apptainer":
-        binds = [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
-        binds += [f"{path}:{path}:ro" for path in place.data]
+        # It mounts them in this order: data may be in a folder above the working folder, which they would hide.
+        binds = [f"{path}:{path}:ro" for path in place.data]
+        binds += [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
         return [
             *(*SUPERVISOR, "apptainer", "exec", "--cleanenv", "--no-home"),
             *(["--nv"] if gpu else []),
