@@ -401,6 +401,8 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
         last = found.plans["p"]["again"].run
         assert (last.geometry.gpus_per_node, last.seed) == ((1, 0) if lacks else (2, 5))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    typed: Raw = {"one": {}, "two": {"geometry": {"gpus_per_node": "2"}}}  # as `--config` passes it
+    assert load(**plan(runs=typed)).left_out["p"] == {"two": "2 GPUs (it has 1)"}
     scaling: Raw = {"devices": [1, 2], "batch_sizes": [4]}
     weak = load(plans={"w": {"study": "cosmo_unet", "kind": "weak_scaling", "scaling": scaling}})
     assert list(weak.plans["w"]) == ["b4_ddp_1"] and list(weak.left_out["w"]) == ["b4_ddp_2", "b4_no_sync_2"]

@@ -52,6 +52,13 @@ def test_weak_scaling_keeps_each_devices_batch() -> None:
     assert labels == ["8 devices, 16 each", "2 devices, 16 each, no sync"]
 
 
+def test_a_twin_that_is_typed_is_one() -> None:
+    """`--config` passes texts."""
+    variants = {"ddp": {}, "no_sync": {"parallel": {"sync": "false"}}}
+    runs = load({**WEAK, "scaling": {"devices": [1, 2], "batch_sizes": [64], "variants": variants}})
+    assert list(runs) == ["b64_ddp_1", "b64_ddp_2", "b64_no_sync_2"] and not runs["b64_no_sync_2"].run.averages
+
+
 def test_strong_scaling_keeps_the_batch_of_all() -> None:
     runs = load({**WEAK, "kind": "strong_scaling", "scaling": {"devices": [1, 2, 4], "batch_sizes": [64]}})
     assert {each.run.batch_size for each in runs.values()} == {64}

@@ -169,7 +169,8 @@ def _different(values: list[Any]) -> list[Any]:
 
 def _apart(settings: Any) -> bool:
     """Return whether the devices of a variant keep their gradients to themselves."""
-    return holds(settings, ("parallel", "sync")) and settings["parallel"]["sync"] is False
+    # As texts, which `--config` passes.
+    return holds(settings, ("parallel", "sync")) and str(settings["parallel"]["sync"]).lower() == "false"
 
 
 def _leave(settings: Any, name: str, *keys: str) -> None:

@@ -318,8 +318,8 @@ class _Resolver:
             return []
         sections = [layer["geometry"] for _, layer in self.layers(plan, name)[1] if "geometry" in layer]
         geometry = functools.reduce(merge, filter(lambda section: isinstance(section, dict), sections), Raw())
-        asked = geometry.get("gpus_per_node", 1)
-        return [f"{asked} GPUs (it has {self._here})"] if isinstance(asked, int) and asked > self._here else []
+        asked = str(geometry.get("gpus_per_node", 1))  # a text where it was typed
+        return [f"{asked} GPUs (it has {self._here})"] if asked.isdecimal() and int(asked) > self._here else []
 
     def layers(self, plan: str, name: str) -> tuple[Place, list[Layer]]:
         """Return the run that holds the results, and the settings it is merged from."""
