@@ -129,7 +129,9 @@ def test_activations_are_what_autograd_saves() -> None:
 def test_several_ranks_hold_their_gradients() -> None:
     """DistributedDataParallel's buckets stay: they are there while activations are at their most."""
     one, two = predicted(UNET), predicted(UNET, ranks=2)
+    masters: dict[str, Any] = {"precision": "bf16_master", "optimizer": {"fused": True}}
     assert one.gradients == two.gradients == one.parameters
+    assert [predicted(UNET, ranks=n, **masters).gradients for n in (1, 2)] == [1.5 * one.parameters] * 2
     assert one.peak and two.peak
     assert 0.9 * one.gradients <= two.peak - one.peak <= 1.1 * one.gradients
 

@@ -329,6 +329,18 @@ def test_master_weights_take_updates_that_rounding_would_lose() -> None:
     assert trained("bf16_master").item() == pytest.approx(0.9, rel=1e-5)
 
 
+def test_a_weight_without_part_in_the_loss_stays_as_it_is() -> None:
+    """With master weights as without them; the other one learns."""
+    run = settings("era5_vit", precision="bf16_master", optimizer={"lr": 1e-3, "momentum": 0.0})
+    model = nn.Linear(1, 1, bias=False)
+    model.unused = nn.Parameter(torch.ones(3))
+    step = build_step(run, lambda: model, lambda p, t: p.sum(dim=1))
+    before = copy.deepcopy(step.weights.state_dict())
+    step(torch.ones(1, 1), torch.ones(1, 1))
+    after = step.weights.state_dict()
+    assert torch.equal(after["unused"], before["unused"]) and not torch.equal(after["weight"], before["weight"])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
     step = make_step("era5_vit", precision="fp16_master", optimizer={"fused": fused})

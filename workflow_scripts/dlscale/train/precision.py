@@ -108,8 +108,11 @@ class Weights:
         """Bring the model's gradients to the updated tensors; master weights get copies."""
         for name, part in self._parts.items():
             part.grad = None if (gradient := self.named[name].grad) is None else local(gradient)
-        if self._masters:
-            torch._foreach_copy_(self._gradients, [p.grad for p in self._rounded if p.grad is not None])
+        known = [(own, p.grad) for own, p in zip(self._gradients, self._rounded, strict=True) if p.grad is not None]
+        if len(known) < len(self._gradients):  # a weight that had no part in the loss has no gradient
+            torch._foreach_zero_(self._gradients)
+        if known:
+            torch._foreach_copy_([own for own, _ in known], [gradient for _, gradient in known])
 
     @torch.no_grad()
     def distribute(self) -> None:
