@@ -496,6 +496,17 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
     assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu") == flash
 
 
+def test_a_share_without_samples_is_predicted_plainly() -> None:
+    """As it is trained: no kernel is chosen and no code is compiled for nothing."""
+    step, (x, y) = make_step("cosmo_unet"), batch("cosmo_unet", 2)
+
+    def refused(*values: Any) -> Any:
+        raise AssertionError
+
+    step.attention = step._predict = refused
+    assert step.predict(x[:0]).shape == (0, *y.shape[1:]) and not step.model.training
+
+
 @pytest.mark.slow
 def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the cache on disk has the same model with another kernel."""

@@ -172,6 +172,8 @@ class Step:
         """Return the prediction in evaluation mode, float32, not compiled if it is made only `once`."""
         if self.model.training:
             self.model.eval()
+        if not len(x):  # this rank's share of a small last batch, as in `_backward`
+            return self.network.predict(x)
         with self._first(x.shape, "predict"), self.attention():
             return self.network.predict(x) if once else self._predict(x)
 
