@@ -229,9 +229,16 @@ def test_too_few_processes_are_one_message(
 def test_several_nodes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT are not set"), join(Geometry(nodes=2), "cpu"):
+        pass
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")  # by which all nodes know a port
     with pytest.raises(UserError, match="MASTER_ADDR is not set"), join(Geometry(nodes=2), "cpu"):
+        pass
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    with pytest.raises(UserError, match="MASTER_PORT is not set"), join(Geometry(nodes=2), "cpu"):
         pass
 
 

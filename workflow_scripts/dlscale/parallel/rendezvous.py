@@ -155,16 +155,19 @@ def _rendezvous(geometry: Geometry) -> None:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:
         os.environ.setdefault("MASTER_ADDR", first_host(nodes))
-    if geometry.nodes > 1 and "MASTER_ADDR" not in os.environ:
+    # Jobs that share a node, and steps of one job, need different ports.
+    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    known = job.isdecimal() and (step or "0").isdecimal()
+    needed = ["MASTER_ADDR", *["MASTER_PORT"] * (not known)]  # each node would choose a port of its own
+    if geometry.nodes > 1 and (missing := [name for name in needed if name not in os.environ]):
         raise UserError(
-            "MASTER_ADDR is not set: with several nodes, give all processes the name of the first node "
-            "(mpirun -x MASTER_ADDR=NAME, or env MASTER_ADDR=NAME before the command)"
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: with several nodes, give all "
+            "processes the name of the first node, and without a Slurm job a port that is free there (mpirun -x "
+            "MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the command)"
         )
     if geometry.nodes == 1:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    # Jobs that share a node, and steps of one job, need different ports.
-    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    number = int(job) + 97 * int(step or 0) if job.isdecimal() and (step or "0").isdecimal() else os.getppid()
+    number = int(job) + 97 * int(step or 0) if known else os.getppid()
     os.environ.setdefault("MASTER_PORT", str(20000 + number % 20000))
 
 
