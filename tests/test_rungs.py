@@ -448,6 +448,16 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
     assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["auto", "flash"])
+def test_too_little_memory_for_any_kernel_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def failed(*values: Any) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention, "_seconds", failed)
+    with pytest.raises(torch.OutOfMemoryError):
+        attention_context(kind, SHAPE, torch.bfloat16, CPU)
+
+
 def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pretended package: in the trial only while it is tried, then, chosen, for good."""
     log: list[str] = []

@@ -86,7 +86,8 @@ def trial(
     for name in BACKENDS:
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MOST_SCORES:
             continue
-        with suppress(RuntimeError, ImportError):  # there is no such kernel, or not the memory for it
+        # There is no such kernel, or not the memory for it; if there is none at all, the last one says why.
+        with nullcontext() if name == "math" and not times else suppress(RuntimeError, ImportError):
             _seconds(name, shape, dtype, device)  # warms up
             times[name] = min(_seconds(name, shape, dtype, device) for _ in range(repeats))
     if device.type == "cuda":  # the trial is not the run's memory
