@@ -241,6 +241,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "reduce_dtype": "bf16"}},
         "shares no weights",
     ),
+    "offloaded by one": ("era5_vit", {"parallel": {**FSDP, "cpu_offload": True}}, "cpu_offload: one device"),
     "offloaded sums": (
         "era5_vit",
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "cpu_offload": True}},

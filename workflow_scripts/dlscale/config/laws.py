@@ -153,6 +153,11 @@ OF_RUNS: tuple[Law, ...] = (
         "parallel.cpu_offload and geometry.tp: gradients are summed on the devices; leave one out",
     ),
     (
+        lambda run: run.parallel.kind == "fsdp" and run.geometry.replicas == 1 and run.parallel.cpu_offload,
+        "parallel.cpu_offload: one device shares no weights, and keeps them where it computes; leave it out, or use "
+        "more devices",
+    ),
+    (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.precision == "fp16",
         "parallel.cpu_offload and precision fp16: its loss is scaled on the device; use bf16",
     ),
