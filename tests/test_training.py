@@ -976,6 +976,13 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     assert found["steps_per_second"] == {80: 40.0, 160: 40.0}
 
 
+def test_scores_before_the_first_step_are_logged_once(tmp_path: Path) -> None:
+    """Also by a run that was stopped within its first epoch, and goes on."""
+    for step in (0, 3):
+        RunLogs(tmp_path, [], step=step).begin(Untrained(valid_loss=6.9), 90.0)
+    assert [event.step for event in events(tmp_path).Scalars("loss/valid")] == [0]
+
+
 def test_the_figure_is_a_picture(finished: Path) -> None:
     picture = matplotlib.image.imread(finished / "prediction.png")
     assert min(picture.shape[:2]) > 150

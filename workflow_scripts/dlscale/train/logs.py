@@ -49,10 +49,11 @@ class RunLogs:
         self._board.flush()
 
     def begin(self, untrained: Untrained, wall_time: float) -> None:
-        """Add the scores before the first step."""
-        self._scalars(_validation(untrained), 0, 0, wall_time)
-        self._begun = True
-        self._board.flush()
+        """Add the scores before the first step, unless an earlier try did."""
+        if not self._begun:
+            self._scalars(_validation(untrained), 0, 0, wall_time)
+            self._begun = True
+            self._board.flush()
 
     def add(self, record: Epoch, picture: tuple[str, np.ndarray] | None = None) -> None:
         """Add an epoch, and a picture after it: its name and pixels [H, W, 3]."""
