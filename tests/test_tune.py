@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,6 +360,17 @@ def test_devices_that_share_a_model_count_their_samples_once(
     )
     with contextlib.closing(trials):
         assert trials(0, 0.01) == 0
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_model_count_its_samples_once(tmp_path: Path, cosmo_data: Path) -> None:
+    run = a_run(tmp_path, tune=QUICK)
+    trials = tune._Trials(run, cosmo_data / "manifest.json", World(), 1, [{}], Progress("tuning", 2, "trials"))
+    assert trials(0, 0.01)
+    second: Any = SimpleNamespace(rank=lambda axis: int(axis == "tp"))
+    trials._world = replace(World(), mesh=second)
+    assert trials(0, 0.01) == 0
+    trials.close()
 
 
 @pytest.mark.slow
