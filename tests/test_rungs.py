@@ -341,6 +341,19 @@ def test_a_weight_without_part_in_the_loss_stays_as_it_is() -> None:
     assert torch.equal(after["unused"], before["unused"]) and not torch.equal(after["weight"], before["weight"])
 
 
+def test_weights_that_are_loaded_are_those_that_compute() -> None:
+    """Those that are frozen, too, and where no other has a master."""
+    run = settings("era5_vit", precision="bf16_master")
+    for frozen in ("weight", "bias"), ("weight",):
+        model = nn.Linear(2, 1)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        model.add_module("norm", nn.LayerNorm(1))
+        step = build_step(run, lambda model=model: model, lambda p, t: p.sum(dim=1))
+        step.weights.load_state_dict({name: 3.0 * torch.ones_like(p) for name, p in step.weights.state_dict().items()})
+        assert all((p == 3.0).all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
     step = make_step("era5_vit", precision="fp16_master", optimizer={"fused": fused})

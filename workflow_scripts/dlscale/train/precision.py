@@ -115,10 +115,12 @@ class Weights:
             torch._foreach_copy_([own for own, _ in known], [gradient for _, gradient in known])
 
     @torch.no_grad()
-    def distribute(self) -> None:
-        """Round the updated master weights into the model."""
-        if self._masters:
+    def distribute(self, frozen: bool = False) -> None:
+        """Round the updated master weights into the model, and those that are `frozen`, if they were loaded."""
+        if self._rounded:
             torch._foreach_copy_(self._rounded, self._exact)
+        for name, p in self._masters.items() if frozen else ():
+            self.named[name].copy_(p)
 
     def shard(self, name: str, tensor: torch.Tensor) -> Shard:
         """Return this device's shard of a tensor that is shared as this parameter is, or of a buffer."""
@@ -155,7 +157,7 @@ class Weights:
         """Load a `state_dict`, of which each device takes its part."""
         for name, each in self.shards().items():
             each.tensor.copy_(each.of(state[name]))
-        self.distribute()
+        self.distribute(frozen=True)
 
 
 def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.Tensor]:

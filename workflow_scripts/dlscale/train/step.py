@@ -203,7 +203,7 @@ class Step:
         with torch.no_grad():
             for name, shard in self.shards().items():
                 shard.tensor.copy_(shards[name].tensor)
-            self.weights.distribute()
+            self.weights.distribute(frozen=True)
             counters = iter(shards["optimizer.step"].tensor if "optimizer.step" in shards else ())
             for p in self.weights.updated:
                 if "step" in self.optimizer.state[p]:
