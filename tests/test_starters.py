@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import re
 import shutil
@@ -15,10 +16,11 @@ import psutil
 import pytest
 
 from dlscale.config.run import Geometry
-from dlscale.core.errors import UserError
+from dlscale.core.errors import PeerLost, UserError
 from dlscale.core.process import VARIABLES, Ranks, ranks
 from dlscale.launch import launcher
 from dlscale.launch.contain import PASSED_ON
+from dlscale.parallel import rendezvous
 from dlscale.parallel.rendezvous import join
 from tests.conftest import ROOT, make_run, train
 from tests.test_launcher import HERE, site
@@ -30,6 +32,7 @@ from tests.waiting import PATIENCE
 MEET = """
 import torch
 from dlscale.config.run import Geometry
+from dlscale.parallel import rendezvous
 from dlscale.parallel.rendezvous import join
 with join(Geometry(nodes={nodes}, gpus_per_node={each}), "cpu") as world:
     total = world.sum(torch.tensor([float(world.rank)]))
@@ -91,6 +94,19 @@ def test_a_node_that_is_taken_for_the_first_says_what_it_needs(monkeypatch: pyte
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with (
         pytest.raises(UserError, match=r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
+        join(Geometry(nodes=2), "cpu"),
+    ):
+        pass
+
+
+def test_nodes_that_do_not_come_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, **place}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.setattr(rendezvous, "TIMEOUT", dt.timedelta(seconds=1))
+    with (
+        pytest.raises(PeerLost, match=r"not all of the run's 2 processes came to 127\.0\.0\.1"),
         join(Geometry(nodes=2), "cpu"),
     ):
         pass

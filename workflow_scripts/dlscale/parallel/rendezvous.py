@@ -128,7 +128,13 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     mine = _listen(address, port) if rank == 0 else None
-    return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)
+    try:
+        return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)
+    except dist.DistError as error:
+        raise PeerLost(
+            f"not all of the run's {geometry.world_size} processes came to {address}:{port} ({brief(error)}); start "
+            "all of its nodes, with the same command, where they reach the first one. This process ends with it"
+        ) from error
 
 
 def _listen(address: str, port: int) -> int:
