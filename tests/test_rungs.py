@@ -341,6 +341,23 @@ def test_a_weight_without_part_in_the_loss_stays_as_it_is() -> None:
     assert torch.equal(after["unused"], before["unused"]) and not torch.equal(after["weight"], before["weight"])
 
 
+@pytest.mark.parametrize("optimizer", [SGD, {"kind": "adamw", "lr": 1e-3}])
+def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]) -> None:
+    def made() -> Step:
+        model = nn.Linear(1, 1, bias=False)
+        model.unused = nn.Parameter(torch.ones(3))
+        return build_step(settings("era5_vit", optimizer=optimizer), lambda: model, lambda p, t: p.sum(dim=1))
+
+    one, other, x = made(), made(), torch.ones(1, 1)
+    one(x, x)
+    begin(other.optimizer)
+    assert other.shards().keys() == one.shards().keys()
+    other.load({name: shard.copy("cpu") for name, shard in one.shards().items()}, one.scaler.state_dict())
+    for step in (one, other):
+        step(x, x)
+    assert all(torch.equal(value, one.weights.state_dict()[key]) for key, value in other.weights.state_dict().items())
+
+
 def test_weights_that_are_loaded_are_those_that_compute() -> None:
     """Those that are frozen, too, and where no other has a master."""
     run = settings("era5_vit", precision="bf16_master")

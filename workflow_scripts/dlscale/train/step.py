@@ -184,12 +184,16 @@ class Step:
         """
         shards = {f"model.{name}": shard for name, shard in self.weights.shards().items()}
         counters: list[torch.Tensor] = []
+        states = self.optimizer.state
         for name, p in zip(self.weights.named, self.weights.updated, strict=True):
-            for kind, value in self.optimizer.state[p].items() if p in self.optimizer.state else ():
+            # A weight that no loss has reached has the state that others had before their first step.
+            known = p in states or not p.requires_grad
+            for kind, value in (states.get(p, {}) if known else next(iter(states.values()), {})).items():
                 if kind == "step":
-                    counters.append(torch.as_tensor(value, dtype=torch.float32))
+                    counters.append(torch.as_tensor(value if known else 0, dtype=torch.float32))
                 elif value is not None:  # a momentum of 0 has none
-                    shards[f"optimizer.{kind}.{name}"] = self.weights.shard(name, value)
+                    its = value if known else torch.zeros_like(p, dtype=value.dtype)
+                    shards[f"optimizer.{kind}.{name}"] = self.weights.shard(name, its)
         if counters:
             shards["optimizer.step"] = Shard(torch.stack(counters))
         return shards
