@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlscale.core.errors import UserError
 from dlscale.data import staging
 from dlscale.data.manifest import Manifest
+from dlscale.parallel.world import World
+from dlscale.train.around import verify
 from tests.conftest import ERA5, ERA5_RUN, make_run, stage, train
 
 
@@ -83,6 +86,24 @@ def test_once(manifest: Path) -> None:
     assert message.startswith(f"{data.path(files[1])}: damaged: ")
     (manifest.parent / staging.RECORD).write_text("[torn")
     assert staging.unverified(data, splits) == files
+
+
+class Ranks(World):
+    """Two ranks, of which this is the second; the first is on a node of its own."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return ["elsewhere" if isinstance(value, str) and value else value, value]
+
+
+def test_each_node_reads_its_own_copy(manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[int]()
+    monkeypatch.setattr(staging, "damaged", lambda manifest, files: read.append(len(files)) or [])
+    copy = tmp_path / f"dlscale-{os.getuid()}" / "0123"
+    shutil.copytree(manifest.parent, copy)
+    for folder in (manifest.parent, copy):
+        (folder / staging.RECORD).unlink(missing_ok=True)
+        verify(Manifest.read(folder / "manifest.json"), ("train", "valid"), Ranks(rank=1, size=2))
+    assert read[0] < read[1] and not (manifest.parent / staging.RECORD).exists() and (copy / staging.RECORD).exists()
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:

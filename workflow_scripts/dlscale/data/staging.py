@@ -42,7 +42,7 @@ def staged(manifest: str | Path, staging: str) -> Iterator[Path]:
     """Yield the path of a manifest whose files are near, as `loader.staging` asks: in `memory`, or `local`."""
     original = Manifest.read(manifest)
     original.check_files()
-    folder = _place(staging) / f"dlscale-{os.getuid()}"
+    folder = _place(staging) / _owner()
     copy = folder / hashlib.sha256(Path(manifest).read_bytes()).hexdigest()[:16]
     with contextlib.ExitStack() as held:
         try:
@@ -130,6 +130,15 @@ def _remove(copy: Path, lock: IO[str]) -> None:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(copy, ignore_errors=True)
+
+
+def is_copy(manifest: Manifest) -> bool:
+    """Return whether a manifest is that of a copy, of which each node has its own."""
+    return manifest.folder.parent.name == _owner()
+
+
+def _owner() -> str:
+    return f"dlscale-{os.getuid()}"
 
 
 # ---- files that are whole

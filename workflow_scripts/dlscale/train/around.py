@@ -10,6 +10,7 @@ import errno
 import gc
 import itertools
 import logging
+import platform
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -72,13 +73,18 @@ def entered(
 
 
 def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
-    """Raise a `UserError` if data files are damaged; each rank reads its share of the unverified ones."""
+    """Raise a `UserError` if data files are damaged; each rank reads its share of the unverified ones.
+
+    Ranks share the files that they all see: those of a copy on their node are its own.
+    """
     manifest.check_files()
-    files = world.gather(staging.unverified(manifest, splits))[0]
-    messages = world.gather(staging.damaged(manifest, files[world.rank :: world.size]))
+    places = world.gather(platform.node() if staging.is_copy(manifest) else "")
+    peers = [rank for rank, place in enumerate(places) if place == places[world.rank]]
+    files = world.gather(staging.unverified(manifest, splits))[peers[0]]
+    messages = world.gather(staging.damaged(manifest, files[peers.index(world.rank) :: len(peers)]))
     if any(messages):
         raise UserError("; ".join(itertools.chain(*messages)))
-    if world.main:
+    if world.rank == peers[0]:
         staging.remember(manifest, files)
 
 
