@@ -270,9 +270,8 @@ def _exchanges() -> tuple[int, int]:
     """Return how many exchanges this rank has begun: in the groups of its steps, and in those of its threads."""
     groups = list[Any](distributed_c10d._world.pg_map)
     begun = [(group.group_desc == BACKGROUND, group._get_sequence_number_for_group()) for group in groups]
-    return sum(count for background, count in begun if not background), sum(
-        count for background, count in begun if background
-    )
+    own, others = (sum(count for background, count in begun if background == kind) for kind in (False, True))
+    return own, others
 
 
 def state(process: int) -> str:

@@ -96,7 +96,7 @@ class Checkpoints:
         self.folder, self.keep, self._world = folder, keep or KEPT, world or World()
         # A group of its own: these exchanges must not get between those of the training.
         group = dist.new_group(backend="gloo", group_desc=BACKGROUND) if self._world.size > 1 else None
-        self._beside = replace(self._world, control=group)
+        self._background = replace(self._world, control=group)
         self._saving = Future[None]()
         self._saving.set_result(None)
         self._until: int | None = None  #: steps after this one are those of a longer training
@@ -155,7 +155,7 @@ class Checkpoints:
         with whole(path) if main else contextlib.nullcontext() as temporary:
             if temporary:
                 temporary.mkdir()
-            folder = Path(self._beside.gather(str(temporary))[0])
+            folder = Path(self._background.gather(str(temporary))[0])
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             # All is on the host: else the thread would look for the first GPU's stream, on each rank.
             writer.per_thread_copy_ahead = 0
@@ -164,14 +164,14 @@ class Checkpoints:
                     state,
                     storage_writer=writer,
                     planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                    process_group=self._beside.control,
+                    process_group=self._background.control,
                     no_dist=self._world.size == 1,
                 )
             except CheckpointException as error:
                 cause = _cause(error)
                 raise explained(cause, path) if isinstance(cause, Exception) else cause from None
             own = folder.glob(f"shard-{self._world.rank + 1:05d}-*")
-            files = self._beside.gather({file.name: sha256(file) for file in own})
+            files = self._background.gather({file.name: sha256(file) for file in own})
             if main:
                 names = [name for each in files for name in each]
                 if missing := [name for name in names if not (folder / name).exists()]:
