@@ -110,11 +110,11 @@ def test_account(
     monkeypatch.setattr(
         doctor.slurm, "request", lambda *_: dict(zip(("slurm_account", "qos"), next(asked), strict=True))
     )
-    nobody: Any = None
-    found = doctor.probe_account(nobody, [nobody] * len(wanted), ["data"])
+    nobody: Any = SimpleNamespace(geometry=None)
+    found = doctor.probe_account(nobody, [nobody] * len(wanted), ["train"])
     assert found.status == status
     command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
-    assert doctor.probe_account(nobody, [], ["data"]).status == "skip"
+    assert doctor.probe_account(nobody, [], ["train"]).status == "skip"
     for word in words:
         assert word in found.text + found.remedy
 
@@ -414,8 +414,8 @@ def test_plans(tmp_path: Path) -> None:
     found = doctor.check(configuration, plans=["cosmo_ladder"])
     assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"]
     assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
-    found = doctor.check(configuration, ["data"], [], ["mnist_demo"])
-    assert [f.name for f in found if f.name.startswith("data ")] == ["data mnist_demo"], "and no plan's"
+    found = doctor.check(configuration, ["data"], [], ["cosmo_published"])
+    assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"], "and no plan's"
 
 
 def doctor_command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -388,13 +388,13 @@ def test_the_verdict_on_silence() -> None:
     assert not verdict(WAITS, BEHIND, rank=1), "it judges no other"
 
 
-def test_what_a_thread_exchanges_beside_the_steps_is_counted_apart(tmp_path: Path) -> None:
+def test_what_a_thread_exchanges_in_the_background_is_counted_apart(tmp_path: Path) -> None:
     """Ranks that write a checkpoint are not all as far with that, and none of them hangs."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        steps, beside = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._beside.control
+        steps, background = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._background.control
         of_steps, of_threads = watchdog._exchanges()
-        dist.all_reduce(torch.ones(1), group=beside)
+        dist.all_reduce(torch.ones(1), group=background)
         assert watchdog._exchanges() == (of_steps, of_threads + 1)
         dist.all_reduce(torch.ones(1), group=steps)
         assert watchdog._exchanges() == (of_steps + 1, of_threads + 1)

@@ -223,9 +223,9 @@ def probe_slurm() -> Finding:
 
 def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> Finding:
     """Check accounts and QOS of the jobs that would be submitted by those of the user."""
-    jobs = [(stage, run.geometry) for stage in stages if stage != "data" for run in runs]
+    jobs: list[tuple[Job, Geometry | None]] = [("data", None)] if "data" in stages else []
+    jobs += [(stage, run.geometry) for stage in stages if stage != "data" for run in runs]
     requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]
-    requests += [slurm.request(scheduler, "data", None)] * ("data" in stages)
     wanted = {(each["slurm_account"], each.get("qos") or "") for each in requests if each.get("slurm_account")}
     try:
         listed = said(["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account,qos"])
