@@ -551,8 +551,9 @@ def _common_times(
     steps, counts = np.unique(np.diff(every), return_counts=True)
     step = np.timedelta64(step_hours or 1, "h") if step_hours or not steps.size else steps[counts.argmax()]
     begin, end = every[0], every[-1] + np.timedelta64(1, "s")
-    if period and (step_hours or steps.size):  # its first and last day are whole
-        begin, end = begin - (begin - np.datetime64(period[0])) // step * step, np.datetime64(period[1]) + 1
+    if period and (step_hours or steps.size):  # the first and the last day are whole
+        days = every[[0, -1]].astype("datetime64[D]")
+        begin, end = begin - (begin - days[0]) // step * step, days[1] + 1
     expected = np.arange(begin, end, step)
     for channel, times in kept.items():
         twice = times[1:][times[1:] == times[:-1]]
