@@ -80,6 +80,7 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
         ("data_cosmo_dmo", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("study_cosmo_net", "no study is called 'cosmo_net' (did you mean 'cosmo_unet'?)"),
         ("al", "no target is called 'al' (did you mean 'all'?)"),
+        ("cosmo_demo.bf16", "a run, which is made with its plan: dlscale run cosmo_demo"),
         ("results/plans/cosmo_dmo/a/b.json", "no plan is called 'cosmo_dmo'"),
         ("mine/plan.json", "no target is called 'mine/plan.json'"),
     ],

@@ -118,6 +118,9 @@ def typed_target(word: str, configuration: Configuration) -> Target:
         return Target(word)
     if found := read_target(f"plan_{word}" if word in configuration.plans else word, configuration):
         return found
+    plan, _, run = word.partition(".")
+    if run in configuration.plans.get(plan, {}):
+        raise UserError(f"{word}: a run, which is made with its plan: dlscale run {plan}")
     names = [*configuration.plans, "all", "image", *(f"data_{name}" for name in configuration.workflow.datasets)]
     raise UserError(f"{word}: {unknown('target', word, names)}")
 

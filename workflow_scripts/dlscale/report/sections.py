@@ -305,7 +305,7 @@ def runs_table(plan: PlanResult) -> Table:
     return table(
         [(group, heading, [make(run, row) for run, row in rows]) for group, heading, make in columns],
         "Losses and metrics are those of the last epoch. Times leave validation out, but for that to the target. ± is "
-        "one standard deviation over the trials. Click a heading to sort.",
+        "one standard deviation over the trials, under «Verdict» the 95 % interval. Click a heading to sort.",
         f"All runs of {plan.title}",
     )
 

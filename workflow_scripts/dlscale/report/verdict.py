@@ -103,6 +103,8 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | Non
     which = "; ".join(labels) if len(labels) <= 3 else f"{len(labels)} of {len(runs)} runs"
     files = [str(run.folder / "throughput.json") for run in shares if run.throughput]
     again = f": {call} --force {shlex.join(files)}" if files else "."
+    if len(files) < len(shares):  # what others were at work is not known
+        again += " Trainings of one call that say their threads run side by side: call for this plan alone."
     return (
         f"The machine was not quiet. Other programs kept {' to '.join(ends)} of the cores busy while {which} "
         f"{'was' if len(shares) == 1 else 'were'} measured. Times and rates of these runs mean little, and speed-ups "
