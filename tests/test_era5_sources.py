@@ -416,6 +416,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
         *(changed(lambda s: s.isel(time=slice(None, -3))), {"of": part("2020-02-27", "2020-03-01")}),
         ["breaks the step of 6 h at 2020-03-01 06:00 (3 such times; in no file)"],
     ),
+    "torn first day": (
+        *(changed(lambda s: s.isel(time=slice(3, None))), {"of": part("2020-02-27", "2020-03-01"), "step_hours": 12}),
+        ["breaks the step of 12 h at 2020-02-27 00:00 (2 such times"],
+    ),
     "after": (changed(SAME), {"of": part("2021-01-01", "2021-01-02")}, ["needs 2021-01-01 to 2021-01-02", "split"]),
     "crop": (changed(SAME), {"crop": (10, 12)}, ["crop 10 x 12", "does not fit the grid of 9 latitudes and 12"]),
     "downsample": (changed(SAME), {"downsample": 10}, ["downsample 10 does not fit"]),

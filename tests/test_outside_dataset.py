@@ -109,6 +109,10 @@ def test_parts_that_cannot_be(module: str, monkeypatch: pytest.MonkeyPatch, spli
         ({"channels": {"x": ["a", "b", "c"]}}, r"'x': 3 channels are named, of shape \(3, 2\)"),
         ({"channels": {"X": ["a", "b"]}}, "no array is called 'X'"),
         ({"units": {"z": "K"}}, "no array is called 'z'"),
+        ({"arrays": {"x": np.ma.masked_less(np.arange(3.0), 1)}}, "'x' is a MaskedArray of float64"),
+        ({"arrays": {"x": np.ones(3, complex)}}, "'x' is a ndarray of complex128; expected a NumPy array of numbers"),
+        ({"arrays": {"x": [1.0, 2.0]}}, "'x' is a list of no dtype"),
+        ({"arrays": {"x": np.array(1.0)}}, "'x' is a ndarray of float64"),
     ],
 )
 def test_arrays_that_do_not_go_together(arguments: dict[str, Any], words: str) -> None:

@@ -342,6 +342,7 @@ def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:
         file.write_text(json.dumps({**first, "train_loss": None, "valid_loss": None, "metrics": {}}) + "\n")
     plan = read_plan(swept, rung=0)
     assert all(math.isnan(plan.score(run)[0]) for run in plan.ranked) and len(plan.ranked) == 4, "all may diverge"
+    assert plan.best is None
     assert sections.sweep_metric(plan) == plan.described["accuracy"].title
     swept.write_text(swept.read_text().replace("metric: accuracy", "metric: acuracy"))
     with pytest.raises(UserError, match="did you mean 'accuracy'"):

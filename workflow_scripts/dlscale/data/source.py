@@ -67,6 +67,13 @@ class ArraySource(Source):
         units: Mapping[str, str] | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
+        for name, values in arrays.items():
+            plain = isinstance(values, np.ndarray) and not isinstance(values, np.ma.MaskedArray) and values.ndim > 0
+            if not plain or values.dtype.kind not in "biuf":
+                what = f"{type(values).__name__} of {getattr(values, 'dtype', 'no dtype')}"
+                raise UserError(
+                    f"ArraySource: '{name}' is a {what}; expected a NumPy array of numbers [N, ...], unmasked"
+                )
         self._arrays = {
             name: values.astype(
                 {"f": np.float32, "b": np.uint8}.get(values.dtype.kind, values.dtype.newbyteorder("=")), copy=False

@@ -217,7 +217,8 @@ class PlanResult:
 
     @cached_property
     def best(self) -> RunResult | None:
-        return next(iter(self.ranked), None)
+        """Best of the trained runs; None where all diverged."""
+        return next((run for run in self.ranked if math.isfinite(self.score(run)[0])), None)
 
     def _rank(self, run: RunResult) -> tuple[int, int, float]:
         """Return a key that is least for the best run; in successive halving for the best of the last rung."""

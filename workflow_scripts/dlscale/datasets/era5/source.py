@@ -533,14 +533,15 @@ def _common_times(
     holders: dict[str, list[Variable]], period: Period | None, step_hours: int | None, label: str
 ) -> np.ndarray:
     """Return the times [T], ascending, that every channel has exactly once, at one step."""
-    kept: dict[str, np.ndarray] = {}
+    kept, days = dict[str, np.ndarray](), list[Any]()
     for channel, variables in holders.items():
         there = np.sort(np.concatenate([variable.times for variable in variables]))
         first, last = np.array(period or (there[0], there[-1]), "datetime64[D]")
         times = there[(there >= first) & (there < last + 1)]
+        days += times[[0, -1]].astype("datetime64[D]").tolist() if times.size else []
         if step_hours:
             times = times[times.astype(np.int64) % (3600 * step_hours) == 0]
-        if there[0] >= first + 1 or there[-1] < last or not times.size:
+        if there[0] >= first + 1 or not there[-1] >= last or not times.size:
             raise UserError(
                 f"{label}: needs {first} to {last}, at multiples of step_hours ({step_hours}) from midnight UTC, but "
                 f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}; set the dataset's `split` within that, "
@@ -552,8 +553,8 @@ def _common_times(
     step = np.timedelta64(step_hours or 1, "h") if step_hours or not steps.size else steps[counts.argmax()]
     begin, end = every[0], every[-1] + np.timedelta64(1, "s")
     if period and (step_hours or steps.size):  # the first and the last day are whole
-        days = every[[0, -1]].astype("datetime64[D]")
-        begin, end = begin - (begin - days[0]) // step * step, days[1] + 1
+        begin -= (begin - np.datetime64(min(days))) // step * step
+        end = np.datetime64(max(days)) + 1
     expected = np.arange(begin, end, step)
     for channel, times in kept.items():
         twice = times[1:][times[1:] == times[:-1]]
