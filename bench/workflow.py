@@ -148,7 +148,7 @@ def edit_loop(options: Options) -> list[Row]:
             "PyTorch's first step",
             found["PyTorch"],
             {},
-            target=1.0,
+            target=1.25,
         ),
         row("a stage without PyTorch", "without", WITHOUT),
         row("dlscale train --help", "help", HELP),
