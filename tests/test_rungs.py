@@ -241,7 +241,8 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
             if "pure" in name:  # the weights themselves are rounded, and the updates are smaller than that
                 assert distance(weights[key], value) <= rung.value, key
             elif not key.endswith("attention.k.bias"):
-                assert distance(weights[key] - start[key], value - start[key]) <= rung.gradient + 1e-5, key
+                rounding = torch.finfo(torch.float32).eps * value.norm()  # a weight of 1 that moves by 1e-4
+                assert (weights[key] - value).norm() <= rung.gradient * (value - start[key]).norm() + rounding, key
         step.load(plain.shards(), step.scaler.state_dict())  # both go on from the same weights
 
 

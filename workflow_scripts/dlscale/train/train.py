@@ -106,13 +106,7 @@ def main(args: argparse.Namespace) -> None:
 def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, links: Links | None) -> None:
     """Train as the rank that writes, and write the outputs; `provenance.json` comes last."""
     started = provenance.now()
-    until = f" (of which {trainer.last_epoch} now)" if trainer.last_epoch < trainer.epochs else ""
-    training, validation, processes = trainer.train_loader.samples, trainer.valid_loader.samples, session.world.size
-    logging.info(
-        f"{run.study}: {session.parameters} parameters, {training} training and {validation} validation samples, "
-        f"{trainer.total_steps} steps in {trainer.epochs} epochs{until}, batch {run.batch_size}, "
-        f"on {session.world.device}{f', one of {processes} processes' if processes > 1 else ''}"
-    )
+    _announce(run, session, trainer)
     for name in ("provenance.json", "prediction.png", "model.pt", "model_best.pt"):
         (out / name).unlink(missing_ok=True)
     logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
@@ -129,14 +123,8 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
             each.add(record)
 
     history = fit_with_signals(trainer, on_epoch, lambda untrained: logs.begin(untrained, time.time()))
-    import matplotlib
-
     with ranges.part("writing", ranges.BETWEEN):
-        prediction, (x, y) = shown.predict(), (shown.x, shown.y)
-        assert prediction is not None
-        with matplotlib.rc_context({"text.parse_math": False}):  # a `$` is a `$`; labels of ticks arise while saving
-            figure = session.study.figure(run, session.manifest, x, y, prediction) or figures.values(y, prediction)
-            save_png(figure, out / "prediction.png", dpi=100)
+        _write_figure(run, session, shown, out / "prediction.png")
         logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
         for each in tracked:
             each.finish(out / "prediction.png", trainer.best)
@@ -144,30 +132,61 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         if trainer.best_weights:
             _write_weights(out / "model_best.pt", session.step.weights.gathered(trainer.best_weights))
         write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
-        fingerprint = trainer.checkpoints.folder
-        provenance.provenance(
-            started=started,
-            device=describe_device(session.world.device),
-            processes=processes,
-            devices=session.devices,
-            cores=cores,
-            memory_bytes=total(torch.device("cpu")),
-            seed=run.seed,
-            parameters=session.parameters,
-            training_samples=training,
-            validation_samples=validation,
-            dataset=run.dataset,
-            manifest=session.manifest.provenance,
-            fingerprint=fingerprint.name,
-            resumed_from_step=trainer.resumed_from,
-            links=links,
-            best=trainer.best,
-            loss=session.study.loss_info,
-            metrics=trainer.metrics.described,
-        ).write(out / "provenance.json")
-        for other in fingerprint.parent.glob("[0-9a-f]" * len(fingerprint.name)):  # nothing that is not ours
-            if other != fingerprint:  # of the run as it was before a change; until now it could have been put back
-                shutil.rmtree(other, ignore_errors=True)
+        _provenance(run, session, trainer, started, cores, links).write(out / "provenance.json")
+        _remove_other_checkpoints(trainer.checkpoints.folder)
+
+
+def _announce(run: Run, session: Session, trainer: Trainer) -> None:
+    until = f" (of which {trainer.last_epoch} now)" if trainer.last_epoch < trainer.epochs else ""
+    processes = session.world.size
+    logging.info(
+        f"{run.study}: {session.parameters} parameters, {trainer.train_loader.samples} training and "
+        f"{trainer.valid_loader.samples} validation samples, {trainer.total_steps} steps in {trainer.epochs} epochs"
+        f"{until}, batch {run.batch_size}, on {session.world.device}"
+        f"{f', one of {processes} processes' if processes > 1 else ''}"
+    )
+
+
+def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None:
+    import matplotlib
+
+    prediction = shown.predict()
+    assert prediction is not None
+    with matplotlib.rc_context({"text.parse_math": False}):  # a `$` is a `$`; labels of ticks arise while saving
+        figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
+        save_png(figure or figures.values(shown.y, prediction), file, dpi=100)
+
+
+def _provenance(
+    run: Run, session: Session, trainer: Trainer, started: str, cores: int, links: Links | None
+) -> provenance.Provenance:
+    return provenance.provenance(
+        started=started,
+        device=describe_device(session.world.device),
+        processes=session.world.size,
+        devices=session.devices,
+        cores=cores,
+        memory_bytes=total(torch.device("cpu")),
+        seed=run.seed,
+        parameters=session.parameters,
+        training_samples=trainer.train_loader.samples,
+        validation_samples=trainer.valid_loader.samples,
+        dataset=run.dataset,
+        manifest=session.manifest.provenance,
+        fingerprint=trainer.checkpoints.folder.name,
+        resumed_from_step=trainer.resumed_from,
+        links=links,
+        best=trainer.best,
+        loss=session.study.loss_info,
+        metrics=trainer.metrics.described,
+    )
+
+
+def _remove_other_checkpoints(folder: Path) -> None:
+    """Remove those of the run as it was before a change; until its end that could have been put back."""
+    for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # nothing that is not ours
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _follow(session: Session, trainer: Trainer) -> None:
