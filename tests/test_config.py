@@ -137,8 +137,7 @@ def in_study(wrong: Raw) -> tuple[Raw, str]:
 
 def in_rung_before(wrong: Raw) -> tuple[Raw, str]:
     # `p` comes first, so it is while resolving its run that the mistake in `q` is met.
-    rungs = {"first": wrong, "second": {"label": "innocent"}}
-    ladder = plan(kind="ladder", runs=rungs)["plans"]["p"]
+    ladder = plan(kind="ladder", runs={"first": wrong, "second": {"label": "innocent"}})["plans"]["p"]
     first = {"study": "cosmo_unet", "from": "q.second", "runs": {"a": {}}}
     return {"plans": {"p": first, "q": ladder}}, "plans.q.runs.first"
 
@@ -731,8 +730,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
         if name.startswith("bs"):
             assert run.local_batch_size == 16, name
     assert runs["mp_patch4"].local_batch_size == 1
-    dataset = load().workflow.datasets[runs["base"].dataset]
-    assert dataset.crop == (360, 720)  # type: ignore[union-attr]
+    assert load().workflow.datasets[runs["base"].dataset].crop == (360, 720)  # type: ignore[union-attr]
 
 
 #: The steps of the documents, in their order: what each changes.
@@ -982,8 +980,7 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
     ],
 )
 def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, Any]], page: str) -> None:
-    base = {"results": "results", "targets": ["a", "b"]}
-    assert config.report_page([base, *layers]) == f"report/{page}.html"
+    assert config.report_page([{"results": "results", "targets": ["a", "b"]}, *layers]) == f"report/{page}.html"
     assert config.report_page([{"targets": ["c"]}, {}]) == "report/index.html", "without config.yaml"
 
 

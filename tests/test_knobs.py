@@ -148,8 +148,7 @@ def test_what_is_best_is_asked_of_any_metric(era5: Make, capfd: pytest.CaptureFi
 
 
 def test_better_is_lower_or_higher() -> None:
-    values = [0.2, 0.5, float("nan"), 0.5]
-    epochs = [one(number, 1.0, accuracy=value) for number, value in enumerate(values, 1)]
+    epochs = [one(number, 1.0, accuracy=value) for number, value in enumerate([0.2, 0.5, float("nan"), 0.5], 1)]
     higher = Metric(name="accuracy", title="accuracy", better="higher")
     lower = higher.model_copy(update={"better": "lower"})
     assert [epoch and epoch.epoch for epoch in (higher.best(epochs), lower.best(epochs))] == [2, 1]
@@ -179,8 +178,7 @@ def test_it_ends_with_the_epoch_that_reaches_the_target(
     folder = trained(2.0)
     assert len(records(folder)) == 2
     assert "target: validation loss ≤ 2: reached after epoch 2, 76 samples" in caplog.text
-    shorter = era5("shorter", training={"epochs": 2})
-    assert (folder / "model.pt").read_bytes() == (shorter / "model.pt").read_bytes()
+    assert (folder / "model.pt").read_bytes() == (era5("shorter", training={"epochs": 2}) / "model.pt").read_bytes()
     before = (folder / "metrics.jsonl").read_text()
     trained(2.0, 99)
     assert provenance(folder)["resumed_from_step"] == 20

@@ -554,8 +554,7 @@ def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
     plan = read_plan(ladder.plans[0])
     loss = Published(label="p", metric="valid_loss", by_epoch=[0.4, 0.347524], source="S1", runs=["ladder.baseline"])
     other = Published(label="p", metric="valid_loss", value=0.3, source="S1", like=["ladder.bf16"])
-    record = plan.record.model_copy(update={"published": [loss, other]})
-    table = sections.runs_table(replace(plan, record=record))
+    table = sections.runs_table(replace(plan, record=plan.record.model_copy(update={"published": [loss, other]})))
     column = [name for name, _ in table.columns].index("validation loss")
     assert [row[column].note for row in table.rows] == ["published: 0.347524, S1", "", ""]
 
@@ -825,8 +824,7 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
     for words in ("No plan is done yet.", "Still to come: ladder, q.", "demo_volumes"):
         assert words in shown
     for number, plan in enumerate(ladder.plans):
-        table = plan.parent / "summary.csv"
-        assert stage("collect", "--plan", plan, "--out", table, *page) == 0
+        assert stage("collect", "--plan", plan, "--out", plan.parent / "summary.csv", *page) == 0
         assert out.stat().st_mtime == OLDEST
         assert ("Still to come: q." in Page(out.read_text()).text) == (number == 0)
     out.write_text("whole")

@@ -331,8 +331,7 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
                 chosen = {"kind": "ddp", "bucket_mb": None, "sync": True} | parallel
                 measured(results, f"{variant}_{devices}", devices, 8 * devices, (rate, rate, rate), parallel=chosen)
                 runs[f"{variant}_{devices}"] = f"{variant} {devices}"
-    plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
-    found = series_of(plan)
+    found = series_of(read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",))))
     assert [each.label for each in found] == [
         "8 samples a device; bucket_mb none",
         "8 samples a device; bucket_mb 100",

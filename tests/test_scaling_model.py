@@ -252,8 +252,7 @@ def test_devices_that_share_a_model() -> None:
     """Four all-reduces of the tokens a block between tensor-parallel neighbours, inside their node."""
     job = Job(16, 8, tp=4)
     found, gradients = (step(CLUSTER, work, COSTS, job) for work in (VIT, replace(VIT, tokens=None)))
-    tokens = 8 * 4050 * 1024 * 2
-    alone = 12 * 4 * CLUSTER.all_reduce(tokens, 4)
+    alone = 12 * 4 * CLUSTER.all_reduce(8 * 4050 * 1024 * 2, 4)
     assert found.exposed - gradients.exposed == pytest.approx(alone)
     assert found.compute == pytest.approx(5e-3 + 8 * 1e-3 * 1.1**2 / 4)
     # The twin that averages nothing leaves out the exchanges of copies, not those of a model.
@@ -352,8 +351,7 @@ def test_the_band_is_that_of_all_worlds_that_fit() -> None:
     weights = np.exp((likely + wide) / 2 - ((likely + wide) / 2).max())
     found = np.array([rate(CLUSTER, UNET, each, job) for each in worlds])
     order = np.argsort(found)
-    shares = np.cumsum(weights[order]) / weights.sum()
-    low, middle, high = found[order][np.searchsorted(shares, (0.05, 0.5, 0.95))]
+    low, middle, high = found[order][np.searchsorted(np.cumsum(weights[order]) / weights.sum(), (0.05, 0.5, 0.95))]
     ours = fitted.predict(lambda costs: rate(CLUSTER, UNET, costs, job))
     assert [ours.low, ours.value, ours.high] == pytest.approx([low, middle, high], rel=0.1)
 
@@ -423,8 +421,7 @@ def test_the_misfit_is_that_of_the_series(checks: list[fitting.Check]) -> None:
 
 
 def test_amdahls_law() -> None:
-    truth = {n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}
-    assert fitting.amdahl(truth, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
+    assert fitting.amdahl({n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
     assert fitting.amdahl({4: 80.0}, 16) == 320
     assert fitting.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # nothing is less than serial
 
@@ -568,8 +565,7 @@ def test_a_model_that_context_alone_divides(results: Path, monkeypatch: pytest.M
     whole = study.sharding
     without: Any = {"columns": (), "rows": (), "gather": ()}
     monkeypatch.setattr(type(study), "sharding", lambda self, model: replace(whole(model), **without))
-    run = load_run(results / "plans/era5_vit/one/config.yaml", "train")
-    assert predict.workload(run, results).tokens is None
+    assert predict.workload(load_run(results / "plans/era5_vit/one/config.yaml", "train"), results).tokens is None
 
 
 @pytest.mark.slow

@@ -395,8 +395,7 @@ def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
     pictures, known = [], matplotlib.rc_context
     for names in (["a$_$b", "p$x$q"], [r"a\$_\$b", r"p\$x\$q"]):
-        named = {"channels": names, "unit": names[1]}
-        dataset = {"kind": "starter", "source": {**source, "input": named}}
+        dataset = {"kind": "starter", "source": {**source, "input": {"channels": names, "unit": names[1]}}}
         folder = make_dataset(tmp_path / f"{len(pictures)}/data", dataset)
         pictures.append(matplotlib.image.imread(folder / "preview.png"))
         monkeypatch.setattr(matplotlib, "rc_context", lambda style: known({**style, "text.parse_math": True}))

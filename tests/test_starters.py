@@ -164,8 +164,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) ->
     together = tmp_path / "together"
     dataset, settings = STUDIES["era5_vit"]
     make_run(together, "era5_vit", {**settings, "geometry": {"nodes": 2}}, dataset)
-    chosen = site(engine="none", rendezvous=f"127.0.0.1:{free_port()}")
-    words = launcher.launch(chosen, HERE, Geometry(nodes=2))
+    words = launcher.launch(site(engine="none", rendezvous=f"127.0.0.1:{free_port()}"), HERE, Geometry(nodes=2))
     arguments = [
         *("train", "--config", together / "config.yaml", "--manifest", era5_data / "manifest.json"),
         *("--checkpoints", together / "checkpoints", "--out", together, "--threads", 1, "--device", "cpu"),

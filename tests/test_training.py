@@ -436,8 +436,7 @@ def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, m
                 made.validate()
         monkeypatch.undo()
         kept = {name: getattr(made.metrics, name) for name in ("per_sample", "naive", "summarise")}
-        monkey = SimpleNamespace(described=described, **kept)
-        made.metrics = monkey  # type: ignore[assignment]
+        made.metrics = SimpleNamespace(described=described, **kept)  # type: ignore[assignment]
         with pytest.raises(UserError, match=r"metrics that it describes have no value: sharpness; .*give: rmse"):
             fit_with_signals(made)
 
@@ -1029,8 +1028,7 @@ def test_precisions_learn_as_fp32_does_to_their_few_digits(
         make_era5(folder, over | {"precision": precision})
         if study == "cosmo_unet":
             data = cosmo_data
-            settings = config.merge(copy.deepcopy(COSMO_RUN), over | {"precision": precision})
-            make_run(folder, study, settings, COSMO)
+            make_run(folder, study, config.merge(copy.deepcopy(COSMO_RUN), over | {"precision": precision}), COSMO)
         with trainer(folder, data) as made:
             losses[precision] = [[record.train_loss, record.valid_loss] for record in fit_with_signals(made)]
             assert all(p.isfinite().all() and p.dtype == torch.float32 for p in made.step.model.parameters())

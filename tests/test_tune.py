@@ -316,8 +316,7 @@ def test_the_stage_from_end_to_end(
     own = found.candidates[0]
     assert own.changes == {} and own.problem is None
     assert all(len(rung) == tune.TURNS for rung in own.rates)
-    dropped = {each.problem for each in found.candidates if each.changes.get("batch_size") == 6}
-    assert dropped == {"out of memory"}
+    assert {each.problem for each in found.candidates if each.changes.get("batch_size") == 6} == {"out of memory"}
     assert all(not rung for each in found.candidates if each.problem for rung in each.rates)
     assert found.duel and found.duel.won
     assert found.changes["loader.kind"] == "direct"
