@@ -115,6 +115,8 @@ MISTAKES = {
     "two batch sizes": ({"batch_size": 4, "local_batch_size": 4}, "", ("either batch_size", "local_batch_size")),
     "no local batch": ({"local_batch_size": 0}, "", ("local_batch_size: got 0", "whole number")),
     "epochs and steps": ({"training": {"epochs": 2, "steps": 9}}, ".training", ("either epochs or steps",)),
+    "no epochs": ({"training": {"epochs": 0}}, ".training.epochs", ("got 0", "greater than 0")),
+    "no steps": ({"training": {"steps": 0}}, ".training.steps", ("got 0", "greater than 0")),
     "scaling without a base": ({"schedule": {"scaling": "sqrt"}}, ".schedule", ("base_batch_size",)),
 }
 
@@ -255,9 +257,8 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", UNSHARED)
-def test_what_devices_that_share_a_model_cannot_do(case: str) -> None:
-    study, settings, words = UNSHARED[case]
+@pytest.mark.parametrize(("study", "settings", "words"), UNSHARED.values(), ids=list(UNSHARED))
+def test_what_devices_that_share_a_model_cannot_do(study: str, settings: Raw, words: str) -> None:
     said = message(**plan(settings, study=study))
     assert words in said and "\n" not in said, said
 

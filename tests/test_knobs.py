@@ -449,12 +449,6 @@ def logged(file: Path) -> Iterator[Any]:
             begun = b""
 
 
-def rows(records: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """What was logged, step by step."""
-    for record in (record for record in records if record.HasField("history")):
-        yield {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-
-
 @pytest.mark.slow
 def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of the environment; after an interruption each epoch is there once."""
@@ -473,7 +467,9 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
     assert provenance(folder)["resumed_from_step"] == 20
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     found = list(logged(file))
-    epochs = [row for row in rows(found) if "valid_loss" in row]
+    items = [record.history.item for record in found if record.HasField("history")]
+    rows = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in items]
+    epochs = [row for row in rows if "valid_loss" in row]
     assert [row["_step"] for row in epochs] == [10, 20, 30]
     for row, expected in zip(epochs, records(folder), strict=True):
         for name in ("epoch", "step", "samples", "train_loss", "valid_loss", "learning_rate", "samples_per_second"):

@@ -538,21 +538,19 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
         | {"made_with": {"commit": None}}
         for n, rate in ((1, 1.0), (2, 80.0), (3, 90.0), (4, 100.0))
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    study = predict.read([folder], None, math.inf)
-    assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [90]
+
+    def rates(mode: Mode) -> list[float]:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return [point.rate for point in predict.read([folder], None, math.inf).fit.points if point.of.mode == mode]
+
+    assert rates("EPOCH") == [90]
     # It went on elsewhere: what its first epochs took says nothing of the run as it is.
     for line in lines[:2]:
         line["made_with"] = {"commit": "another"}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    study = predict.read([folder], None, math.inf)
-    assert [point.rate for point in study.fit.points if point.of.mode == "EPOCH"] == [100]
-    assert [point for point in study.fit.points if point.of.mode == "VALIDATION"]
+    assert rates("EPOCH") == [100] and rates("VALIDATION")
     # It diverged, and nothing was validated.
     lines[3] |= {"train_loss": None, "valid_loss": None, "valid_seconds": 1e-6}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    study = predict.read([folder], None, math.inf)
-    assert not [point for point in study.fit.points if point.of.mode == "VALIDATION"]
+    assert not rates("VALIDATION")
     # Where its throughput was not measured the training says on what it was.
     (folder / "throughput.json").unlink()
     Provenance(device=Device(kind="cuda", name="NVIDIA A100-SXM4-40GB")).write(folder / "provenance.json")

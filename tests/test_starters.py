@@ -86,29 +86,26 @@ def test_nobody_gets_into_a_run_on_one_node() -> None:
     assert len(family) == 3 and listening == {"127.0.0.1"}
 
 
-def test_a_node_that_is_taken_for_the_first_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' command without NODE_RANK: it would listen at the first one's address."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of nobody: RFC 5737
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    with (
-        pytest.raises(UserError, match=r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
-        join(Geometry(nodes=2), "cpu"),
-    ):
-        pass
-
-
-def test_nodes_that_do_not_come_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, **place}.items():
+@pytest.mark.parametrize(
+    ("address", "rank", "each", "error", "message"),
+    [
+        # The others' command without NODE_RANK: it would listen at the first one's address (here nobody's: RFC 5737).
+        ("192.0.2.1", 0, 1, UserError, r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
+        ("127.0.0.1", 0, 1, PeerLost, r"not all of the run's 2 processes came to 127\.0\.0\.1"),
+        # Rank 1 on a second node: what is written by node would be written twice.
+        ("127.0.0.1", 1, 2, UserError, "process 1 is number 0 on its node, expected 1: .*mpirun --map-by ppr:2:node"),
+    ],
+    ids=["taken for the first", "the others do not come", "dealt out"],
+)
+def test_nodes_that_cannot_meet_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, address: str, rank: int, each: int, error: type[Exception], message: str
+) -> None:
+    who = {"RANK": rank, "WORLD_SIZE": 2 * each, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": free_port()}
+    for name, value in who.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.setattr(rendezvous, "TIMEOUT", dt.timedelta(seconds=1))
-    with (
-        pytest.raises(PeerLost, match=r"not all of the run's 2 processes came to 127\.0\.0\.1"),
-        join(Geometry(nodes=2), "cpu"),
-    ):
+    with pytest.raises(error, match=message), join(Geometry(nodes=2, gpus_per_node=each), "cpu"):
         pass
 
 
@@ -336,14 +333,3 @@ def test_no_mpirun_is_one_message(tmp_path: Path) -> None:
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert done.stderr == "mpirun-of-nobody: no such command; load a module with MPI, or name another in site.start\n"
-
-
-def test_ranks_that_are_dealt_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 on a second node: what is written by node would be written twice."""
-    from dlscale.parallel.rendezvous import join
-
-    for word in ("RANK=1", "WORLD_SIZE=4", "LOCAL_RANK=0"):
-        monkeypatch.setenv(*word.split("="))
-    message = r"process 1 is number 0 on its node, expected 1: .*mpirun --map-by ppr:2:node"
-    with pytest.raises(UserError, match=message), join(Geometry(nodes=2, gpus_per_node=2), "cpu"):
-        pass

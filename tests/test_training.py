@@ -837,8 +837,7 @@ def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) 
     assert found
     other.load(found[1], {})
     assert torch.equal(one(x, y), other(x, y))
-    for name, value in one.weights.state_dict().items():
-        assert torch.equal(value, other.weights.state_dict()[name]), name
+    assert same(dict(one.weights.state_dict()), dict(other.weights.state_dict()))
 
 
 def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: Path) -> None:
@@ -932,7 +931,6 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
     accumulator = events(finished)
     (image,) = accumulator.Images("valid/prediction")
     assert image.step == 30
-    assert image.encoded_image_string.startswith(b"\x89PNG")
     assert min(image.width, image.height) > 100
     content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
@@ -988,14 +986,6 @@ def test_the_figure_is_a_picture(finished: Path) -> None:
     assert picture[..., :3].std() > 0.05
 
 
-def test_metrics_jsonl_is_plain_json(finished: Path) -> None:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    lines = (finished / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line, parse_constant=refuse)["epoch"] for line in lines] == [1, 2, 3]
-
-
 def test_provenance_tells_the_story(finished: Path) -> None:
     found = provenance(finished)
     expected = ViT((16, 32), (4, 4), 1, 1, embed_dim=16, depth=2, heads=2)
@@ -1011,34 +1001,6 @@ def test_provenance_tells_the_story(finished: Path) -> None:
     assert {metric["name"] for metric in found["metrics"]} == set(records(finished)[0]["metrics"])
     assert found["manifest"]["settings"]["source"]["seed"] == 3
     assert {path.name for path in finished.iterdir()} == FILES
-
-
-# --- precision --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("study", ["era5_vit", "cosmo_unet"])
-def test_precisions_learn_as_fp32_does_to_their_few_digits(
-    tmp_path: Path, weather: Path, cosmo_data: Path, study: str
-) -> None:
-    over = {"training": {"epochs": 4}, "optimizer": {"lr": 3e-3}, "loader": {"kind": "synthetic"}}
-    losses = {}
-    for precision in ("fp32", "tf32", "bf16", "fp16"):
-        folder, data = tmp_path / precision, weather
-        make_era5(folder, over | {"precision": precision})
-        if study == "cosmo_unet":
-            data = cosmo_data
-            make_run(folder, study, config.merge(copy.deepcopy(COSMO_RUN), over | {"precision": precision}), COSMO)
-        with trainer(folder, data) as made:
-            losses[precision] = [[record.train_loss, record.valid_loss] for record in fit_with_signals(made)]
-            assert all(p.isfinite().all() and p.dtype == torch.float32 for p in made.step.model.parameters())
-            x = torch.zeros(1, *next(iter(made.train_loader.epoch(0)))[0].shape[1:])
-            assert made.step.predict(x).dtype == torch.float32
-    assert losses["fp32"][-1][0] < losses["fp32"][0][0]
-    assert losses["tf32"] == losses["fp32"], "a CPU has no TensorFloat-32"
-    for precision in ("bf16", "fp16"):
-        assert losses[precision] != losses["fp32"], "autocast does something"
-        np.testing.assert_allclose(losses[precision], losses["fp32"], rtol=0.03)
 
 
 # --- nonsense ---------------------------------------------------------------------------------------------------
@@ -1059,37 +1021,10 @@ def test_a_model_that_does_not_fit_the_data_is_refused(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The configuration said another grid than the files have."""
-    source = {**WEATHER["source"], "latitudes": 20, "longitudes": 40}
-    make_run(
-        tmp_path,
-        "era5_vit",
-        config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}),
-        {**WEATHER, "source": source},
-    )
+    dataset = {**WEATHER, "source": {**WEATHER["source"], "latitudes": 20, "longitudes": 40}}
+    make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}), dataset)
     assert train(tmp_path, weather / "manifest.json") == 2
     assert "model.patch 5 x 5 does not divide the fields of dataset data (16 x 32 points)" in said(capfd)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("training", "words"),
-    [
-        ("{epochs: 0}", "training.epochs: got 0; expected greater than 0"),
-        ("{steps: 0}", "training.steps: got 0; expected greater than 0"),
-        ("{}", "training: give either epochs or steps"),
-        ("{epochs: 1, steps: 1}", "training: give either epochs or steps"),
-    ],
-)
-def test_no_training_at_all_is_no_success(
-    tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str], training: str, words: str
-) -> None:
-    path = make_era5(tmp_path, {}) / "config.yaml"
-    lines = path.read_text().split("\n")
-    first = lines.index("training:")
-    last = next(i for i in range(first + 1, len(lines)) if not lines[i].startswith(" "))
-    path.write_text("\n".join([*lines[:first], f"training: {training}", *lines[last:]]))
-    assert train(tmp_path, weather / "manifest.json") == 2 and words in said(capfd)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
@@ -29,7 +28,6 @@ from dlscale.measure.tune import Measure
 from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.sections import tried
-from dlscale.train.build import open_session
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results
@@ -345,23 +343,6 @@ def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) 
     assert left_out <= 2
 
 
-def test_devices_that_share_a_model_count_their_samples_once(
-    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the first of them; this one is another."""
-    alone = World()
-    monkeypatch.setattr(
-        tune, "open_session", lambda run, manifest, _, threads: open_session(run, manifest, alone, threads)
-    )
-    other: Any = SimpleNamespace(device=CPU, lead=False, gather=alone.gather, max=alone.max, barrier=alone.barrier)
-    trials = tune._Trials(
-        a_run(tmp_path), cosmo_data / "manifest.json", other, 1, [{}], Progress("tuning", 1, "trials")
-    )
-    with contextlib.closing(trials):
-        assert trials(0, 0.01) == 0
-
-
-@pytest.mark.slow
 def test_processes_that_share_a_model_count_its_samples_once(tmp_path: Path, cosmo_data: Path) -> None:
     run = a_run(tmp_path, tune=QUICK)
     trials = tune._Trials(run, cosmo_data / "manifest.json", World(), 1, [{}], Progress("tuning", 2, "trials"))

@@ -197,37 +197,68 @@ def test_what_costs_little_is_not_told(throughput: Throughput, profile: Profile 
     assert causes(throughput, profile) == []
 
 
-def test_a_short_wait_does_not_explain_an_idle_device() -> None:
-    """One number is read of a step of tiny kernels: it costs less than they do."""
-    assert causes(measured(), profiled(items=1, syncs=1, sync_seconds=0.001, device_busy=0.2, launches=900)) == [
-        "launches"
-    ]
+SMALL = WORK.model_copy(update={"forward_flops": 1e6, "backward_flops": 2e6, "operators": 10_000.0})
 
 
-def test_a_processors_operators_count_as_a_devices_launches() -> None:
-    small = WORK.model_copy(update={"forward_flops": 1e6, "backward_flops": 2e6, "operators": 10_000.0})
-    assert causes(measured(device="cpu", work=small)) == ["launches"]
-    # Of code that is compiled the operators are not known.
-    assert causes(measured(device="cpu", work=small), compile={"mode": "default"}) == []
-    # On a GPU calling costs nothing until it takes all of the step: 20,000 x 5 µs of 0.1 s.
-    assert causes(measured(work=small.model_copy(update={"operators": 20_000.0}))) == ["launches"]
-
-
-def test_a_graphs_step_has_no_launches_to_spare() -> None:
-    assert causes(measured(), profiled(device_busy=0.4, launches=3), cuda_graph=True) == []
+@pytest.mark.parametrize(
+    ("throughput", "profile", "settings", "expected"),
+    [
+        pytest.param(
+            measured(),
+            profiled(items=1, syncs=1, sync_seconds=0.001, device_busy=0.2, launches=900),
+            {},
+            ["launches"],
+            id="one number is read of a step of tiny kernels: it costs less than they do",
+        ),
+        pytest.param(measured(device="cpu", work=SMALL), None, {}, ["launches"], id="a processor's operators"),
+        pytest.param(
+            measured(device="cpu", work=SMALL),
+            None,
+            {"compile": {"mode": "default"}},
+            [],
+            id="of code that is compiled the operators are not known",
+        ),
+        pytest.param(
+            measured(work=SMALL.model_copy(update={"operators": 20_000.0})),
+            None,
+            {},
+            ["launches"],
+            id="on a GPU calling costs nothing until it takes all of the step: 20,000 x 5 us of 0.1 s",
+        ),
+        pytest.param(
+            measured(),
+            profiled(device_busy=0.4, launches=3),
+            {"cuda_graph": True},
+            [],
+            id="a graph's step has no launches to spare",
+        ),
+        # It makes every other figure uncertain.
+        pytest.param(
+            measured(20, full=19, used=usage(1.9, 2.9)),
+            None,
+            {},
+            ["neighbour", "workers"],
+            id="a neighbour is told before all else",
+        ),
+        pytest.param(
+            measured(20, full=19, used=usage(1.9, 3.9)),
+            None,
+            {},
+            ["neighbour"],
+            id="a neighbour took what the loader would have used: whether that is slow, nobody knows",
+        ),
+    ],
+)
+def test_causes_are_told_in_their_order(
+    throughput: Throughput, profile: Profile | None, settings: dict[str, Any], expected: list[str]
+) -> None:
+    assert causes(throughput, profile, **settings) == expected
 
 
 def test_a_model_without_products_has_no_arithmetic_roof() -> None:
     nothing = WORK.model_copy(update={"forward_flops": 0.0, "backward_flops": 0.0})
     assert "memory: 10,000 samples/s" in module.limit(Evidence(SETTINGS, measured(work=nothing)))
     assert module.limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
-
-
-def test_a_neighbour_is_told_before_all_else() -> None:
-    """It makes every other figure uncertain."""
-    assert causes(measured(20, full=19, used=usage(1.9, 2.9))) == ["neighbour", "workers"]
-    # It took what the loader would have used: whether that is slow, nobody knows.
-    assert causes(measured(20, full=19, used=usage(1.9, 3.9))) == ["neighbour"]
 
 
 def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
@@ -296,6 +327,9 @@ def test_explain_prints_the_verdict(
     assert stage("explain", tmp_path / "results/plans/p/r", "p.r", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["findings"][0]["cause"] for each in found.values()] == ["storage"] * 2
+    (tmp_path / "results/plans/p/r/throughput.json").unlink()
+    assert stage("explain", "p.r") == 2
+    assert "neither throughput nor a profile was measured" in capsys.readouterr().err
 
 
 def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
@@ -320,15 +354,3 @@ def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
     ):
         assert stage("explain", name) == 2
         assert capsys.readouterr().err.endswith(f": {said}"), name
-
-
-def test_a_run_that_is_not_there_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "results/plans/p/r")
-    assert stage("explain", "p.q") == 2
-    assert "p.q: no such run; expected PLAN.RUN, or a run's folder; there are: p.r" in capsys.readouterr().err
-    (tmp_path / "results/plans/p/r/throughput.json").unlink()
-    assert stage("explain", "p.r") == 2
-    assert "neither throughput nor a profile was measured" in capsys.readouterr().err
