@@ -428,8 +428,8 @@ def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.Monke
         message(**plan(runs={"c": {"needs": ["compiler"]}}), targets=["p"]), "targets", "no run for this machine", "C++"
     )
     other = {"study": "cosmo_unet", "runs": {"d": {"use": "p.compiled"}, "e": {"use": "p.a"}}}
-    both = {"plans": {**plan(kind="ladder", runs=runs)["plans"], "q": other}}
-    assert load(**both).left_out["q"] == {"d": "a C++ compiler"}
+    both = {**plan(kind="ladder", runs=runs)["plans"], "q": other}
+    assert load(plans=both).left_out["q"] == {"d": "a C++ compiler"}
     wrong = {**runs, "compiled": {**runs["compiled"], "precison": "bf16"}}
     one(message(**plan(kind="ladder", runs=wrong)), "plans.p.runs.compiled", "did you mean 'precision'")
     for wrong in (["compilre"], "compiler", 3):
@@ -767,16 +767,18 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
 def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: list[tuple[str, Raw]]) -> None:
     """Also where a rung is another plan's run: it is what its neighbours expect there."""
-    site = {"engine": "docker", "image": "some:image", "provides": ["dali"]}
-    found = config.load({"targets": [name], "site": site}).plans
+    found = config.load(
+        {"targets": [name], "site": {"engine": "docker", "image": "some:image", "provides": ["dali"]}}
+    ).plans
     first = found[name.removesuffix("_ladder")]["short"].run
     assert [(rung, found[name][rung].run.study) for rung in found[name]] == [(rung, first.study) for rung, _ in steps]
     taken: Raw = {}
     trained = {*RunCore.model_fields, "training"}
     for rung, step in steps:
         run = found[name][rung].run
-        settings = config.merge(first.model_dump(mode="json"), copy.deepcopy(config.merge(taken, step)))
-        expected = run_class(run.study).model_validate(settings)
+        expected = run_class(run.study).model_validate(
+            config.merge(first.model_dump(mode="json"), copy.deepcopy(config.merge(taken, step)))
+        )
         assert run.model_dump(include=trained) == expected.model_dump(include=trained), rung
         assert peak_rate(run.schedule, run.optimizer.lr, run.batch_size) == first.optimizer.lr, rung
 
@@ -960,8 +962,9 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
         '| `kind` | `adam`, `adamw` | `"adam"` |',
     ):
         assert row in page
-    links = set(re.findall(r"\]\(#([^)]*)\)", page))
-    assert links <= {heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([^)]*)\)", page)) <= {
+        heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)
+    }
     assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), "run `make schema`"
 
 

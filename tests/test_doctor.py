@@ -363,8 +363,7 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     assert found.status == "warn" and "another size" in found.text, "it is described again"
     one.unlink()  # nobody knows what was made of it
     assert probe.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
-    recorded = files(one, two, kind=kind).model_dump(mode="json")
-    (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(recorded))
+    (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(files(one, two, kind=kind).model_dump(mode="json")))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     if kind == "prepared":
         assert found.status == "FAIL", "these are read at every training"
@@ -470,8 +469,9 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
     """Real commands of Slurm: all as it should be, and what is not, told from one another."""
     site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
-    text = {"results": str(tmp_path / "results"), "targets": ["cosmo_demo"]}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(text))
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump({"results": str(tmp_path / "results"), "targets": ["cosmo_demo"]})
+    )
     (tmp_path / "config.yaml").write_text((ROOT / "config.yaml").read_text())
     asked = ["--profile", f"{tmp_path}/site.yaml", "--configfile", "mine.yaml", "--json"]
 

@@ -61,8 +61,7 @@ def era5(tmp_path: Path, era5_data: Path) -> Make:
     """Return a function that trains the tiny ViT under a name; again under the same one, it goes on."""
 
     def make(name: str = "run", status: int = 0, **over: Any) -> Path:
-        settings = config.merge(config.merge(copy.deepcopy(ERA5_RUN), STEADY), over)
-        make_run(tmp_path / name, "era5_vit", settings, ERA5)
+        make_run(tmp_path / name, "era5_vit", config.merge(config.merge(copy.deepcopy(ERA5_RUN), STEADY), over), ERA5)
         assert train(tmp_path / name, era5_data / "manifest.json") == status
         return tmp_path / name
 

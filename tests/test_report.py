@@ -570,8 +570,9 @@ def test_times_are_of_one_loader(results: Results) -> None:
     rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
     # of `a` only the last epoch counts, as the first with a loader warms up; of `b` the median of the last four
     speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
-    expected = [speeds[3], (speeds[1] + speeds[2]) / 2]
-    assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(expected)
+    assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(
+        [speeds[3], (speeds[1] + speeds[2]) / 2]
+    )
     assert results.report().count(text.duration(64)) == 1, "the time of training, of b alone"
 
 
@@ -857,8 +858,9 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
 
     ladder.collect(ladder.plans[0])
     (link,) = [value for _, key, value in page.attributes if key == "href" and value.startswith("data:text/csv")]
-    summary = (ladder.plans[0].parent / "summary.csv").read_bytes()
-    assert base64.b64decode(link.split("base64,")[1]) == summary, "the download is the summary"
+    assert base64.b64decode(link.split("base64,")[1]) == (ladder.plans[0].parent / "summary.csv").read_bytes(), (
+        "the download is the summary"
+    )
 
 
 def test_the_page_needs_nothing_but_itself(html: str, page: Page) -> None:
@@ -895,8 +897,9 @@ def test_pictures_and_tables_speak_and_figures_follow_the_theme(html: str, page:
     assert html.count("<table") == html.count("<caption")
     assert len(re.findall(r"<figure[^>]*>", html)) == html.count("<figcaption>")
     assert 'lang="en"' in html and 'name="viewport"' in html
-    drawings = "".join(re.findall(r"<svg.*?</svg>", html, re.S))
-    assert not re.search(r"(fill|stroke|color)[:=]\s*[\"']?(#|rgb)", drawings), "a colour that no theme can change"
+    assert not re.search(
+        r"(fill|stroke|color)[:=]\s*[\"']?(#|rgb)", "".join(re.findall(r"<svg.*?</svg>", html, re.S))
+    ), "a colour that no theme can change"
 
 
 @pytest.mark.slow
@@ -1073,8 +1076,7 @@ def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
     work = {"step": 0.12, "copy": 0.03, "forward": 0.036, "backward": 0.048}
     parts = profiles.of_tool(on_device({"data": 0.015, "copy": 0.005}, **work))
-    expected = {"data": 0.02, "copy": 0.02, "forward": 0.024, "backward": 0.032, "other": 0.004}
-    assert parts == pytest.approx(expected) and sum(parts.values()) == pytest.approx(0.1)
+    assert parts == pytest.approx({"data": 0.02, "copy": 0.02, "forward": 0.024, "backward": 0.032, "other": 0.004})
 
 
 def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
@@ -1129,8 +1131,9 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
 def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> None:
     for kind, expected in (("cpu", [100e9, 50e9]), ("cuda", [100e9, 100e9])):
         for name, nranks, copies in (("one", 1, 100e9), ("two", 2, 50e9)):
-            device = Device(kind=kind, name="D", threads=2)
-            with_peaks(results.run("p", name), 1e12, copies, nranks=nranks, device=device)
+            with_peaks(
+                results.run("p", name), 1e12, copies, nranks=nranks, device=Device(kind=kind, name="D", threads=2)
+            )
         plan = read_plan(results.plan("p", {"one": "one", "two": "two"}))
         assert [run.throughput.peaks.bytes_per_second for run in plan.runs] == expected  # type: ignore[union-attr]
 
@@ -1249,8 +1252,9 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
         "--dump-dom",
         "--hide-scrollbars",
     ]
-    command = [str(chromium), *flags, frame.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run(
+        [str(chromium), *flags, frame.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
     found = json.loads(dom[dom.index('{"found"') : dom.rindex("}") + 1])["found"]
     assert found["overflow"] <= 0 and found["plots"] and min(found["plots"]) > 80
     assert found["buttons"] > 10, "the page's own script ran"

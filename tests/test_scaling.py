@@ -385,8 +385,7 @@ def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -
         label="x", source="SC22", gpus=8, runs=["plan.b16_ddp_8"], metric="scaling_efficiency", value=78, unit="%"
     )
     communication = figure.model_copy(update={"metric": "communication", "value": 25.0})
-    record = weak.record.model_copy(update={"published": [figure, communication]})
-    view = scaling.section(PlanResult(record, weak.runs))
+    view = scaling.section(PlanResult(weak.record.model_copy(update={"published": [figure, communication]}), weak.runs))
     assert view
     row = cells(view.tables[0], 2)
     assert row["FULL", "efficiency"][1] == "± 4 %; published: 78 %, SC22"
@@ -498,8 +497,9 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
     )
     later = memory.model_copy(update={"value": 33.2, "source": "SC24"})
     speed = Published(hardware="A100", gpus=16, source="SC23", runs=["plan.tp4"], samples_per_second=114.4)
-    record = plan.record.model_copy(update={"published": [memory, later, speed]})
-    view = scaling.parallelism(PlanResult(record, plan.runs))
+    view = scaling.parallelism(
+        PlanResult(plan.record.model_copy(update={"published": [memory, later, speed]}), plan.runs)
+    )
     assert view
     ddp, tp4, fsdp = (cells(view.tables[0], row) for row in range(3))
     assert [tp4["Devices", key][0] for key in ("in all", "tp", "cp", "dp")] == ["16", "4", "1", "4"]

@@ -302,8 +302,7 @@ def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doubl
     own, more = (rate(CLUSTER, work, costs, replace(job, devices=n * job.devices)) for n in (1, 2))
     assert more / 2 <= own * (1 + 1e-9)
     for name in ("fixed", "sample", "load", "spread", "host", "near", "far", "slowdown"):
-        dearer = replace(costs, **{name: 1.5 * getattr(costs, name)})
-        assert rate(CLUSTER, work, dearer, job) <= own * (1 + 1e-9), name
+        assert rate(CLUSTER, work, replace(costs, **{name: 1.5 * getattr(costs, name)}), job) <= own * (1 + 1e-9), name
     assert rate(CLUSTER, work, costs, replace(job, batch=2 * batch)) >= own * (1 - 1e-9)
     assert rate(CLUSTER, replace(work, gradients=2 * work.gradients), costs, job) <= own * (1 + 1e-9)
 
@@ -576,8 +575,9 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
     found = {}
     for beta in (1e-11, 1e-6):
         level = LinkLevel(name="network", size=2, alpha=2e-3, beta=beta, **here)
-        links = Links(backend="gloo", processes=2, nodes=2, seconds=1, levels=[level])
-        Throughput.read(path).model_copy(update={"links": links}).write(path)
+        Throughput.read(path).model_copy(
+            update={"links": Links(backend="gloo", processes=2, nodes=2, seconds=1, levels=[level])}
+        ).write(path)
         (found[beta],) = planned(capsys, *both)
     assert found[1e-6]["samples_per_second"] < 0.6 * unknown["samples_per_second"]
     assert found[1e-6]["parts"]["exposed"] > 2 * found[1e-11]["parts"]["exposed"]
@@ -632,8 +632,9 @@ def test_what_a_run_sends_is_what_its_exchanges_are(
 def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: bool) -> None:
     """As many bytes as the formula says that is held to what ranks send, without the last layer's outputs."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
-    geometry = type(run.geometry)(gpus_per_node=2, **{axis: 2})
-    run = run.model_copy(update={"geometry": geometry, "activation_checkpointing": again})
+    run = run.model_copy(
+        update={"geometry": type(run.geometry)(gpus_per_node=2, **{axis: 2}), "activation_checkpointing": again}
+    )
     work = predict.workload(run, results)
     study, manifest = registry.study("era5_vit"), Manifest.read(results / "data/era5_vit/manifest.json")
     with torch.device("meta"):
@@ -667,8 +668,9 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
     told(own | {"compression": "bf16"}, "parallel.compression differs from that")
     config.write_text(yaml.safe_dump(settings))
     for path, threads in ((record, 1), (results / "plans/cosmo_unet/one/throughput.json", 2)):
-        device = Device(kind="cpu", name="a processor", threads=threads)
-        Throughput.read(path).model_copy(update={"device": device}).write(path)
+        Throughput.read(path).model_copy(
+            update={"device": Device(kind="cpu", name="a processor", threads=threads)}
+        ).write(path)
     assert stage(*both) == 2
     error = capsys.readouterr().err
     assert "cosmo_unet/two: threads differs from that of" in error and ": 1, not 2; runs that" in error

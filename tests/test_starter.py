@@ -93,8 +93,9 @@ def test_samples_depend_on_nothing_but_their_number() -> None:
     """Not on how many there are, nor on the piece that they are in; splits and seeds differ."""
 
     def images(split: str = "train", **changes: Any) -> np.ndarray:
-        source = {"kind": "simulated", "size": 8, "train": 6, "valid": 6, **changes}
-        dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
+        dataset = StarterDataset.model_validate(
+            {"kind": "starter", "source": {"kind": "simulated", "size": 8, "train": 6, "valid": 6, **changes}}
+        )
         opened = open_source(dataset, next(part for part in KIND.parts(dataset) if part.split == split), [])
         return np.concatenate([opened.read(start, stop)["input"] for start, stop in ((0, 2), (2, 6))])
 
@@ -408,8 +409,9 @@ def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.Monk
 def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does."""
     environment = variables(OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 @pytest.mark.parametrize(

@@ -294,8 +294,9 @@ def meets(command: list[str], env: dict[str, str], nodes: int, each: int) -> Non
     total = size * (size - 1) // 2
     expected = [f"rank {r} of {size}, {r % each} here, all together {total}" for r in range(size)]
     # Two may write at once, and their lines then run into one another.
-    said = re.findall(r"rank \d+ of \d+, \d+ here, all together \d+?(?=rank|\n)", done.stdout)
-    assert sorted(said) == expected, done.stderr
+    assert sorted(re.findall(r"rank \d+ of \d+, \d+ here, all together \d+?(?=rank|\n)", done.stdout)) == expected, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,9 @@ DIGITS = TINY["mnist_cnn"]
 
 def load(sweep: Any, **more: Any) -> dict[str, ResolvedRun]:
     """Return the runs of a sweep of `mnist_cnn`."""
-    plan = {"study": "mnist_cnn", "kind": "sweep", "sweep": sweep, **more}
-    return resolve.load({"targets": ["swept"], "plans": {"swept": plan}}).plans["swept"]
+    return resolve.load(
+        {"targets": ["swept"], "plans": {"swept": {"study": "mnist_cnn", "kind": "sweep", "sweep": sweep, **more}}}
+    ).plans["swept"]
 
 
 def test_a_grid_tries_all_combinations() -> None:
@@ -84,8 +85,9 @@ def test_few_draws_cover_their_ranges(seed: int) -> None:
 
     for key in over:
         for count in (2, 4, 8, 16):
-            strata = sorted(trial[key] * count // 2**20 for trial in drawn(count))
-            assert strata == list(range(count)), "each share of the range has one"
+            assert sorted(trial[key] * count // 2**20 for trial in drawn(count)) == list(range(count)), (
+                "each share of the range has one"
+            )
     together = {tuple(value // 2**19 for value in trial.values()) for trial in drawn(64)}
     assert len(together) == 4, "settings do not go together"
     assert drawn(16) == drawn(16) and drawn(64)[:16] == drawn(16)
@@ -128,8 +130,7 @@ def test_rungs(trials: int, epochs: int, factor: int, expected: list[tuple[int, 
 
 
 def test_rungs_are_runs_that_stop() -> None:
-    over = {"optimizer.lr": [0.1, 1.0, 10.0]}
-    runs = load({"method": "halving", "over": over}, settings={"training": {"epochs": 6}})
+    runs = load({"method": "halving", "over": {"optimizer.lr": [0.1, 1.0, 10.0]}}, settings={"training": {"epochs": 6}})
     assert list(runs) == [f"lr-{lr}-rung{rung}" for rung in (0, 1) for lr in ("0p1", "1", "10")]
     assert [(each.trial, each.run.training.stop_after, each.rung_size) for each in runs.values()] == [
         *(("lr-0p1", 2, 3), ("lr-1", 2, 3), ("lr-10", 2, 3)),
@@ -143,8 +144,9 @@ def test_trials_that_need_more_gpus_than_there_are_make_no_rungs(monkeypatch: py
     sweep = {"method": "halving", "over": {"seed": [1, 2]}}
     settings = {"training": {"epochs": 4}, "geometry": {"gpus_per_node": 2}}
     swept = {"study": "mnist_cnn", "kind": "sweep", "settings": settings, "sweep": sweep}
-    plans = {"swept": swept, "other": {"study": "mnist_cnn", "runs": {"a": {}}}}
-    found = resolve.load({"targets": ["other"], "plans": plans})
+    found = resolve.load(
+        {"targets": ["other"], "plans": {"swept": swept, "other": {"study": "mnist_cnn", "runs": {"a": {}}}}}
+    )
     assert found.plans["swept"] == {} and list(found.left_out["swept"]) == ["seed-1", "seed-2"]
 
 

@@ -29,8 +29,7 @@ LABELS = ("IO", "SYNTHETIC", "FULL")
 
 def measure(folder: Path, data: Path, **over: Any) -> Path:
     """Run the stage on the tiny U-Net with 10 samples an epoch: batches of 4, 4 and 2."""
-    settings = config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over})
-    make_run(folder, "cosmo_unet", settings, COSMO)
+    make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
     arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 1]
     assert stage("throughput", *arguments, "--device", "cpu", "--out", folder / "throughput.json") == 0
     return folder / "throughput.json"
@@ -154,8 +153,9 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
         time.sleep(0.1 if len(consumed) <= 2 else 0.02)  # the first trial, the warm-up, is slow
         ends.append(time.perf_counter())
 
-    settings = Throughput(warmup=1, trials=2, batches=2, seconds=0)
-    found = trials("FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, settings, World())
+    found = trials(
+        "FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, Throughput(warmup=1, trials=2, batches=2, seconds=0), World()
+    )
     assert consumed == [9, 9, 3, 4, 5, 6], "and not one batch more"
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([7, 11])
     assert all(seconds >= 0.04 for seconds in found.trial_time)
@@ -212,8 +212,9 @@ class Uneven(World):
 
 def test_each_rank_counts_its_own_samples() -> None:
     """Of a last batch that does not divide: nine samples and seven, not twice nine."""
-    settings = Throughput(warmup=0, trials=1, batches=2, seconds=0)
-    found = trials("FULL", batches_of(5, 4), lambda x, y: None, settings, Uneven())
+    found = trials(
+        "FULL", batches_of(5, 4), lambda x, y: None, Throughput(warmup=0, trials=1, batches=2, seconds=0), Uneven()
+    )
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([9 + 7])
 
 

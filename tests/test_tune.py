@@ -160,8 +160,9 @@ def test_nor_is_it_seen_after_a_search_among_settings_alike() -> None:
 
 
 def a_run(tmp_path: Path, **over: Any) -> Any:
-    settings = config.merge(json.loads(json.dumps(COSMO_RUN)), over)
-    return load_run(make_run(tmp_path, "cosmo_unet", settings, COSMO), "tune")
+    return load_run(
+        make_run(tmp_path, "cosmo_unet", config.merge(json.loads(json.dumps(COSMO_RUN)), over), COSMO), "tune"
+    )
 
 
 def test_the_default_space_is_made_from_the_cores(tmp_path: Path) -> None:
@@ -193,8 +194,9 @@ def test_a_space_that_is_given_is_tried_in_full(tmp_path: Path) -> None:
     assert [each.get("batch_size") for each in found].count(6) == 4
     assert {"loader.kind": "direct", "loader.workers": 3, "loader.prefetch": 2} in found
     # What it may use decides whether it has to run again.
-    modules = reachable(run_modules("tune", "cosmo_unet", *run.loaders("tune")))
-    assert {registry.loader(kind) for kind in ("torch", "direct", "dali")} <= set(modules)
+    assert {registry.loader(kind) for kind in ("torch", "direct", "dali")} <= set(
+        reachable(run_modules("tune", "cosmo_unet", *run.loaders("tune")))
+    )
     direct = tune.changed(run, found[1])
     assert direct.loader.model_dump() == {
         "kind": "direct",
@@ -344,8 +346,9 @@ def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) 
 
 
 def test_processes_that_share_a_model_count_its_samples_once(tmp_path: Path, cosmo_data: Path) -> None:
-    run = a_run(tmp_path, tune=QUICK)
-    trials = tune._Trials(run, cosmo_data / "manifest.json", World(), 1, [{}], Progress("tuning", 2, "trials"))
+    trials = tune._Trials(
+        a_run(tmp_path, tune=QUICK), cosmo_data / "manifest.json", World(), 1, [{}], Progress("tuning", 2, "trials")
+    )
     assert trials(0, 0.01)
     second: Any = SimpleNamespace(rank=lambda axis: int(axis == "tp"))
     trials._world = replace(World(), mesh=second)
@@ -356,8 +359,9 @@ def test_processes_that_share_a_model_count_its_samples_once(tmp_path: Path, cos
 @pytest.mark.slow
 def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None:
     """Each makes the same trials, or they would wait for each other's gradients for ever; the first one writes."""
-    space = {**QUICK, "workers": [0, 1], "prefetch": [2], "batch_size": [2, 4, 3]}
-    folder = configure(tmp_path, "era5_vit", 2, tune=space)
+    folder = configure(
+        tmp_path, "era5_vit", 2, tune={**QUICK, "workers": [0, 1], "prefetch": [2], "batch_size": [2, 4, 3]}
+    )
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
     done = launch("tune", 2, *arguments, "--run", "test.run", "--out", folder, "--log", folder / "tune.log")
     logs = "".join(path.read_text() for path in folder.glob("*.log"))

@@ -136,8 +136,9 @@ WATCHED = {
 
 
 def test_every_cause_has_a_case() -> None:
-    source = Path(module.__file__).read_text()
-    assert {case[3] for case in CASES.values()} == set(re.findall(r'Finding\(\s*"(\w+)"', source))
+    assert {case[3] for case in CASES.values()} == set(
+        re.findall(r'Finding\(\s*"(\w+)"', Path(module.__file__).read_text())
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -282,8 +283,9 @@ def test_a_remark_takes_no_place_from_what_helps() -> None:
 
 
 def test_the_bytes_of_a_compiled_step_are_not_known() -> None:
-    moving = measured(work=WORK.model_copy(update={"bytes": 6e9}))
-    compiled = Evidence({**SETTINGS, "compile": {"mode": "default"}}, moving)
+    compiled = Evidence(
+        {**SETTINGS, "compile": {"mode": "default"}}, measured(work=WORK.model_copy(update={"bytes": 6e9}))
+    )
     assert verdict(compiled).findings == []
     assert "arithmetic: 333 samples/s" in module.limit(compiled)
 
@@ -302,8 +304,9 @@ def test_the_limit_is_the_lower_roof() -> None:
     """The roofs over 3e9 FLOP and 1e7 bytes: 1e12 / 3e9 = 333 and 1e11 / 1e7 = 10,000 samples/s."""
     assert "FULL reaches 30 %" in module.limit(Evidence(SETTINGS, measured())).replace("\N{NO-BREAK SPACE}", " ")
     assert "arithmetic: 333 samples/s" in module.limit(Evidence(SETTINGS, measured()))
-    moving = measured(work=WORK.model_copy(update={"bytes": 1e9}))
-    assert "memory: 100 samples/s" in module.limit(Evidence(SETTINGS, moving))
+    assert "memory: 100 samples/s" in module.limit(
+        Evidence(SETTINGS, measured(work=WORK.model_copy(update={"bytes": 1e9})))
+    )
     four = module.limit(Evidence(SETTINGS, measured(nranks=4)))
     assert "of the 4,000 GFLOP/s of 4 devices" in four and "arithmetic: 1,333 samples/s" in four
     assert "FULL reaches 7 %" in four.replace("\N{NO-BREAK SPACE}", " ")
