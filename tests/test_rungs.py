@@ -228,8 +228,7 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         assert distance(step.predict(x), plain.predict(x)) <= rung.value
         expected, found = gradients(plain, x, y), gradients(step, x, y)
         truth, loss = plain(x, y), step(x, y)
-        assert loss.dtype == torch.float32
-        assert not loss.requires_grad
+        assert loss.dtype == torch.float32 and not loss.requires_grad
         assert abs(float(loss - truth)) <= rung.value * float(truth)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
@@ -330,12 +329,16 @@ def test_master_weights_take_updates_that_rounding_would_lose() -> None:
     assert trained("bf16_master").item() == pytest.approx(0.9, rel=1e-5)
 
 
-def test_a_weight_without_part_in_the_loss_stays_as_it_is() -> None:
-    """With master weights as without them; the other one learns."""
-    run = settings("era5_vit", precision="bf16_master", optimizer={"lr": 1e-3, "momentum": 0.0})
+def without_part(**over: Any) -> Step:
+    """A step of a model with a weight that has no part in the loss."""
     model = nn.Linear(1, 1, bias=False)
     model.unused = nn.Parameter(torch.ones(3))
-    step = build_step(run, lambda: model, lambda p, t: p.sum(dim=1))
+    return build_step(settings("era5_vit", **over), lambda: model, lambda p, t: p.sum(dim=1))
+
+
+def test_a_weight_without_part_in_the_loss_stays_as_it_is() -> None:
+    """With master weights as without them; the other one learns."""
+    step = without_part(precision="bf16_master", optimizer={"lr": 1e-3, "momentum": 0.0})
     before = copy.deepcopy(step.weights.state_dict())
     step(torch.ones(1, 1), torch.ones(1, 1))
     after = step.weights.state_dict()
@@ -344,12 +347,7 @@ def test_a_weight_without_part_in_the_loss_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("optimizer", [SGD, {"kind": "adamw", "lr": 1e-3}])
 def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]) -> None:
-    def made() -> Step:
-        model = nn.Linear(1, 1, bias=False)
-        model.unused = nn.Parameter(torch.ones(3))
-        return build_step(settings("era5_vit", optimizer=optimizer), lambda: model, lambda p, t: p.sum(dim=1))
-
-    one, other, x = made(), made(), torch.ones(1, 1)
+    one, other, x = without_part(optimizer=optimizer), without_part(optimizer=optimizer), torch.ones(1, 1)
     one(x, x)
     begin(other.optimizer)
     assert other.shards().keys() == one.shards().keys()
@@ -439,9 +437,8 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
             result = func(*args, **(kwargs or {}))
             if func.overloadpacket is torch.ops.aten.convolution:
                 kernels.append(tuple(args[1].shape))
-                expected = layout == "channels_last"
                 for value in (args[0], result):
-                    assert value.is_contiguous(memory_format=torch.channels_last_3d) == expected
+                    assert value.is_contiguous(memory_format=torch.channels_last_3d) == (layout == "channels_last")
             elif (
                 func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.constant_pad_nd) and args[0].shape[0] == 3
             ):
@@ -508,10 +505,18 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
     assert log == ["FA3", "FA3"]
 
 
-@pytest.mark.parametrize("kind", ["efficient", "cudnn"])
-def test_a_kernel_that_is_not_here_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=rf"attention: {kind} cannot compute .* or one of: flash, math"):
-        make_step("era5_vit", attention=kind)
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"attention": "efficient"}, "attention: efficient cannot compute .* or one of: flash, math"),
+        ({"attention": "cudnn"}, "attention: cudnn cannot compute .* or one of: flash, math"),
+        ({"cuda_graph": True, "optimizer": {"fused": True}}, "cuda_graph: the device is a cpu"),
+    ],
+    ids=["efficient", "cudnn", "graph"],
+)
+def test_what_a_cpu_has_not_is_refused(over: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_step("era5_vit", **over)
 
 
 @pytest.mark.parametrize(("kind", "flash"), [("default", True), ("flash", True), ("math", False)])
@@ -528,8 +533,8 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
     x, y = batch("era5_vit", 6)
     with Watch():
         step(x, y)
-    forward = seen.count("aten._scaled_dot_product_flash_attention_for_cpu")
-    assert forward == (flash * (1 + checkpointing)), "the recomputed pass, too"
+    # In the pass that is computed again, too.
+    assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu") == flash * (1 + checkpointing)
     assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu_backward") == flash
     seen.clear()
     with Watch():
@@ -556,8 +561,7 @@ def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for kind, flash in (("default", True), ("math", False), ("flash", True), ("default", True)):
         need_compiler()
-        step = make_step("era5_vit", attention=kind, compile=COMPILE)
-        _, codes = run_and_get_code(step, *batch("era5_vit", 6))
+        _, codes = run_and_get_code(make_step("era5_vit", attention=kind, compile=COMPILE), *batch("era5_vit", 6))
         assert len(codes) == 2, "one graph forward, one backward"
         assert ["flash_attention" in code for code in codes] == [flash, flash], kind
 
@@ -646,27 +650,24 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
         size * (epoch + 1) * (4 * epoch + i) for epoch in range(2) for i, size in enumerate((4, 4, 4, 2))
     ], "each its own loss, also after later replays"
     assert EAGER_STEPS == 3
-    expected = [("reset", 0)] + [("run", 4)] * 3 + [("run", 2), ("record", 4)] + [("replay", 4)] * 3 + [("run", 2)]
-    assert recorder.log == expected
+    assert recorder.log == [
+        *[("reset", 0), ("run", 4), ("run", 4), ("run", 4), ("run", 2)],
+        *[("record", 4), ("replay", 4), ("replay", 4), ("replay", 4), ("run", 2)],
+    ]
     graphed.reset()
     graphed(torch.ones(4, 1), torch.ones(4, 1))
     assert recorder.log[-2:] == [("reset", 0), ("run", 4)]
 
 
-class Tape:
+class Tape(Recorder):
     """A CUDA graph's part, on a processor: operations are noted with their memory, and done again on the same memory.
 
     What Python decides, and every number that it passes, stays as it was when the tape was made.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.replays, self.waits = 0, 0
-
-    def reset(self) -> None:
-        pass
-
-    def run(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return body(x, y)
 
     def record(self, body: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         done: list[tuple[Any, Any, Any, list[Any]]] = []
@@ -732,8 +733,8 @@ def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
         assert all(torch.equal(a[key], b[key]) for key in a), number
     assert tape.replays >= 7 and tape.waits == 0
     if plain.scaler.is_enabled():
-        ratios = {after / before for before, after in itertools.pairwise(scales)}
-        assert ratios == {0.5, 1.0, 2.0}, "both overflow and growth were replayed"
+        # Both overflow and growth were replayed.
+        assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
 
 
 def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -785,8 +786,7 @@ def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
     (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert kinds == others
     assert EAGER_STEPS_OF_RANKS == 11
-    steps = [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
-    assert kinds == [("reset", 0), *steps]
+    assert kinds == [("reset", 0)] + [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
     plain = make_step("era5_vit")
     for number in range(SHARED):
         for part, samples in enumerate((6, 5)):
@@ -794,11 +794,6 @@ def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
     for key, value in plain.weights.state_dict().items():
         assert torch.equal(weights[key], same[key])
         torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5)
-
-
-def test_a_cpu_has_no_graphs() -> None:
-    with pytest.raises(UserError, match="cuda_graph: the device is a cpu"):
-        make_step("cosmo_unet", cuda_graph=True, optimizer={"fused": True})
 
 
 @pytest.mark.gpu
