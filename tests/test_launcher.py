@@ -148,12 +148,6 @@ def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str
     assert not {"--gpu-bind=none", "--cpu-bind=cores"} & set(found)
 
 
-@pytest.mark.parametrize("order", [[0, 1], [0, 1, 2, 2], [1, 2, 3, 4], [3, 2, 1, 0, 4]])
-def test_an_order_names_each_gpu_once(order: list[int]) -> None:
-    with pytest.raises(UserError, match="expected each of a node's 4 GPUs once, from 0"):
-        config.load({**PLAN, "site": {"scheduler": SCHEDULER, "gpu_order": order}})
-
-
 # ---- who may have put a file there ----------------------------------------------------------------------
 
 
@@ -204,8 +198,7 @@ def test_files_belong_to_the_caller() -> None:
     assert words(launch(site(engine="docker"), HERE, ONE), "--user") == ["1000:100"]
     found = launch(site(engine="podman"), HERE, ONE)
     assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
-    root = Place("/w", "/w", uid=0, gid=0)
-    assert "--userns=keep-id" not in launch(site(engine="podman"), root, ONE)
+    assert "--userns=keep-id" not in launch(site(engine="podman"), Place("/w", "/w", uid=0, gid=0), ONE)
     assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], "root in there is the user"
 
 
@@ -221,8 +214,7 @@ def test_files_belong_to_the_caller() -> None:
 def test_gpus_are_for_runs_on_machines_that_have_some(engine: str, words_for_gpus: list[str]) -> None:
     for geometry, gpu in itertools.product((None, ONE, FOUR), (True, False)):
         found = launch(site(engine=engine, gpu=gpu), HERE, geometry)
-        there = [word for word in found if word in words_for_gpus]
-        assert there == (words_for_gpus if gpu and geometry else [])
+        assert [word for word in found if word in words_for_gpus] == (words_for_gpus if gpu and geometry else [])
 
 
 @pytest.mark.parametrize(
@@ -294,17 +286,21 @@ def fake(folder: Path, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("there", "taken"),
+    ("there", "name", "taken"),
     [
-        ([], "none"),
-        (["podman"], "podman"),
-        (["podman", "podman-hpc"], "podman-hpc"),
-        (["docker", "apptainer", "shifter"], "shifter"),
-        (["apptainer", "podman"], "podman"),
+        ([], "registry/x:1", "none"),
+        (["podman"], "registry/x:1", "podman"),
+        (["podman", "podman-hpc"], "registry/x:1", "podman-hpc"),
+        (["docker", "apptainer", "shifter"], "registry/x:1", "shifter"),
+        (["apptainer", "podman"], "registry/x:1", "podman"),
+        (["shifter", "apptainer", "podman"], "localhost/dlscale:cpu", "podman"),
+        (["shifter", "apptainer", "podman"], "/cfs/x.sif", "apptainer"),
+        (["shifter", "apptainer", "podman"], "registry/x:1", "shifter"),
     ],
 )
-def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], taken: str) -> None:
-    chosen, reasons = resolve(site(engine="auto"), fake(tmp_path, *there))
+def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], name: str, taken: str) -> None:
+    """Of the engines that can have the image."""
+    chosen, reasons = resolve(site(engine="auto", image=name), fake(tmp_path, *there))
     assert chosen.engine == taken
     assert reasons[0].startswith(f"engine: {taken}, since ")
 
@@ -315,34 +311,37 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
     assert chosen.engine == "none" and "docker (docker info fails)" in reasons[0]
 
 
-# ---- mounts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("target", ["/etc", "/etc/x", "/var/lib", "/opt", "/", "/opt/"])
-def test_nothing_is_mounted_where_the_system_is(target: str) -> None:
-    with pytest.raises(UserError, match="nothing may be mounted"):
-        config.load({**PLAN, "site": {"mounts": {"/data": target}}})
+# ---- what a site cannot be -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("given", "words"),
     [
-        ("image", "--privileged"),
-        ("image", "x; touch pwned"),
-        ("mounts", {"/a:/b": "/c"}),
-        ("mounts", {"relative": "/c"}),
-        ("environment", {"A B": "c"}),
-        ("environment", {"A": ""}),
-        ("modules", ["--privileged"]),
-        ("engine", "singularity"),
+        # Nothing is mounted where the system is.
+        *(
+            ({"mounts": {"/data": target}}, "nothing may be mounted")
+            for target in ("/etc", "/etc/x", "/var/lib", "/opt", "/", "/opt/")
+        ),
+        # What no engine can carry.
+        ({"image": "--privileged"}, r"site\.image"),
+        ({"image": "x; touch pwned"}, r"site\.image"),
+        ({"mounts": {"/a:/b": "/c"}}, r"site\.mounts"),
+        ({"mounts": {"relative": "/c"}}, r"site\.mounts"),
+        ({"environment": {"A B": "c"}}, r"site\.environment"),
+        ({"environment": {"A": ""}}, r"site\.environment"),
+        ({"modules": ["--privileged"]}, r"site\.modules"),
+        ({"engine": "singularity"}, r"site\.engine"),
+        # An order names each GPU once.
+        *(
+            ({"scheduler": SCHEDULER, "gpu_order": order}, "expected each of a node's 4 GPUs once, from 0")
+            for order in ([0, 1], [0, 1, 2, 2], [1, 2, 3, 4], [3, 2, 1, 0, 4])
+        ),
+        ({"engine": "auto", "scheduler": SCHEDULER}, "site: engine: auto may mean another engine on each node"),
     ],
 )
-def test_what_no_engine_can_carry_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"site\.{key}"):
-        config.load({**PLAN, "site": {key: value}})
-
-
-PLAN: dict[str, Any] = {"targets": ["cosmo_published"]}
+def test_what_a_site_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        config.load({"targets": ["cosmo_published"], "site": given})
 
 
 @pytest.mark.parametrize("name", ["docker", "slurm", "perlmutter"])
@@ -447,22 +446,10 @@ def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry
     assert any(word.startswith("--mem=") for word in shown) == (geometry is not None)
 
 
-def test_auto_takes_an_engine_that_can_have_the_image(tmp_path: Path) -> None:
-    there = fake(tmp_path, "shifter", "apptainer", "podman")
-    taken = {"localhost/dlscale:cpu": "podman", "/cfs/x.sif": "apptainer", "registry/x:1": "shifter"}
-    for name, engine in taken.items():
-        assert resolve(site(engine="auto", image=name), there)[0].engine == engine
-
-
 def test_auto_without_an_image_is_no_engine(tmp_path: Path) -> None:
     """Whichever is here: it would be refused at once, for want of one."""
     chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))
     assert chosen.engine == "none" and "engine: none, since site.image names no image" in reasons
-
-
-def test_auto_is_no_engine_for_many_nodes() -> None:
-    with pytest.raises(UserError, match=r"site: engine: auto may mean another engine on each node"):
-        config.load({**PLAN, "site": {"engine": "auto", "scheduler": SCHEDULER}})
 
 
 # ---- jobs of an earlier call -----------------------------------------------------------------------
