@@ -31,8 +31,9 @@ Check = Callable[..., str]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return what a folder holds, hidden files included, by path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Return what a folder holds by path, hidden files included; a lock's file, which stays, and logs are left out."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith((".lock", ".log"))]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -43,20 +44,13 @@ def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Check:
         before = contents(folder)
         capfd.readouterr()
         assert stage(*arguments) == cli.USER_ERROR
-        return one_message(capfd.readouterr().err, str(arguments[0]), folder, before)
+        error, name = capfd.readouterr().err, f"dlscale {arguments[0]}: "
+        assert error.startswith(name) and error.count("\n") == 1 and error.endswith("\n"), error
+        assert "Traceback" not in error and "Error" not in error, error
+        assert contents(folder) == before
+        return error.removeprefix(name).strip()
 
     return run
-
-
-def one_message(error: str, name: str, folder: Path, before: dict[str, bytes]) -> str:
-    assert error.startswith(f"dlscale {name}: ") and error.count("\n") == 1 and error.endswith("\n"), error
-    assert "Traceback" not in error and "Error" not in error, error
-    after = contents(folder)
-    for kept in (".lock", ".log"):  # a lock file stays, released
-        after = {path: content for path, content in after.items() if not path.endswith(kept)}
-        before = {path: content for path, content in before.items() if not path.endswith(kept)}
-    assert after == before
-    return error.removeprefix(f"dlscale {name}: ").strip()
 
 
 def configured(folder: Path, settings: dict[str, Any]) -> list[object]:
@@ -175,14 +169,10 @@ def test_prepared_files_that_were_not_prepared(tmp_path: Path, refused: Check) -
     assert "Nbody: channel 'dm_density'" in text and "source kind files" in text
 
 
-def test_more_pieces_than_rows(tmp_path: Path, refused: Check) -> None:
+def test_pieces_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: Check) -> None:
     path = damaged(tmp_path)
     text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], pieces=9), path))
     assert "train/a: 8 rows do not fill 9 pieces" in text and "`pieces`" in text
-
-
-def test_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: Check) -> None:
-    path = damaged(tmp_path)
     text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=9), path))
     assert "downsample 9 is larger than the volume (8, 8, 8)" in text
     source = {"kind": "files", "paths": [str(path)], "fractions": {"train": 0.5, "valid": 0.1, "gap": 1}}

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,18 +125,9 @@ def gathers_wrong(original: Any) -> Any:
     return lambda output, own, **options: original(output, corrupted(own), **options)
 
 
-def adds_wrong(original: Any) -> Any:
-    def reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if tensor.dtype == torch.float32:
-            tensor.copy_(corrupted(tensor))
-        return original(tensor, *arguments, **options)
-
-    return reduce
-
-
-def adds_wrong_in_groups(original: Any) -> Any:
+def adds_wrong(original: Any, only_in_groups: bool = False) -> Any:
     def reduce(tensor: torch.Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
-        if tensor.dtype == torch.float32 and group is not None:
+        if tensor.dtype == torch.float32 and (group is not None or not only_in_groups):
             tensor.copy_(corrupted(tensor))
         return original(tensor, *arguments, group=group, **options)
 
@@ -162,7 +154,8 @@ CASES = {
     "gathers": Case(4, 1, "all_gather", gathers_wrong, said=": process 1 on nid0 took part in most"),
     "adds": Case(4, 2, "all_reduce", adds_wrong, said=": process 0 on nid0, process 1 on nid0, "),
     "adds in groups": Case(
-        *(4, 3, "all_reduce", adds_wrong_in_groups, 4, {"tp": 2}), said=": process 3 on nid0 took part in most"
+        *(4, 3, "all_reduce", partial(adds_wrong, only_in_groups=True), 4, {"tp": 2}),
+        said=": process 3 on nid0 took part in most",
     ),
 }
 
@@ -176,16 +169,14 @@ def _test(rank: int, ranks: int, port: int, folder: str) -> None:
                 continue
             host = f"nid{rank // case.per_node}"
             socket.gethostname = lambda host=host: host  # type: ignore[misc]
-            geometry = Geometry(gpus_per_node=ranks, **case.geometry)
-            world = replace(joined, mesh=Mesh(geometry, "cpu") if case.geometry else None)
-            torch.save(seen_by(world, case), Path(folder, f"{name}.{rank}.pt"))
+            mesh = Mesh(Geometry(gpus_per_node=ranks, **case.geometry), "cpu") if case.geometry else None
+            torch.save(seen_by(replace(joined, mesh=mesh), case), Path(folder, f"{name}.{rank}.pt"))
 
 
 def seen_by(world: World, case: Case) -> dict[str, Any]:
     random_state, steps, start = torch.get_rng_state(), ranges._marked, time.perf_counter()
     seen: dict[str, Any] = {}
-    faulty = patched(case.function, case.make) if world.rank == case.culprit else contextlib.nullcontext()
-    with faulty:
+    with patched(case.function, case.make) if world.rank == case.culprit else contextlib.nullcontext():
         try:
             found = self_test(world)
             assert found is not None and ranges.entered and ranges.at == ""
@@ -299,10 +290,9 @@ def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple
         *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", ranks, "--device", "cpu"),
         *("--log", folder / "train.log"),
     ]
-    command = [sys.executable, str(folder / "program.py"), *map(str, arguments)]
     processes = [
         subprocess.Popen(
-            command,
+            [sys.executable, str(folder / "program.py"), *map(str, arguments)],
             env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **meet),
             cwd=ROOT,
             stderr=subprocess.PIPE,

@@ -96,8 +96,7 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
     own = sum(p.numel() * p.element_size() for p in step.model.parameters())
     assert found.parameters == own
     state = sum(value.nbytes for each in step.optimizer.state.values() for value in each.values() if value.dim())
-    counters = 8 * len(step.optimizer.state)
-    assert 0 <= found.optimizer - state - masters <= counters
+    assert 0 <= found.optimizer - state - masters <= 8 * len(step.optimizer.state), "counters"
     assert found.gradients == own + masters
     if case is UNET or over != {"accumulation_steps": 2}:  # else gradients of the parts before are counted with them
         parts = own if "accumulation_steps" in over else 0
@@ -252,50 +251,40 @@ def test_a_peak_sees_what_was_freed_and_forgets_it() -> None:
 
 # ---- out of memory -----------------------------------------------------------------------------------
 
-ASKED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes. Error code 12"
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 39.39 GiB of which 1 GiB is free."
 )
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError(CUDA),
-        MemoryError(),
-        OSError(errno.ENOMEM, "Cannot allocate memory"),
-        *map(
-            RuntimeError,
-            (
-                "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-                "CUDA driver error: out of memory",
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-                "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-                "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
-                "std::bad_alloc",
-                ASKED,
-            ),
+EXHAUSTED = [
+    torch.OutOfMemoryError(CUDA),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    *map(
+        RuntimeError,
+        (
+            "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+            "CUDA driver error: out of memory",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+            "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+            "std::bad_alloc",
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes. Error code 12",
         ),
-    ],
-    ids=str,
-)
+    ),
+]
+OTHERS = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    ValueError("memory_format"),
+]
+
+
+@pytest.mark.parametrize("error", [*EXHAUSTED, *OTHERS], ids=str)
 def test_texts_of_too_little_memory(error: Exception) -> None:
-    assert around.is_exhaustion(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-        OSError(errno.ENOSPC, "No space left on device"),
-        ValueError("memory_format"),
-    ],
-    ids=str,
-)
-def test_other_texts_are_not(error: Exception) -> None:
-    assert not around.is_exhaustion(error)
+    assert around.is_exhaustion(error) == (error in EXHAUSTED)
 
 
 def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosmo_data: Path) -> None:
@@ -314,28 +303,25 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
 
 
 def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:
-    run = tiny_run("cosmo_unet", tmp_path)
     with (
         pytest.raises(RuntimeError, match="shapes"),
-        around.explained(run, cosmo_data / "manifest.json", World()),
+        around.explained(tiny_run("cosmo_unet", tmp_path), cosmo_data / "manifest.json", World()),
     ):
         raise RuntimeError("shapes do not match")
 
 
-def failing(tmp_path: Path, data: Path, limit: float, **over: Any) -> tuple[str, Any]:
+def failing(tmp_path: Path, data: Path, limit: float) -> str:
     """Have a step fail in its loss, on a device that pretends to have `limit` bytes left; return the message."""
-    run = tiny_run("cosmo_unet", tmp_path, batch_size=16, **over)
+    run = tiny_run("cosmo_unet", tmp_path, batch_size=16)
     session = open_session(run, data / "manifest.json", World(), 1)
 
     def fail(*arguments: Any) -> Any:
         raise torch.OutOfMemoryError(CUDA)
 
     session.step.network.loss = fail
-    try:
+    with pytest.raises(RuntimeError) as caught:
         session.step(torch.zeros(16, 4, 16, 16, 16), torch.zeros(16, 5, 16, 16, 16))
-    except RuntimeError as error:
-        return around.message(error, run, data / "manifest.json", World(), int(limit)), run
-    raise AssertionError("it did not fail")
+    return around.message(caught.value, run, data / "manifest.json", World(), int(limit))
 
 
 @pytest.mark.slow
@@ -350,7 +336,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
     full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
     assert full > halves > fourths
     limit = (halves + fourths) / 2  # parts of eight samples do not fit, those of four do
-    text, _ = failing(tmp_path, cosmo_data, limit / around.SHARE["cpu"] + around.RESERVE["cpu"])
+    text = failing(tmp_path, cosmo_data, limit / around.SHARE["cpu"] + around.RESERVE["cpu"])
     assert "out of memory in the forward pass: CUDA out of memory. Tried to allocate 20.00 MiB" in text
     assert f"a step of 16 samples is predicted to take {size(full)}" in text
     _, options = text.split("predicted to fit: ")
@@ -369,7 +355,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
 
 @pytest.mark.slow
 def test_nothing_fits(tmp_path: Path, cosmo_data: Path) -> None:
-    text, _ = failing(tmp_path, cosmo_data, 1000)
+    text = failing(tmp_path, cosmo_data, 1000)
     assert "choose a smaller model" in text and "predicted to fit" not in text
 
 
