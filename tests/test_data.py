@@ -169,7 +169,8 @@ def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch
     for name, change in {"whole": {}, "pieces": {"pieces": 3}, "blocks": {}}.items():
         monkeypatch.setattr(store, "MEMORY", 2_000_000 if name == "blocks" else 512_000_000)
         make_parts(tmp_path / name, {**settings, **change})
-    source = store_source(load_dataset(tmp_path / "blocks" / "config.yaml"), "train/a", paths[0])
+    dataset = load_dataset(tmp_path / "blocks" / "config.yaml")
+    source = parts.needed(dataset, "source", "open_source")(dataset, parts.part(dataset, "train/a"), paths[:1])
     rows, block = source.fields[0].rows, 2_000_000 // source.bytes_per_row
     source.close()
     assert 1 < block < rows and rows % block, "the last block is no partial one: choose another size"
@@ -189,10 +190,6 @@ def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch
 def moments_of(path: Path, name: str) -> Moments:
     with h5py.File(path) as file:
         return Moments.from_json(file[name].attrs["moments"])
-
-
-def store_source(dataset: Any, label: str, path: Path) -> Any:
-    return parts.needed(dataset, "source", "open_source")(dataset, parts.part(dataset, label), [path])
 
 
 def test_piece_rows_cover_every_row_once() -> None:

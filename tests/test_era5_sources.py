@@ -129,12 +129,12 @@ def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) ->
 
 
 def settings(channels: list[str], **keys: Any) -> Era5Dataset:
-    days = {
-        "train": ["2000-01-01", "2000-01-02"],
-        "valid": ["2001-01-01", "2001-01-02"],
-    }  # tests give theirs in the part
-    source = {"kind": "files", "paths": ["unused"]}
-    return Era5Dataset.model_validate({"kind": "era5", "source": source, "channels": channels, "split": days, **keys})
+    fixed = {
+        "kind": "era5",
+        "source": {"kind": "files", "paths": ["unused"]},
+        "split": {"train": ["2000-01-01", "2000-01-02"], "valid": ["2001-01-01", "2001-01-02"]},
+    }  # tests give their days in the part
+    return Era5Dataset.model_validate({**fixed, "channels": channels, **keys})
 
 
 def part(first: str | None = None, last: str | None = None) -> Part:
@@ -145,8 +145,7 @@ def part(first: str | None = None, last: str | None = None) -> Part:
 def fields(source: Era5Source, block: int = 5) -> np.ndarray:
     """Everything, read in small blocks."""
     rows = source.fields[0].rows
-    blocks = [source.read(start, min(start + block, rows))["fields"] for start in range(0, rows, block)]
-    whole = np.concatenate(blocks)
+    whole = np.concatenate([source.read(n, min(n + block, rows))["fields"] for n in range(0, rows, block)])
     assert (whole.dtype, whole.shape) == (np.float32, source.fields[0].shape)
     return whole
 
@@ -156,8 +155,7 @@ def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None 
     with pytest.raises(UserError) as caught:
         fields(open_source(settings(list(channels), **keys), of or part(), list(paths)))
     message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 700
+    assert "\n" not in message and len(message) < 700, message
     return message
 
 
@@ -171,8 +169,7 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     shutil.copy(GRIB, path)
     truth = xr.open_dataset(GRIB, engine="cfgrib", backend_kwargs={"indexpath": ""})
     source = open_source(settings(["t2m"]), part("2019-03-25", "2019-03-31"), [path])
-    held_out = truth.sel(time=slice("2019-03-25", "2019-03-31"))
-    np.testing.assert_array_equal(fields(source, 50)[:, 0], held_out.t2m.values)
+    np.testing.assert_array_equal(fields(source, 50)[:, 0], truth.t2m.sel(time=slice("2019-03-25", "2019-03-31")))
     assert (source.fields[0].shape, source.fields[0].units) == ((168, 1, 33, 49), ("K",))
     assert source.attributes["long_names"] == ["2 metre temperature"]
     np.testing.assert_array_equal(source.coordinates["latitude"], truth.latitude)
@@ -284,9 +281,8 @@ def test_the_names_that_axes_go_by(tmp_path: Path) -> None:
 def test_longitudes_go_on_across_the_meridian(tmp_path: Path) -> None:
     states = atmosphere(names=("t2m",)).assign_coords(longitude=(350 + 2.5 * np.arange(12)) % 360)
     west = atmosphere(names=("u10",)).assign_coords(longitude=-10 + 2.5 * np.arange(12))
-    write(states, tmp_path / "a.nc", "netcdf4")
-    write(west, tmp_path / "b.nc", "netcdf3")
-    source = open_source(settings(["t2m", "u10"], downsample=2), part(), [tmp_path / "a.nc", tmp_path / "b.nc"])
+    paths = [write(states, tmp_path / "a.nc", "netcdf4"), write(west, tmp_path / "b.nc", "netcdf3")]
+    source = open_source(settings(["t2m", "u10"], downsample=2), part(), paths)
     np.testing.assert_allclose(source.coordinates["longitude"], 351.25 + 5 * np.arange(6))
 
 
@@ -297,8 +293,7 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
     write_grib(states[["u10", "z", "t"]].isel(time=slice(None, None, -1)), path)  # backwards
     write_grib(states[["t2m"]].isel(time=slice(4, None)), path, "ab")
     source = open_source(settings(["z@850", "u10"]), part(), [path])
-    expected = np.stack([states.z.sel(level=850), states.u10], axis=1)
-    np.testing.assert_array_equal(fields(source), expected)
+    np.testing.assert_array_equal(fields(source), np.stack([states.z.sel(level=850), states.u10], axis=1))
     message = refused(path, channels=("u10", "t2m"))
     assert "'t2m' is missing" in message and "at 2020-02-27 00:00 (4 such times" in message
     later = open_source(settings(["u10", "t2m"]), part("2020-02-28", "2020-03-01"), [path])
@@ -371,10 +366,6 @@ def raw_bytes(content: bytes) -> Callable[[Path], list[Path]]:
     return make
 
 
-def points(states: xr.Dataset) -> xr.Dataset:
-    return states.stack(station=("latitude", "longitude")).reset_index("station")
-
-
 def curvilinear(states: xr.Dataset) -> xr.Dataset:
     y, x = np.meshgrid(states.latitude, states.longitude, indexing="ij")
     plain = states.drop_vars(["latitude", "longitude"]).rename(latitude="y", longitude="x")
@@ -383,10 +374,6 @@ def curvilinear(states: xr.Dataset) -> xr.Dataset:
 
 def without(index: int) -> Callable[[xr.Dataset], xr.Dataset]:
     return lambda states: states.isel(time=[i for i in range(16) if i != index])
-
-
-def no_dates(states: xr.Dataset) -> xr.Dataset:
-    return states.assign_coords(time=np.arange(16))
 
 
 def in_celsius(states: xr.Dataset) -> xr.Dataset:
@@ -425,8 +412,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "downsample": (changed(SAME), {"downsample": 10}, ["downsample 10 does not fit"]),
     "no time": (changed(lambda s: s.isel(time=0, drop=True)), {}, ["'t2m' has the dimensions latitude (9)"]),
     "no times": (changed(lambda s: s.isel(time=[])), {}, ["'t2m' has the dimensions time (0)"]),
-    "no dates": (changed(no_dates), {}, ["its times cannot be read", "expected dates of the standard calendar"]),
-    "points": (changed(points), {}, ["station (108)", "cdo remapbil"]),
+    "no dates": (
+        *(changed(lambda s: s.assign_coords(time=np.arange(16))), {}),
+        ["its times cannot be read", "expected dates of the standard calendar"],
+    ),
+    "points": (
+        *(changed(lambda s: s.stack(station=("latitude", "longitude")).reset_index("station")), {}),
+        ["station (108)", "cdo remapbil"],
+    ),
     "curvilinear": (changed(curvilinear), {}, ["y (9)", "cdo remapbil"]),
     "poles": (changed(lambda s: s.assign_coords(latitude=s.latitude + 32)), {}, ["beyond the poles"]),
     "pipe": (pipe, {}, ["pipe: a pipe or a device; expected a file"]),
@@ -449,8 +442,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
 def test_mistakes_end_in_one_clear_message(tmp_path: Path, case: str) -> None:
     make, keys, expected = MISTAKES[case]
     message = refused(*make(tmp_path), **keys)
-    for text in expected:
-        assert text in message
+    assert all(text in message for text in expected), message
 
 
 @pytest.mark.slow
@@ -535,8 +527,7 @@ def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consol
     out = tmp_path / "source" / "train-2020.nc"
     dataset = settings(CHANNELS, step_hours=6)
     acquire(dataset, days("2020-02-28", "2020-03-01", tmp_path / "store"), out, lambda *done: seen.append(done))
-    assert seen == sorted(seen)
-    assert seen[-1] == (12, 12)
+    assert seen == sorted(seen) and seen[-1] == (12, 12)
 
     truth = xr.open_dataset(tmp_path / "store", engine="zarr", chunks=None).sortby("latitude", ascending=False)
     truth = truth.sel(time=slice("2020-02-28", "2020-03-01")).isel(time=slice(None, None, 6))
@@ -564,9 +555,8 @@ def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
     blocks: list[tuple[int, int]] = []
     tracemalloc.start()
     try:
-        dataset = settings(["t2m", "u10"])
         raw = days("2020-02-27", "2020-03-22", tmp_path / "store")
-        acquire(dataset, raw, tmp_path / "out.nc", lambda *done: blocks.append(done))
+        acquire(settings(["t2m", "u10"]), raw, tmp_path / "out.nc", lambda *done: blocks.append(done))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -631,8 +621,6 @@ def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch)
     Server.refusing = 10**6
     with pytest.raises(UserError, match="compute nodes have no network: run acquisition"):
         acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/served"), tmp_path / "out.nc")
-    with pytest.raises(UserError, match=r"there is no Zarr store.*compute nodes"):
-        acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/nothing"), tmp_path / "out.nc")
     assert not (tmp_path / "out.nc").exists()
 
 

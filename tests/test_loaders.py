@@ -74,22 +74,18 @@ def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> 
     values[(0,) * 4] = -0.0
     with h5py.File(path, "a") as file:
         if layout in FOREIGN.values() or layout is SPLIT:
-            options = {"chunks": True} if "compression" in layout else {}
             last = bool(layout.get("channels_last"))
             values = np.moveaxis(values, 0, -1) if last else values
             rest = {key: value for key, value in layout.items() if key != "channels_last"}
-            made = file.create_dataset(field.name, data=values, **{**options, **rest})
-            made.attrs["channels_last"] = last
+            file.create_dataset(field.name, data=values, **rest).attrs["channels_last"] = last
             return
-        shape = [1] * 4
-        shape[field.channel_axis] = -1
+        shape = [-1 if axis == field.channel_axis else 1 for axis in range(4)]
         scaling = None
         if layout.get("dtype") == "float16":
             scaling = np.linspace(-0.5, 2, len(field.channels)), np.linspace(0.3, 3, len(field.channels))
             offset, scale = (part.reshape(shape).astype(np.float32) for part in scaling)
             values = ((values - offset) / scale).astype(np.float16)
-        target = store.create(file, field, scaling=scaling, **layout)
-        store.write(target, (slice(None),) * 4, values)
+        store.write(store.create(file, field, scaling=scaling, **layout), (slice(None),) * 4, values)
 
 
 def volume_fields(edges: Sequence[int]) -> list[Field]:
@@ -568,11 +564,6 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not direct_loader.becomes_resident("auto", needed, CPU)
 
 
-def slow_down(stream: Any, cycles: int) -> None:
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(cycles)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("slow", ["the loader's stream", "the model's stream"])
@@ -585,15 +576,15 @@ def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
     """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
     kind, more = (way, {}) if way in ("dali", "torch") else ("direct", {"resident": way})
-    loader = build(kind, samples, Share(4), 2, device, **more)
     kept = []
-    with closing(loader):
+    with closing(build(kind, samples, Share(4), 2, device, **more)) as loader:
         next(loader.epoch(1))  # given up after a batch
         for x, y in loader.epoch(0):
             if slow == "the model's stream":
                 torch.cuda._sleep(50_000_000)
             elif way != "dali":
-                slow_down(loader._stream if way == "torch" else loader._backend.ring.stream, 50_000_000)
+                with torch.cuda.stream(loader._stream if way == "torch" else loader._backend.ring.stream):
+                    torch.cuda._sleep(50_000_000)
             kept.append((x.clone(), y.clone()))
         for (x, y), (a, b) in zip(kept, expected(samples, Share(4), 0), strict=True):
             np.testing.assert_allclose(x.cpu(), a, rtol=1e-6, atol=1e-6)

@@ -9,6 +9,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,7 @@ def test_seeds_epochs_and_streams_are_independent() -> None:
     correlation = np.corrcoef([table.ravel() / 2.0**64 - 0.5 for table in tables])
     np.fill_diagonal(correlation, 0)
     assert abs(correlation).max() < 5 / np.sqrt(2000)
-    orders = {tuple(sampling.order(seed, epoch, 20).tolist()) for seed in range(5) for epoch in range(5)}
-    assert len(orders) == 25
+    assert len({tuple(sampling.order(seed, epoch, 20).tolist()) for seed in range(5) for epoch in range(5)}) == 25
 
 
 def test_order_is_a_permutation() -> None:
@@ -351,8 +351,7 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
         np.testing.assert_array_equal(values, raw[:, z : z + 4, y : y + 4, x : x + 4])
     other = crops(volumes, "valid", seed=2)
     assert [digest(*samples.read(0, i)) for i in range(12)] == [digest(*other.read(9, i)) for i in range(12)]
-    few = crops(volumes, "valid", valid=5).boxes(0)
-    assert few.input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
+    assert crops(volumes, "valid", valid=5).boxes(0).input.tolist() == [list(expected[i * 12 // 5]) for i in range(5)]
 
 
 def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
@@ -499,16 +498,15 @@ def test_fields_that_no_row_has_are_one_message(table: Manifest, volumes: Manife
 
 
 @pytest.fixture(params=["crops", "pairs", "informed", "rows"])
-def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest) -> Any:
+def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest, table: Manifest) -> Any:
     """Return a function that makes fresh training samples: 40 crops, 19 pairs, 19 rows."""
-    if request.param == "rows":
-        table = request.getfixturevalue("table")
-        return lambda split="train", seed=0: rows(table, split, seed)
-    if request.param == "crops":
-        return lambda split="train", seed=0: crops(volumes, split, seed)
-    if request.param == "informed":
-        return lambda split="train", seed=0: informed(series, split, seed, dt=1, history=[1], clock=["hour"])
-    return lambda split="train", seed=0: pairs(series, split, seed, dt=2)  # the last batch of 6 holds 1
+    makers: dict[str, Callable[..., Samples]] = {
+        "crops": partial(crops, volumes),
+        "pairs": partial(pairs, series, dt=2),  # the last batch of 6 holds 1
+        "informed": partial(informed, series, dt=1, history=[1], clock=["hour"]),
+        "rows": partial(rows, table),
+    }
+    return makers[request.param]
 
 
 def stream(samples: Samples, epoch: int) -> list[str]:
