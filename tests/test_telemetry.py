@@ -182,8 +182,7 @@ def test_energy_a_sample() -> None:
     assert (run.energy_per_sample, run.energy) == (pytest.approx(2 * 100 / 50), pytest.approx(2 * sum(watts)))
     resumed = result([samples[5:]], *epochs, resumed_from_step=1)
     assert resumed.energy is None and resumed.energy_per_sample == pytest.approx(100 / 50)
-    later = result([samples[12:]], *epochs[:2])
-    assert later.energy_per_sample is None, "the epoch was trained by an earlier try"
+    assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, "the epoch was trained by an earlier try"
     assert result([], *epochs).energy_per_sample is None
 
 

@@ -180,8 +180,8 @@ def test_a_rank_that_hangs_between_epochs_is_named(
 def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: Path, culprit: int) -> None:
     """No thread of its process can show a sign of life, but the other one sees the process; the run goes on."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 60})
-    limits = {WATCHDOG: "silent=5:stuck=6"}  # of what nobody sees; the data are just being opened
-    process = begin_faulty(folder, era5_data, "data", 2, culprit, HOLDS="12", **limits)
+    # Limits of what nobody sees; the data are just being opened.
+    process = begin_faulty(folder, era5_data, "data", 2, culprit, HOLDS="12", **{WATCHDOG: "silent=5:stuck=6"})
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output + said(folder)
     assert "HANGS" in said(folder) and "no sign of life" not in said(folder)

@@ -266,18 +266,14 @@ class Cluster:
         self.subnet = f"10.77.{number}"
         self.port = 7400 + 4 * number
         self.record = RECORDS / f"{self.id}.json"
-        known = self._recorded()["folder"]
-        self.folder = Path(folder or known or f"/tmp/{self.id}").resolve()
+        self.folder = Path(folder or self._recorded()["folder"] or f"/tmp/{self.id}").resolve()
         self._children: list[subprocess.Popen[bytes]] = []
 
     # ---- what was started ------------------------------------------------------------------------
 
     def _recorded(self) -> dict[str, Any]:
         """Return what is on record: the folder, and the processes, each with when it started."""
-        try:
-            text = self.record.read_text()
-        except FileNotFoundError:
-            text = ""
+        text = self.record.read_text() if self.record.exists() else ""
         return json.loads(text) if text else {"folder": None, "processes": {}}
 
     def _write(self, processes: dict[str, tuple[int, int]]) -> None:
@@ -506,8 +502,7 @@ class Cluster:
         lines = ["add cluster perlmutter"]
         lines += [f"add qos {name} {limits} Flags=DenyOnLimit" for name, limits in QOS.items()]
         lines += [f"add account {name} Description=test Organization=test" for name in ACCOUNTS]
-        for name in ACCOUNTS:
-            lines.append(f"add user root Account={name} DefaultAccount={ACCOUNTS[0]}")
+        lines += [f"add user root Account={name} DefaultAccount={ACCOUNTS[0]}" for name in ACCOUNTS]
         lines.append(f"modify user root set QOS={','.join(QOS)} DefaultQOS=regular")
         self.run("sacctmgr", "-i", "-Q", input="\n".join([*lines, "quit", ""]))
 
@@ -612,8 +607,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=0, help="which one, 0 to 99 (default 0)")
     parser.add_argument("--folder", type=Path, help="where it keeps its files; a short path")
     arguments = parser.parse_args()
-    why = obstacle()
-    if why:
+    if why := obstacle():
         print(f"No cluster here: {why}.", file=sys.stderr)
         return 1
     cluster = Cluster(arguments.number, arguments.folder)

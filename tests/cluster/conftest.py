@@ -17,8 +17,7 @@ def cluster() -> Iterator[slurm.Cluster]:
 
     Where Slurm is not installed it takes `DLSCALE_CLUSTER_TESTS=1` to install it: no test changes a machine unasked.
     """
-    why = slurm.obstacle()
-    if why:
+    if why := slurm.obstacle():
         pytest.skip(f"no cluster here: {why}")
     if slurm.missing() and os.environ.get("DLSCALE_CLUSTER_TESTS") != "1":
         pytest.skip(f"not installed: {', '.join(slurm.missing())} (DLSCALE_CLUSTER_TESTS=1 installs them)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -21,10 +20,6 @@ GPU = ["--account=m0000_g", "--constraint=gpu"]
 def idle(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.cancel_all()
-
-
-def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return sorted(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -53,4 +48,4 @@ def test_tasks_take_the_gpus_in_the_sites_order(cluster: Cluster) -> None:
     place = Place(str(cluster.folder), str(cluster.folder), uid=0, gid=0)
     srun, *rest = launch(site, place, Geometry(gpus_per_node=4))[: -len(PYTHON)]
     shown = cluster.run(srun, *GPU, *rest, "bash", "-c", "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES")
-    assert lines(shown) == [f"{rank} 3,2,1,0" for rank in range(4)]
+    assert sorted(shown.stdout.splitlines()) == [f"{rank} 3,2,1,0" for rank in range(4)]

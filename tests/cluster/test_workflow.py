@@ -130,8 +130,8 @@ def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
     flow = make(targets=["long"], plans__long__settings=long(3600, prepared))
     # Slurm warns up to half a minute early: with a limit of one minute before the job is up.
     with flow.running("--set-resources", "train:runtime=2", "--retries=4") as process:
-        resumed = lambda: "resumed after epoch" in flow.log()  # noqa: E731 - the log is of all tries
-        flow.until("the second job", resumed, process, seconds=3 * PATIENCE)
+        # The log is of all tries.
+        flow.until("the second job", lambda: "resumed after epoch" in flow.log(), process, seconds=3 * PATIENCE)
         os.killpg(process.pid, signal.SIGINT)  # that a job which goes on ends, too, others show
         assert process.wait(PATIENCE) != 0
     before, _, after = flow.log().partition("asked to end: saved after step ")
@@ -189,8 +189,7 @@ def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared:
     assert flow.run("--retries=0") == 0, flow.output[-8000:]
     if how == signal.SIGKILL:
         assert "Waiting for jobs of an earlier call" in flow.output
-    jobs = flow.jobs("state", "comment:100")
-    assert [(row[0], row[1].split("_")[1]) for row in jobs] == [("COMPLETED", "train")]
+    assert [(row[0], row[1].split("_")[1]) for row in flow.jobs("state", "comment:100")] == [("COMPLETED", "train")]
     assert flow.provenance("long/run")["resumed_from_step"] is None
 
 
@@ -225,14 +224,10 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
     flow = make(plans__shapes__runs={"one": {}, "two": {"seed": 1}}, plans__shapes__measure=["throughput"])
     flow.config["datasets"]["years"] = {**flow.config["datasets"]["years"], "pieces": 3}
     shutil.rmtree(flow.path / "results")
-    grouped = ["--groups", "throughput=measure", "--group-components", "measure=2"]
-    grouped += [
-        "--set-resource-scopes",
-        "cpus_per_task=local",
-        "nodes=local",
-        "--resources",
-        "cpus_per_task=32",
-        "nodes=1",
+    grouped = [
+        *("--groups", "throughput=measure", "--group-components", "measure=2"),
+        *("--set-resource-scopes", "cpus_per_task=local", "nodes=local"),
+        *("--resources", "cpus_per_task=32", "nodes=1"),
     ]
     assert flow.run(*grouped) == 0, flow.output[-8000:]
     jobs = flow.jobs("jobarrayid", "comment:100", "state")

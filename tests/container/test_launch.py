@@ -49,8 +49,7 @@ sys.exit(7)
 def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str]:
     """What starts Python in a container; the stage itself follows."""
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False)
-    place = Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),))
-    words = launch(site, place, Geometry())
+    words = launch(site, Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),)), Geometry())
     assert words[-4:] == ["python", "-P", "-m", "dlscale"]
     return [sys.executable, *words[1:-2]]
 
@@ -61,16 +60,11 @@ def start(container_engine: Engine, prefix: list[str], tmp_path: Path) -> Iterat
     processes = []
 
     def started(seconds: int) -> subprocess.Popen[str]:
-        environment = {
-            **container_engine.environment,
-            "PYTHONPATH": SOURCES,
-            "SLURM_PROCID": "3",
-        }
         with (tmp_path / "said").open("w") as said:
             process = subprocess.Popen(
                 [*prefix, "-c", STAGE, str(seconds)],
                 cwd=tmp_path,
-                env=environment,
+                env={**container_engine.environment, "PYTHONPATH": SOURCES, "SLURM_PROCID": "3"},
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -126,8 +120,7 @@ def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine
     process = start(1000)
     said(tmp_path, "ready")
     (client,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[:1]
-    victims = {"supervisor": [process.pid], "client": [int(client)], "both": [process.pid, int(client)]}[who]
-    for pid in victims:
+    for pid in {"supervisor": [process.pid], "client": [int(client)], "both": [process.pid, int(client)]}[who]:
         os.kill(pid, signal.SIGKILL)
     until("the container's end", lambda: not containers(container_engine), said=lambda: container_engine("ps", "--all"))
     assert (tmp_path / "SIGTERM").exists(), "it was asked to end, and could have saved"

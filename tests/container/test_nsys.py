@@ -33,8 +33,7 @@ def test_profiled_in_a_container(
     place = Place(
         str(tmp_path), str(ROOT / "workflow_scripts"), os.getuid(), os.getgid(), (str(ROOT), str(cosmo_data), str(root))
     )
-    prefix = launch(site, place, Geometry())
-    command = [sys.executable, *prefix[1 : -len(PYTHON)], "python", *words[1:]]
+    command = [sys.executable, *launch(site, place, Geometry())[1 : -len(PYTHON)], "python", *words[1:]]
     container_engine.run(["env", f"--chdir={tmp_path}", f"PYTHONPATH={ROOT / 'workflow_scripts'}", *command])
     tool, _ = profiler.found(tmp_path)
     print(tool)
