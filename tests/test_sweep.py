@@ -26,7 +26,7 @@ from dlscale.report import sections
 from dlscale.report.collect import rows_of
 from dlscale.report.report import page
 from dlscale.report.results import read_plan
-from tests.conftest import TINY, make_run, records, stage, train
+from tests.conftest import TINY, make_run, records, stage, timeless, train
 
 DIGITS = TINY["mnist_cnn"]
 
@@ -233,11 +233,7 @@ def make(folder: Path, **training: Any) -> Path:
 def done(folder: Path, manifest: Path, checkpoints: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Train, with checkpoints that others share; return epochs without their times, and weights."""
     assert train(folder, manifest, "--checkpoints", checkpoints) == 0
-    timeless = [
-        {k: v for k, v in each.items() if "seconds" not in k and "per_second" not in k and k != "wall_time"}
-        for each in records(folder)
-    ]
-    return timeless, torch.load(folder / "model.pt", weights_only=True)
+    return timeless(folder), torch.load(folder / "model.pt", weights_only=True)
 
 
 def test_rungs_end_bitwise_where_one_training_does(tmp_path: Path, digits: Path) -> None:

@@ -149,17 +149,19 @@ def test_a_cause_is_named_alone_with_what_it_costs(name: str) -> None:
     assert found.share == (None if share is None else pytest.approx(share))
 
 
-def test_a_clean_run_has_no_findings() -> None:
-    busy = profiled(
-        device_busy=0.97, launches=50, items=0, syncs=0.2, sync_seconds=0.001, copy_bytes=1e6, pageable_bytes=0
-    )
-    assert causes(measured(used=usage(1.5)), busy) == []
-    assert causes(measured()) == causes(None) == causes(Throughput()) == []
-
-
 @pytest.mark.parametrize(
     ("throughput", "profile"),
     [
+        pytest.param(
+            measured(used=usage(1.5)),
+            profiled(
+                device_busy=0.97, launches=50, items=0, syncs=0.2, sync_seconds=0.001, copy_bytes=1e6, pageable_bytes=0
+            ),
+            id="a clean run",
+        ),
+        pytest.param(measured(), None, id="a clean run of which nothing else is known"),
+        pytest.param(None, None, id="nothing measured"),
+        pytest.param(Throughput(), None, id="no rates"),
         pytest.param(measured(200, used=WAITS), None, id="storage that is waited for, and fast enough"),
         pytest.param(measured(nranks=2, alone=trials(100, ranks=(50, 46))), None, id="ranks that differ a little"),
         pytest.param(measured(nranks=2, alone=trials(104, ranks=(52, 52))), None, id="communication that is hidden"),
@@ -194,7 +196,7 @@ def test_a_clean_run_has_no_findings() -> None:
         ),
     ],
 )
-def test_what_costs_little_is_not_told(throughput: Throughput, profile: Profile | None) -> None:
+def test_what_costs_little_is_not_told(throughput: Throughput | None, profile: Profile | None) -> None:
     assert causes(throughput, profile) == []
 
 
