@@ -68,7 +68,7 @@ class Data:
         """Return the file of their manifest."""
         path = self._path()
         described = path.with_suffix(".json")
-        described.write_text(self.case.described(path, self._rows, self._count).text())
+        self.case.described(path, self._rows, self._count).write(described)
         return described
 
     def _path(self) -> Path:
