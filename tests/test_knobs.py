@@ -314,7 +314,11 @@ def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     if form == "without counters":
         state = {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
     if form == "checkpoint of a wrapped model":
-        state = {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}, "best_acc1": 0.5}
+        state = {
+            "epoch": 3,
+            "state_dict": {f"_orig_mod.module.{name}": value for name, value in state.items()},
+            "best_acc1": 0.5,
+        }
     torch.save(state, tmp_path / "published.pth")
     load_weights(plain(model), tmp_path / "published.pth")
     x = torch.randn(2, 3, 40, 40)

@@ -19,7 +19,7 @@ HEAD = f"""# Every key of `config.yaml`
 
 Made by `dlscale schema --markdown`. `dlscale schema` prints the same as a JSON schema, with which editors complete and
 check keys. No key has to be there: what is absent is as a study ships it
-(`workflow_scripts/dlscale/studies/STUDY.yaml`), or as it stands here.
+(`workflow_scripts/dlscale/studies/STUDY/study.yaml`), or as it stands here.
 
 **Names** of datasets, plans and runs become folders.
 They have {NAME_IN_WORDS}.

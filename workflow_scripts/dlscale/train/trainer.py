@@ -144,7 +144,7 @@ class Trainer:
                     self.history.append(record)
                     if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
                         logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
-                        break  # with the weights of the epoch before in the newest checkpoint
+                        break  # with the weights of an epoch before in the newest checkpoint
                     if self._improves(record):
                         shards = self.step.weights.shards()
                         self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
@@ -284,7 +284,9 @@ class Trainer:
         end = self._end(record.history)
         if end and record.step > end.step:
             return f"this was trained beyond epoch {end.epoch}, which reaches the target: again, to end there"
-        if (end or record.step == self.last_step) and record.made_with != self._made_with:
+        # At the last step a training may have been asked to end in its last validation: there is more to do.
+        trained = record.step == self.last_step and len(record.history) >= self.last_epoch
+        if (end or trained) and record.made_with != self._made_with:
             return "this was trained to the end with another geometry or loader: again, for times of its own"
         return None
 

@@ -18,8 +18,8 @@ from dlscale.train.precision import Weights
 
 #: Keys of the model's state in common programs' checkpoints.
 PLACES = ("state_dict", "model_state", "model_state_dict", "model")
-#: Prefixes that wrappers for several devices and `torch.compile` give to names.
-PREFIXES = ("module.", "_orig_mod.")
+#: Prefixes that wrappers for several devices and `torch.compile` give to names; one may be around the other.
+PREFIXES = ("module.", "_orig_mod.", "module.")
 
 State = dict[str, torch.Tensor]
 
