@@ -344,6 +344,8 @@ def test_data(tmp_path: Path) -> None:
     file.write_bytes(bytes(99))
     cut = probe.probe_data("mine", simulated, tmp_path)
     assert cut.status == "FAIL" and str(file) in cut.text and str(file) in cut.remedy
+    (manifest := tmp_path / "data/mine/manifest.json").write_text(manifest.read_text().replace("100", "99"))
+    assert str(probe.probe_data("mine", simulated, tmp_path)).startswith(f"FAIL  data mine: {manifest}: ")
 
 
 @pytest.mark.parametrize("kind", ["files", "prepared"])

@@ -122,7 +122,10 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
         return trouble
     if not manifest.exists():
         return found("ok", "will be made from its files" if kind.origins(dataset) else "will be simulated")
-    described = Manifest.read(manifest)
+    try:
+        described = Manifest.read(manifest)
+    except UserError as error:
+        return found("FAIL", str(error))
     files = [(described.path(file), file.bytes) for split in described.splits.values() for file in split]
     # What is gone is made again.
     changed = [path for path, bytes_ in files if path.is_file() and path.stat().st_size != bytes_]
