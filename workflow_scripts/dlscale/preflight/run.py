@@ -87,7 +87,7 @@ def studies(configuration: Configuration) -> dict[str, list[str]]:
 def read_target(word: str, configuration: Configuration) -> Target | None:
     """Return the target that a word names: a file of results, or plan_NAME, data_NAME, study_NAME; None if neither.
 
-    An unknown name, or a plan without any run for this machine, is a `UserError` with the nearest name.
+    An unknown name, also of a run, or a plan without any run for this machine, is a `UserError` with the nearest name.
     """
     results, path = Path(configuration.workflow.results), Path(word)
     if path.is_absolute() and path.is_relative_to(results.resolve()):
@@ -96,6 +96,9 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
         folder, name, *further = [*path.relative_to(results).parts, "", ""]
         if folder == "plans" and any(further):
             _check(word, "plan", name, configuration)
+            run, *file = further
+            if any(file) and run not in configuration.plans[name]:
+                raise UserError(f"{word}: {unknown('run', run, configuration.plans[name])}")
             return Target(str(path), plans=(name,))
         return Target(str(path), datasets=(name,) if folder == "data" and any(further) else ())
     what, _, name = word.partition("_")
