@@ -82,6 +82,7 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
     results = Results(machine.root / "results")
     results.run("q", "fast", loader={"kind": "torch", "workers": 4}, final=0.4)
     results.plan("q", {"fast": "fast"})
+    (machine.root / "p").mkdir()  # a plan's name is no folder's
     assert main(["compare", "p", "q", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["run"] for each in found["runs"]] == ["fast"]
@@ -107,6 +108,7 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
         (("p", "nowhere"), "nowhere: neither a folder of results nor of a plan; no plan is called 'nowhere'"),
         (("p", "other"), "no run of one is in the other; name plans with runs in common"),
         (("results", "elsewhere"), "no run of one is in the other; name plans with runs in common"),
+        (("p", "./p"), "./p: neither a folder of results nor of a plan"),
         (("p", "empty"), "empty: neither a folder of results nor of a plan"),
     ],
 )

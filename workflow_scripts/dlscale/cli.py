@@ -83,7 +83,7 @@ QUERIES = {
         "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings. "
         "Or of two profiles.",
         (
-            ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before and after: folders or plans, or runs"}),
+            ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before, after: plans, folders (./NAME), or runs"}),
             option("--profiles", "compare the profiles of two runs", False, action="store_true"),
             option("--gate", "return 1 if a run became slower beyond noise", False, action="store_true"),
         ),

@@ -1,7 +1,7 @@
 """`dlscale compare`: what got faster, slower, better.
 
-`compare BEFORE AFTER` takes two results folders, or plans; with `--gate` it returns 1 if a run became slower beyond
-noise. `compare --profiles BEFORE AFTER` takes the profiles of two runs.
+`compare BEFORE AFTER` takes two plans, or results folders (`./NAME` where a plan has that name, too); with `--gate` it
+returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER` takes the profiles of two runs.
 """
 
 from __future__ import annotations
@@ -125,8 +125,9 @@ def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:
 
 
 def _runs(name: str, results: Path) -> dict[str, RunResult]:
-    """Return the finished runs, by `PLAN.RUN`, of a results folder, a plan's folder, or a plan by its name."""
-    path = Path(name) if Path(name).exists() else results / "plans" / name
+    """Return the finished runs, by `PLAN.RUN`, of a plan by its name, else of a results folder or a plan's folder."""
+    plan = results / "plans" / name
+    path = plan if "/" not in name and (plan / "plan.yaml").exists() else Path(name)
     plans = [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/*/plan.yaml"))
     if not plans:
         known = [file.parent.name for file in results.glob("plans/*/plan.yaml")]
