@@ -100,10 +100,8 @@ def test_epochs(tmp_path: Path) -> None:
 
 def test_data_without_a_sample(tmp_path: Path) -> None:
     """What is wrong with them doctor says."""
-    run = work(load(tmp_path), "cosmo_ladder.baseline").run
-    assert run
-    run = run.model_copy(update={"training": run.training.model_copy(update={"epochs": None, "steps": 10})})
-    assert training_work(run, 0, 8) is None
+    configuration = load(tmp_path, plans=ladder(training={"epochs": None, "steps": 10}))
+    assert training_work(work(configuration, "cosmo_ladder.baseline").run, 0, 8) is None
 
 
 def test_profile(tmp_path: Path) -> None:
@@ -357,6 +355,8 @@ def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
         "sweep": {"method": "halving", "over": {"seed": [1, 2]}, "reduction_factor": 2},
     }
     configuration = load(tmp_path, plans={"swept": plan})
+    rungs = [training_work(work(configuration, f"swept.seed-1-rung{rung}").run, 90, 0) for rung in (0, 1)]
+    assert rungs == [180, 180], "the second goes on after two epochs"
     for name in ("seed-1-rung0", "seed-2-rung0", "seed-1-rung1"):
         (tmp_path / "plans/swept" / name).mkdir(parents=True)
         for file in ("metrics.jsonl", "provenance.json"):

@@ -299,8 +299,13 @@ def data_work(configuration: Configuration, name: str, jobs: int) -> Work:
 
 
 def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> Work:
-    """Return the job of one of a run's stages."""
-    run = configuration.plans[plan][name].run
+    """Return the job of one of a run's stages; of a later rung a training has the epochs since the one before."""
+    runs = configuration.plans[plan]
+    resolved, run = runs[name], runs[name].run
+    if resolved.rung:
+        before = runs[f"{resolved.trial}-rung{resolved.rung - 1}"].run.training.stop_after or 0
+        own = {"stop_after": (run.training.stop_after or 0) - before}
+        run = run.model_copy(update={"training": run.training.model_copy(update=own)})
     return Work(stage, plan, name, run, dataset=configuration.workflow.datasets[run.dataset])
 
 
