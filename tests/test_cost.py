@@ -96,6 +96,10 @@ def test_epochs(tmp_path: Path) -> None:
     # 6 trials of 50 batches of 64, in three modes; by the clock 18 trials of a second, and 30 s of turns.
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120 + 18 + 30)
+    # A limit has room for turns of 90 s: 1.5 x 904 s are 23 minutes, not 22.
+    assert cost.minutes(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler()) == 33
+    tuned = cost.estimate(work(load(tmp_path), "cosmo_ladder.compile", "tune"), tmp_path, scheduler())
+    assert tuned == Estimate(120 + 120, "settings"), "it measures for as long as it says, whatever the rate"
 
 
 def test_data_without_a_sample(tmp_path: Path) -> None:

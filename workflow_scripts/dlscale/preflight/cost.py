@@ -33,7 +33,7 @@ from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.launch import slurm
 from dlscale.measure.records import Throughput
 
-Basis = Literal["measured", "published", "limit"]
+Basis = Literal["measured", "published", "settings", "limit"]
 
 #: FLOP/s that a device is trusted to do where nothing was measured: a twentieth of an A100's peak in fp32
 #: (19.5 TFLOP/s, NVIDIA's data sheet); of a process on some cores a tenth of what one core of today does in fp32.
@@ -50,9 +50,8 @@ Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
 START_UP, START_UP_HERE = 120.0, 5.0
 #: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
 COMPILING = 600.0
-#: Seconds of a job of the demo, by stage: means of a demo of six minutes, on two cores of a shared AMD EPYC. `tune`,
-#: which it lacks, is a judgement.
-TYPICAL = {"train": 16.0, "throughput": 13.0, "profile": 8.0, "tune": 60.0, "report": 8.0}
+#: Seconds of a job of the demo, by stage: means of a demo of six minutes, on two cores of a shared AMD EPYC.
+TYPICAL = {"train": 16.0, "throughput": 13.0, "profile": 8.0, "report": 8.0}
 #: The same of all other stages, most of it the start.
 OTHERS = 1.2
 WORDS: dict[Hours, str] = {
@@ -206,7 +205,8 @@ def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | No
 def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, start_up: float = START_UP) -> Estimate:
     """Return the time of one job: training samples ÷ rate + `start_up` (s) a start + what it takes by the clock.
 
-    The table of stages says how many samples and starts. Compilation is left out. Data stages have no estimate.
+    The table of stages says how many samples and starts; a stage without samples needs no rate. Compilation is left
+    out. Data stages have no estimate.
 
     Parameters
     ----------
@@ -216,8 +216,8 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, star
         Its nodes tell what a rate has to be measured on. None: this machine.
     """
     samples, aside = _demand(work, results, start_up)
-    if work.run is None or samples is None:
-        return Estimate()
+    if work.run is None or not samples:
+        return Estimate() if samples is None else Estimate(aside, "settings")
     if rate := _measured(work.plan, work.run_name, work.run, results, scheduler):
         return Estimate(samples / rate + aside, "measured")
     rate = _published(work.plan, work.run_name, work.run) if device_kind(scheduler) == "cuda" else None
@@ -227,19 +227,21 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, star
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
     """Return the time limit to ask for: 1.5 × the estimate + 10 minutes, at least 15; None if nothing is known.
 
-    Without an estimate it is an upper bound (`bound`), at most the site's own limit. Compiling is in.
+    Without an estimate it is an upper bound (`bound`), at most the site's own limit. Compiling is in, and turns that
+    last three times as long, as they may on a busy machine.
     """
-    compiling = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
+    more = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
+    more += 2 * work.run.throughput.beside if work.run and work.stage == "throughput" else 0.0
     seconds = estimate(work, results, scheduler).seconds
     if seconds is not None:
-        return _limit(seconds + compiling)
+        return _limit(seconds + more)
     samples, aside = _demand(work, results, START_UP)
     if work.run is None:
         seconds = data_bound(work.plan, work.dataset, results) if work.dataset else None
     elif samples is not None:
         manifest = manifest_of(work.run.dataset, work.dataset, results)
         seconds = bound(work.run, samples, manifest, scheduler)
-    return None if seconds is None else min(_limit(seconds + compiling + aside), scheduler.limit(work.stage))
+    return None if seconds is None else min(_limit(seconds + more + aside), scheduler.limit(work.stage))
 
 
 def _limit(seconds: float) -> int:
@@ -261,7 +263,7 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
     if work:
         benchmark = results / "benchmarks" / stage / work.plan / f"{work.run_name}.tsv"
         known = estimate(work, results, start_up=START_UP_HERE)
-        if known.basis == "measured" and known.seconds:
+        if known.seconds and known.basis != "published":
             return known.seconds
     return (took(benchmark) if benchmark else None) or TYPICAL.get(stage, OTHERS)
 
