@@ -180,6 +180,7 @@ def reason_to_run(job):
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,
+        failed=status.last_word(Path(next(iter(job.log), "")), why.stage_of(job.rule.name)) is not None,
         before=sorted(reason.params_changed.only_old),
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),

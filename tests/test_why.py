@@ -33,6 +33,7 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
         (job(), ""),
         (job(known=False, missing=["results/metrics.jsonl", "results/model.pt"]), "never made"),
         (job(missing=["results/model.pt"]), "model.pt is gone"),
+        (job(missing=["results/model.pt"], failed=True), "its last try failed"),
         (job(missing=["results/d/stats/"]), "stats/ is gone"),
         (job(missing=["results/metrics.jsonl", "results/model.pt"]), "metrics.jsonl, model.pt are gone"),
         (job(forced=True), "asked for by force"),

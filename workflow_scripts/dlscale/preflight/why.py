@@ -39,6 +39,7 @@ class Waiting:
     wildcards: Mapping[str, str]
     missing: Sequence[str] = ()  #: Outputs that are not there, folders with a slash at their end.
     known: bool = False  #: Whether it ran before.
+    failed: bool = False  #: Whether its last try ended without its result, which Snakemake then removes.
     before: Sequence[str] = ()  #: Representations of recorded parameters that it has no more.
     now: Sequence[str] = ()  #: Those that it had not.
     newer: Sequence[str] = ()  #: Inputs that changed since.
@@ -134,7 +135,7 @@ def explained(job: Waiting, sources: Sources) -> str:
     reasons = ["interrupted" if job.interrupted else "asked for by force"] if job.forced or job.interrupted else []
     if job.missing and not job.interrupted:
         names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))
-        reasons.append(_gone(names) if job.known else "never made")
+        reasons.append("its last try failed" if job.failed else _gone(names) if job.known else "never made")
     reasons += changes(_stage(job.before), _stage(job.now), sources)
     if job.newer and job.known:  # to what was never made all inputs are new
         reasons.append(f"changed: {_some(job.newer)}")
