@@ -29,7 +29,7 @@ from dlscale.config.run import DDP, Parallel, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
-from dlscale.measure.records import Throughput, Trials
+from dlscale.measure.records import Throughput, Trials, Usage
 from dlscale.measure.scaling import fit as fitting
 from dlscale.measure.scaling import model
 from dlscale.measure.scaling.fit import BAND, MISFIT, PRIORS, Point, fit
@@ -485,9 +485,13 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["nodes"] for row in found] == [1, 1, 2, 32] and found[0]["memory"] > 0
     assert all(row["node_hours"] == pytest.approx(row["nodes"] * row["seconds"] / 3600) for row in found)
     priced = ["--price", 2, "--target-samples", 3600000]
-    assert stage("predict", results / "plans/cosmo_unet/one", "--devices", 1, 8, *priced) == 0
-    text = capsys.readouterr().out
+    record = results / "plans/cosmo_unet/one/throughput.json"
+    busy = Trials(mean=90, usage=Usage(seconds=10, cores=4, cpu_seconds=10, cores_cpu_seconds=30))
+    Throughput.read(record).model_copy(update={"full": busy}).write(record)
+    assert stage("predict", record.parent, "--devices", 1, 8, *priced) == 0
+    text, warning = capsys.readouterr()
     assert "Fastest: 8 devices" in text and "at 2 a node-hour" in text and "Cheapest: " in text
+    assert "of the cores busy while one was measured" in warning
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
@@ -679,6 +683,8 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
     assert stage(*both) == 2 and "measured with other settings than config.yaml beside it" in capsys.readouterr().err
     config.write_text(yaml.safe_dump(settings | {"parallel": own | {"sync": False}}))
     assert stage(*both) == 2 and "parallel.sync is false" in capsys.readouterr().err
+    config.write_text(yaml.safe_dump(settings | {"geometry": settings["geometry"] | {"order": "dp-tp-cp"}}))
+    assert stage(*both) == 2 and "geometry.order: got dp-tp-cp; only tp-cp-dp" in capsys.readouterr().err
 
 
 @pytest.mark.slow

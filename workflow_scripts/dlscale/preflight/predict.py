@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from dlscale.config.compute import compute_digest, compute_settings
 from dlscale.config.places import run_folder
 from dlscale.config.resolve import Configuration, study_files
-from dlscale.config.run import DDP, DP, FSDP, load_run
+from dlscale.config.run import DDP, DP, FSDP, Geometry, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
@@ -45,6 +46,8 @@ from dlscale.measure.scaling.model import (
 )
 from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
+from dlscale.report.results import read_run
+from dlscale.report.verdict import disturbance
 from dlscale.train.provenance import Provenance
 
 #: Options that are numbers, and the greatest value of one.
@@ -87,8 +90,11 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     points, records = list[Point](), list[Throughput | Provenance]()
     settings, computed = dict[Path, Any](), dict[Path, Any]()
     for path in folders:
-        if not getattr(load_run(path / "config.yaml", "train").parallel, "sync", True):
+        here = load_run(path / "config.yaml", "train")
+        if not getattr(here.parallel, "sync", True):
             raise UserError(f"{path}: parallel.sync is false, and such a run sends nothing; name one that averages")
+        if (order := here.geometry.order) != Geometry().order:
+            raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
         measured, raw = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
@@ -108,7 +114,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
                 f"{path / 'throughput.json'}: measured with other settings than config.yaml beside it has; run the "
                 "throughput stage again"
             )
-        points += _points(load_run(path / "config.yaml", "train"), path, measured, results)
+        points += _points(here, path, measured, results)
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
         raise UserError(
             f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
@@ -243,7 +249,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             if value is not None and not 0 < value <= MOST:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
-    measured = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
+    folders = [run_folder(name, configuration) for name in args.runs]
+    measured = read(folders, args.machine, args.storage or math.inf)
+    if busy := disturbance([read_run(folder) for folder in folders]):
+        print(busy, file=sys.stderr)
     rows, left_out = table(measured, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")
