@@ -299,7 +299,7 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}
     assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("All rungs are taken")
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))
-    assert loading.todo == "loader: {kind: direct} loads with far less work."
+    assert loading.todo == "loader: {kind: direct} loads fields on grids, rows and images with far less work."
 
 
 def test_the_limit_is_the_lower_roof() -> None:

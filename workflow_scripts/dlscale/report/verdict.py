@@ -542,7 +542,11 @@ def _next(evidence: Evidence, bounding: Bound | None) -> str:
 
 def _faster_loader(evidence: Evidence) -> str:
     kind = evidence.setting("loader.kind")
-    return "" if kind in ("direct", "synthetic") else " loader: {kind: direct} loads with far less work."
+    return (
+        ""
+        if kind in ("direct", "synthetic")
+        else " loader: {kind: direct} loads fields on grids, rows and images with far less work."
+    )
 
 
 def _usage(evidence: Evidence, mode: str) -> Usage | None:
