@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from typing import Any
 
@@ -151,9 +152,22 @@ def test_the_call() -> None:
     words = ["--workflow-profile", "profiles/perlmutter", "--dry-run", "--printshellcmds"]
     plans = json.dumps(over["plans"])
     words += ["--config", f"plans={plans}", "--configfile", "m.yaml", "--cores", "2", "--", "plan_a"]
-    assert run.command(call, ["plan_a"], over) == [sys.executable, "-m", "snakemake", *words]
+    assert run.command(call, ["plan_a"], over) == [sys.executable, "-c", run.SNAKEMAKE, *words]
     rest = run.sort(["a", "--forcerun", "train", "--", "plan_b"])
     assert run.command(rest, ["plan_a"], {})[3:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--dryrum", "unrecognized arguments: --dryrum (did you mean '--dryrun'?); targets and settings come before"),
+        ("-q plan_x", "argument --quiet/-q: invalid choice: 'plan_x' (choose from 'all', "),
+    ],
+)
+def test_an_option_that_snakemake_has_not_is_one_message(words: str, said: str) -> None:
+    call = run.command(run.sort(words.split()), [], {})
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(f"dlscale run: {said}") and done.stderr.count("\n") == 1
 
 
 def test_help_lists_the_commands_of_users_and_names_the_stages() -> None:

@@ -22,8 +22,6 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
     assert typed.stderr == told.stderr and typed.stdout == told.stdout
     assert why(typed.stderr)[0].startswith("data years (") and "until the end" in typed.stderr.splitlines()[-1]
     assert why(tree.shell(f"{run} plan_era5 -n training.epochs=3 --cores 1").stderr) == why(typed.stderr)
-    rest = tree.shell(f"{run} data_boxes -n --no-such-option")
-    assert rest.returncode == 2 and "unrecognized arguments: --no-such-option" in rest.stderr
 
 
 def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:

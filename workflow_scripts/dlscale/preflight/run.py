@@ -18,11 +18,11 @@ import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
-from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.errors import UserError, nearest, of_another, unknown
 from dlscale.core.files import read_json, write_json
 from dlscale.core.settings import Raw, nested, typed
 from dlscale.preflight import status
@@ -60,6 +60,11 @@ KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
 ASKED = "DLSCALE_ASKED"
 #: Options of Snakemake with which it makes nothing.
 LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)(=.*)?"
+#: Program that is Snakemake, but for what it says of a mistaken option.
+SNAKEMAKE = (
+    "import argparse; from dlscale.preflight.run import refuse_option; from snakemake.cli import main; "
+    "argparse.ArgumentParser.error = refuse_option; main()"
+)
 #: Options that say how much it says.
 LOUD = r"-\w*[pq]\w*|--(printshellcmds|quiet|verbose|debug-dag)(=.*)?"
 
@@ -258,12 +263,18 @@ def answer(reasons: Any) -> bool:
 
 def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
     """Return the words that start Snakemake."""
-    words = [sys.executable, "-m", "snakemake", *site_words(call.profile)]
+    words = [sys.executable, "-c", SNAKEMAKE, *site_words(call.profile)]
     words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands
     words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in over.items())] if over else []
     words += ["--configfile", *call.files] if call.files else []
     words += call.rest
     return words + ([*([] if "--" in call.rest else ["--"]), *names] if names else [])
+
+
+def refuse_option(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """End with a line on a mistaken option, with the nearest one, and without the usage of all of them."""
+    near = nearest(message.split()[2], parser._option_string_actions) if message.startswith("unrecognized") else ""
+    parser.exit(2, f"dlscale run: {message}{near}; targets and settings come before Snakemake's options\n")
 
 
 def main(words: Sequence[str]) -> int:
