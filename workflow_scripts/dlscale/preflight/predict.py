@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,8 +45,6 @@ from dlscale.measure.scaling.model import (
 )
 from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
-from dlscale.report.results import read_run
-from dlscale.report.verdict import disturbance
 from dlscale.train.provenance import Provenance
 
 #: Options that are numbers, and the greatest value of one.
@@ -249,10 +246,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             if value is not None and not 0 < value <= MOST:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
-    folders = [run_folder(name, configuration) for name in args.runs]
-    measured = read(folders, args.machine, args.storage or math.inf)
-    if busy := disturbance([read_run(folder) for folder in folders]):
-        print(busy, file=sys.stderr)
+    measured = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(measured, args)
     if not rows:
         raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")
