@@ -960,13 +960,19 @@ def test_the_published_tags_stand_beside_ours(finished: Path) -> None:
 def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     log = PublishedLog({"Top1/val": "valid/top1", "Loss/val": "loss/valid"}, "epoch", frozenset({"Top1/val"}))
     untrained = Untrained(train_loss=7.0, valid_loss=6.9, metrics={"top1": 0.001})
-    common: dict[str, Any] = {"learning_rate": 0.1, "samples_per_second": 9.0, "epoch_seconds": 2.0, "wall_time": 99.0}
+    common: dict[str, Any] = {
+        **{"learning_rate": 0.1, "samples_per_second": 9.0, "epoch_seconds": 2.0, "wall_time": 99.0},
+        **{"samples": 99, "train_loss": 3.0, "valid_loss": 2.0},
+    }
+    first = Epoch(epoch=1, step=80, metrics={"top1": 0.25}, untrained=untrained, **common)
+    second = Epoch(epoch=2, step=160, metrics={"top1": 0.5}, **common)
     logs = RunLogs(tmp_path, [], log)
     logs.begin(untrained, 90.0)
-    for epoch, top1 in enumerate((0.25, 0.5), 1):
-        more = {"metrics": {"top1": top1}, "untrained": untrained if epoch == 1 else None}
-        logs.add(Epoch(epoch=epoch, step=80 * epoch, samples=99, train_loss=3.0, valid_loss=2.0, **common, **more))
+    logs.add(first)
+    logs.add(second)
+    RunLogs(tmp_path, [first], log, step=80).add(second)  # killed before the second epoch's checkpoint
     found = scalars(tmp_path)
+    assert [event.step for event in events(tmp_path).Scalars("Top1/val")] == [0, 1, 2], "each epoch once"
     assert found["Top1/val"] == {0: pytest.approx(0.1), 1: 25.0, 2: 50.0}
     assert found["valid/top1"] == {0: pytest.approx(0.001), 80: 0.25, 160: 0.5}
     assert found["Loss/val"] == {0: pytest.approx(6.9), 1: 2.0, 2: 2.0} and found["loss/train"][0] == 7.0

@@ -31,14 +31,16 @@ PICTURE = "Visualization, "
 class RunLogs:
     """The logs in a run's folder `out`, which begin with what there was until `step`.
 
-    Where TensorBoard's files are gone, the epochs are written again, without pictures.
+    Where TensorBoard's files are gone, or the published tags count epochs, the epochs are written again, without
+    pictures.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
         self._metrics, self._folder = out / "metrics.jsonl", out / board.NAME
         self._published = published or PublishedLog()
-        # Of thousands of epochs, to write anew what is there takes ten times as long as to begin.
-        goes_on = step > 0 and bool(board.files(self._folder))
+        # Of thousands of epochs, to write anew what is there takes ten times as long as to begin. Later points
+        # TensorBoard drops by their steps: one that counts epochs would stay.
+        goes_on = step > 0 and bool(board.files(self._folder)) and self._published.over == "step"
         self._board = board.writer(self._folder, step if goes_on else -1)
         self._metrics.unlink(missing_ok=True)
         if history:
