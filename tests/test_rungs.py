@@ -336,9 +336,10 @@ def without_part(**over: Any) -> Step:
     return build_step(settings("era5_vit", **over), lambda: model, lambda p, t: p.sum(dim=1))
 
 
-def test_a_weight_without_part_in_the_loss_stays_as_it_is() -> None:
-    """With master weights as without them; the other one learns."""
-    step = without_part(precision="bf16_master", optimizer={"lr": 1e-3, "momentum": 0.0})
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_a_weight_without_part_in_the_loss_stays_as_it_is(precision: str) -> None:
+    """With master weights as without them, though weights decay; the other one learns."""
+    step = without_part(precision=precision, optimizer={"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1})
     before = copy.deepcopy(step.weights.state_dict())
     step(torch.ones(1, 1), torch.ones(1, 1))
     after = step.weights.state_dict()

@@ -108,9 +108,9 @@ class Weights:
         """Bring the model's gradients to the updated tensors; master weights get copies."""
         for name, part in self._parts.items():
             part.grad = None if (gradient := self.named[name].grad) is None else local(gradient)
+        for exact, own, p in zip(self._exact, self._gradients, self._rounded, strict=True):
+            exact.grad = None if p.grad is None else own  # a weight that had no part in the loss has none
         known = [(own, p.grad) for own, p in zip(self._gradients, self._rounded, strict=True) if p.grad is not None]
-        if len(known) < len(self._gradients):  # a weight that had no part in the loss has no gradient
-            torch._foreach_zero_(self._gradients)
         if known:
             torch._foreach_copy_([own for own, _ in known], [gradient for _, gradient in known])
 
