@@ -39,7 +39,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def begin(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimiser's state, where it has none, by a step with rates and gradients 0; a weight -0 may become 0."""
+    """Make the optimiser's state, where it has none, as it is before the first step; a weight -0 may become 0."""
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -49,6 +49,9 @@ def begin(optimizer: torch.optim.Optimizer) -> None:
         for p in group["params"]:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()
+    # A counter is 1 now, and a moment may have the decay of weights; a momentum of 0 has none.
+    for value in (each for state in optimizer.state.values() for each in state.values() if each is not None):
+        value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for p, gradient in zip((p for group in optimizer.param_groups for p in group["params"]), gradients, strict=True):

@@ -304,6 +304,8 @@ class Trainer:
 
     def _save(self, step: int, **partial: Any) -> None:
         best = self.best
+        if step and self.step.scaler.is_enabled():  # if all gradients so far overflowed, there is no state yet
+            begin(self.step.optimizer)
         # Right after the best epoch the weights are the model's own, which are written once.
         apart = self.best_weights if best and best.step != step else None
         record = CheckpointRecord(
