@@ -20,13 +20,14 @@ from types import FrameType
 from dlscale.core import urls
 from dlscale.core.process import VARIABLES
 
-#: Variables that each process has its own values of: rank, size and place of meeting, devices, the job.
+#: Variables that are passed on by name, for each process has its own values (rank, size and place of meeting, devices,
+#: the job), or nobody shall read them in a command line.
 PASSED_ON = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
     *(name for names in VARIABLES for name in names if name.startswith(("OMPI", "MV2", "PMI", "MPI"))),
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DLSCALE_IMAGE"),
-    urls.VARIABLE,
+    *(urls.VARIABLE, "WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_GROUP"),
 )
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
