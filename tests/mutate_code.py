@@ -756,8 +756,8 @@ MUTATIONS = [
     Mutation(
         "worst_promoted",
         "report/promote.py",
-        "best = [run.name for run in ranked][:",
-        "best = [run.name for run in reversed(ranked)][:",
+        "best = [run.name for run in ranked if",
+        "best = [run.name for run in reversed(ranked) if",
         "test_sweep.py::test_the_best_go_on_and_the_page_shows_all",
     ),
     Mutation(

@@ -350,6 +350,8 @@ def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:
     plan = read_plan(swept, rung=0)
     assert all(math.isnan(plan.score(run)[0]) for run in plan.ranked) and len(plan.ranked) == 4, "all may diverge"
     assert plan.best is None
+    assert stage("promote", "--plan", swept, "--rung", 1, "--out", swept.parent / "rung1.json") == 0
+    assert Rung.read(swept.parent / "rung1.json").trials == [] and len(read_plan(swept).runs) == 4, "none goes on"
     assert sections.sweep_metric(plan) == plan.described["accuracy"].title
     swept.write_text(swept.read_text().replace("metric: accuracy", "metric: acuracy"))
     with pytest.raises(UserError, match="did you mean 'accuracy'"):

@@ -1,12 +1,14 @@
 """Stage `promote`: choose the trials of a sweep for the next rung of successive halving.
 
-They are the best of the rung before, by the sweep's metric (Jamieson and Talwalkar 2016, arXiv:1502.07943).
+They are the best of the rung before, by the sweep's metric (Jamieson and Talwalkar 2016, arXiv:1502.07943); none of
+those that have diverged.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 
 from dlscale.config.records import Rung
 from dlscale.core.text import number
@@ -19,7 +21,7 @@ def main(args: argparse.Namespace) -> None:
     assert plan.record.sweep is not None  # the workflow asks for no other plan
     ranked, metric = plan.ranked, plan.record.sweep.metric
     scores = {run.name: plan.score(run)[0] for run in ranked}
-    best = [run.name for run in ranked][: plan.record.sweep.rungs[args.rung][1]]
+    best = [run.name for run in ranked if math.isfinite(scores[run.name])][: plan.record.sweep.rungs[args.rung][1]]
     for name in best:
         logging.info("%s goes on: %s %s", name, metric, number(scores[name]))
     Rung(metric=metric, scores=scores, trials=best).write(args.out)
