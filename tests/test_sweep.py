@@ -201,6 +201,7 @@ def test_what_a_sweep_cannot_have() -> None:
     for more, message in (
         ({"runs": {"a": {}}}, "makes its runs itself"),
         ({"kind": "set"}, "a plan of kind set has none; write kind: sweep"),
+        ({"measure": ["throughput"]}, "a sweep ranks trials that train"),
         ({"sweep": {"method": "halving", **over}, "measure": ["train", "throughput"]}, "halving trains, no more"),
     ):
         with pytest.raises(UserError, match=message):

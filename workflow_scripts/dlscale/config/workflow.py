@@ -160,6 +160,10 @@ class Plan(Lawful):
             "repeat: the plan does not train; add train to measure, or leave it out",
         ),
         (
+            lambda its: its.kind == "sweep" and "train" not in its.measure,
+            "measure: a sweep ranks trials that train; add train, or write the runs in a plan of kind set",
+        ),
+        (
             lambda its: its.halves and (its.measure != ["train"] or its.only),
             "measure: successive halving trains, no more; measure the best trial in a plan of its own",
         ),
