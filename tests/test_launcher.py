@@ -258,6 +258,8 @@ def test_apptainer() -> None:
     binds = [word for option, word in pairs if option == "--bind"]  # in order: the later ones hide the earlier ones
     assert binds.index("/cfs/a b:/cfs/a b:ro") < binds.index("/scratch/my work:/scratch/my work")
     assert ("--pwd", "/scratch/my work") in pairs
+    with pytest.raises(UserError, match="/cfs/a,b: apptainer cannot be given a path with ','"):
+        launch(site(engine="apptainer"), Place("/w", "/w", uid=1, gid=1, data=("/cfs/a b", "/cfs/a,b")), ONE)
 
 
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
@@ -527,7 +529,7 @@ def test_a_chain_of_links_is_seen(tmp_path: Path) -> None:
             "Slurm jobs cannot be submitted from a path with",
         ),
         ("/a/`x`", {"scheduler": SCHEDULER, "engine": "none"}, "Slurm jobs cannot"),
-        ("/a:b", {"engine": "podman"}, "no container can be given a path with ':'"),
+        ("/a:b", {"engine": "podman"}, "podman cannot be given a path with ':'"),
     ],
 )
 def test_paths_that_cannot_be_carried_are_refused(path: str, changes: dict[str, Any], message: str) -> None:

@@ -134,6 +134,8 @@ def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
             f"--workdir={place.folder}",
             *(f"--env={name}={value}" for name, value in environment.items() if name != "HOME"),
         ]
+    for path in place.data:
+        _check_mount(path, site)
     if site.engine == "apptainer":
         # It mounts them in this order: data may be in a folder above the working folder, which they would hide.
         binds = [f"{path}:{path}:ro" for path in place.data]
@@ -246,5 +248,10 @@ def check_names(paths: Iterable[str], site: Site) -> None:
         # It puts the command between double quotes, in which a shell still reads these.
         if site.scheduler and (bad := re.search(r'[$`"\\\n]', path)):
             raise UserError(f"{path}: Slurm jobs cannot be submitted from a path with {bad[0]!r}; use another name")
-        if site.engine != "none" and (bad := re.search(r"[:,\n]", path)):
-            raise UserError(f"{path}: no container can be given a path with {bad[0]!r}; use another name")
+        if site.engine != "none":
+            _check_mount(path, site)
+
+
+def _check_mount(path: str, site: Site) -> None:
+    if bad := re.search(r"[:,\n]", path):
+        raise UserError(f"{path}: {site.engine} cannot be given a path with {bad[0]!r}; use another name")

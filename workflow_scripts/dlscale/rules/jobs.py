@@ -407,7 +407,10 @@ class Jobs:
         )
         studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]
         withheld = ["env", "-u", urls.VARIABLE] if self.configuration.secrets and not secrets else []
-        return [*withheld, *launcher.launch(self.site, place, geometry), *studies]
+        try:
+            return [*withheld, *launcher.launch(self.site, place, geometry), *studies]
+        except UserError as error:
+            self.refuse(error)
 
     def stage_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         return self.launch(input)
