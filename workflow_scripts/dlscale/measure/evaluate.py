@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.config.places import run_folder
-from dlscale.config.run import Compile, Geometry, load_run
+from dlscale.config.run import Compile, Geometry, RunCore, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.metrics import LossInfo, Metric
@@ -83,9 +83,7 @@ def evaluate(
     record = path / "provenance.json"
     if threads is None and record.exists():
         threads = Provenance.read(record).device.threads
-    # A batch of one device; what pays only over many steps is left out.
-    alone = {"batch_size": run.local_batch_size, "geometry": Geometry(), "compile": Compile(), "cuda_graph": False}
-    run = run.model_copy(update=alone)
+    run = alone(run)
     with entered(run, manifest, device, (split,)) as (world, _), contextlib.ExitStack() as stack:
         session = open_session(run, manifest, world, threads)
         load_weights(session.step.weights, file)
@@ -104,6 +102,16 @@ def evaluate(
         loss_info=session.study.loss_info,
         described=metrics.described,
     )
+
+
+def alone(run: RunCore) -> RunCore:
+    """Return the run with a batch of one device, without what pays only over many steps.
+
+    FSDP with `param_dtype` bf16 casts weights and inputs, as precision bf16_pure does.
+    """
+    precision = "bf16_pure" if getattr(run.parallel, "param_dtype", "fp32") == "bf16" else run.precision
+    changes = {"batch_size": run.local_batch_size, "geometry": Geometry(), "compile": Compile(), "cuda_graph": False}
+    return run.model_copy(update={**changes, "precision": precision})
 
 
 def lines(name: str, found: Evaluation) -> list[str]:
