@@ -130,7 +130,10 @@ WATCHED = {
         seconds=10, throttled_seconds=3, throttle_reasons={"temperature (hardware)": 3.0}, clock_loss=0.05
     ),
     "throttled by its power cap": Summary(
-        seconds=10, throttled_seconds=9, throttle_reasons={"power cap": 9.0}, clock_loss=0.2
+        seconds=10,
+        throttled_seconds=9,
+        throttle_reasons={"power cap": 9.0, "temperature (software)": 1.0},
+        clock_loss=0.2,
     ),
 }
 
@@ -298,6 +301,8 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
     )
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}
     assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("All rungs are taken")
+    refused = {"parallel": {"kind": "dp"}, "optimizer": {"kind": "adadelta"}}
+    assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "precision: bf16."
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))
     assert loading.todo == "loader: {kind: direct} loads fields on grids, rows and images with far less work."
 

@@ -341,8 +341,8 @@ def communication(evidence: Evidence) -> Finding | None:
         "communication",
         "communication",
         why,
-        "A larger batch on each device (batch_size), or accumulation_steps, which add up less often; other buckets "
-        "(parallel: bucket_mb, first_bucket_mb).",
+        "A larger batch on each device (batch_size), in accumulation_steps where it does not fit: gradients are added "
+        "up once a step; other buckets (parallel: bucket_mb, first_bucket_mb).",
         share,
     )
 
@@ -375,9 +375,7 @@ def launches(evidence: Evidence) -> Finding | None:
             f"A step calls {number(operators)} operators, and {1e6 * each:.1f} µs to call each are {percent(share)} of "
             f"its {1e3 * seconds:.1f} ms."
         )
-    fuse = [] if evidence.compiled else ["compile: {mode: default}"]
-    fuse += ["cuda_graph: true"] if evidence.cuda else []
-    fuse += [] if evidence.setting("optimizer.fused") else ["optimizer: {fused: true}"]
+    fuse = [rung for rung in _rungs(evidence) if "precision" not in rung]
     return Finding("launches", "tiny operators", why, f"{', '.join([*fuse, 'a larger batch_size'])}.", share)
 
 
@@ -479,7 +477,8 @@ def throttled(evidence: Evidence) -> Finding | None:
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
     held = watched.throttled_seconds / watched.seconds
     # A busy GPU is always at its power cap: there only lost cycles count. Heat is a fault.
-    share = watched.clock_loss if reasons == ["power cap"] else held
+    faults = sum(watched.throttle_reasons[reason] for reason in reasons if reason != "power cap") / watched.seconds
+    share = max(watched.clock_loss, min(faults, held))
     return Finding(
         "throttled",
         "clocks held back",
@@ -529,15 +528,24 @@ def _next(evidence: Evidence, bounding: Bound | None) -> str:
         return "Measure throughput: it says what bounds the run."
     if bounding.key == "io":
         return _faster_loader(evidence).strip() or "The loader is the fastest there is: store less, or use more nodes."
+    rungs = ", ".join(_rungs(evidence))
+    return f"{rungs}." if rungs else "All rungs are taken: a larger batch, or more devices."
+
+
+def _rungs(evidence: Evidence) -> list[str]:
+    """Return the rungs that a run lacks and may have."""
+    strategy, captures = evidence.setting("parallel.kind"), evidence.setting("compile.mode", "none")
     lacks = {
         "precision: bf16": "16" not in str(evidence.setting("precision", "")),
-        "compile: {mode: default}": not evidence.compiled,
+        "compile: {mode: default}": not evidence.compiled and strategy != "dp",
         "optimizer: {fused: true}": not evidence.setting("optimizer.fused")
         and evidence.setting("optimizer.kind") != "adadelta",
-        "cuda_graph: true": evidence.cuda and not evidence.setting("cuda_graph"),
+        "cuda_graph: true": evidence.cuda
+        and not evidence.setting("cuda_graph")
+        and strategy not in ("dp", "fsdp")
+        and captures in ("none", "default"),
     }
-    rungs = ", ".join(rung for rung, lacking in lacks.items() if lacking)
-    return f"{rungs}." if rungs else "All rungs are taken: a larger batch, or more devices."
+    return [rung for rung, lacking in lacks.items() if lacking]
 
 
 def _faster_loader(evidence: Evidence) -> str:
