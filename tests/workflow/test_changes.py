@@ -261,8 +261,7 @@ ROWS = [
     ),
     # Data: everything after it, of its dataset. Pieces are temporary, so assembling again needs them again.
     Row("base of kinds", append(f"{PACKAGE}/data/kind.py"), since("preprocess", *ALL)),
-    Row("preprocessing", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *PREPROCESSED)),
-    Row("assembling", append(f"{PACKAGE}/data/assemble.py"), since("preprocess", *PREPROCESSED)),
+    Row("preprocessing and assembling", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *PREPROCESSED)),
     Row("describing", append(f"{PACKAGE}/data/describe.py"), since("describe", *ALL)),
     # Training and measuring do not touch each other, but both make steps.
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),

@@ -152,7 +152,7 @@ STAGES: dict[str, Stage] = {
         nodes="cpu",
     ),
     "assemble": Stage(
-        "dlscale.data.assemble",
+        "dlscale.data.preprocess",
         "Join the pieces of one part into its final file.",
         "part",
         (_DATASET, path("--pieces", "the pieces, in order", nargs="+"), path("--out", "HDF5 file to write")),

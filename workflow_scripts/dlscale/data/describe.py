@@ -31,6 +31,9 @@ def main(args: argparse.Namespace) -> None:
         stats.mkdir()
         if complete is not None:
             manifest = complete(dataset, manifest, stats, Path(args.stats).name)
+        if parts.kind_of(dataset).standardised:
+            fields = {name: info.standardised() for name, info in manifest.fields.items()}
+            manifest = manifest.model_copy(update={"fields": fields})
         # As .npy files, [1, C, 1, 1] each; an only field's have the published names.
         for name, info in manifest.fields.items():
             prefix = "global" if len(manifest.fields) == 1 else name

@@ -116,6 +116,7 @@ class DatasetKind(ABC):
     Settings: ClassVar[type[DatasetSettings]]
     Samples: ClassVar[type[Strict]] = RowSamples  # class of a run's key `samples`
     rows: ClassVar[str] = "samples"  # name for the rows of a file
+    standardised: ClassVar[bool] = False  # whether each channel is standardised, by its statistics, when it is read
     #: Keys of the dataset and its source that only select parts and raw files, whose content does not depend on them.
     selection: ClassVar[frozenset[str]] = frozenset()
 

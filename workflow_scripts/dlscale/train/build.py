@@ -17,7 +17,7 @@ from torch import nn
 from dlscale.config.run import DDP, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
-from dlscale.data.loaders.base import Loader, Share, open_loader
+from dlscale.data.loaders.base import Loader, Share, open_loader, open_samples
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples, known_field
 from dlscale.parallel.model import ModelParallel, drawing
@@ -142,14 +142,6 @@ def _each(loss: SampleLoss, study: str) -> SampleLoss:
     return call
 
 
-def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
-    """Return the samples of a split, of the study's kind of dataset."""
-    module = registry.module_of(registry.study(run.study).dataset, "samples")
-    assert module is not None  # rows serve a kind that has none of its own
-    samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
-    return samples
-
-
 @dataclass(frozen=True)
 class Session:
     """The parts of a run, for a stage."""
@@ -173,8 +165,7 @@ class Session:
                 "samples",
                 *(self.run.batch_size, samples.size, self.run.batch_size, samples.size),
             )
-        build: Callable[..., Loader] = registry.load(registry.loader(self.run.loader.kind)).build
-        return open_loader(build, samples, self.run.loader, self.share(), self.world.device)
+        return open_loader(self.run, samples, self.share(), self.world.device)
 
     def samples(self, split: str) -> Samples:
         return open_samples(self.run, self.manifest, split)

@@ -27,7 +27,7 @@ from dlscale.config.run import DDP, FSDP, RunCore
 from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import Marker, mark, marking
-from dlscale.data.loaders.base import Batch
+from dlscale.data.loaders.base import Batch, open_samples
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.model import ModelParallel, named
 from dlscale.parallel.records import Memory, MemoryUse
@@ -35,7 +35,7 @@ from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import Pretended, World, synchronize
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, only
-from dlscale.train.build import Session, assemble, memory_format, open_samples
+from dlscale.train.build import Session, assemble, memory_format
 
 #: Unit of PyTorch's allocator of CUDA memory (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512

@@ -1,4 +1,4 @@
-"""The interface that all loaders share, and a loader around any of them."""
+"""The interface that all loaders share, a loader around any of them, and how a run's samples and loader are opened."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.samples import ArrangedSamples, GridSamples, Samples
+
+if TYPE_CHECKING:
+    from dlscale.config.run import RunCore
+    from dlscale.data.manifest import Manifest
 
 #: Input and target of B samples, as the samples declare them: [B, *input_spec.shape], [B, *target_spec.shape].
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -113,14 +118,17 @@ class ArrangedLoader(Loader):
         self._loader.close()
 
 
-def open_loader(
-    build: Callable[..., Loader],
-    samples: Samples,
-    settings: Any,
-    share: Share,
-    device: torch.device,
-) -> Loader:
-    """Return the loader of these samples that `build` makes; the one that reads nothing arranges nothing."""
-    if not isinstance(samples, ArrangedSamples) or settings.kind == "synthetic":
-        return build(samples, settings, share, device)
-    return ArrangedLoader(build(samples.boxes, settings, share, device), samples, share, device)
+def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
+    """Return the samples of a split, of the study's kind of dataset."""
+    module = registry.module_of(registry.study(run.study).dataset, "samples")
+    assert module is not None  # rows serve a kind that has none of its own
+    samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
+    return samples
+
+
+def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.device) -> Loader:
+    """Return the run's loader of these samples; the one that reads nothing arranges nothing."""
+    build: Callable[..., Loader] = registry.load(registry.loader(run.loader.kind)).build
+    if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic":
+        return build(samples, run.loader, share, device)
+    return ArrangedLoader(build(samples.boxes, run.loader, share, device), samples, share, device)

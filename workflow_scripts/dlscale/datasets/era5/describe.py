@@ -162,7 +162,7 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
 
 
 def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
-    """Add grid, time step, climatology, and the transforms that standardise each channel when it is read."""
+    """Add grid, time step and climatology."""
     for split in ("train", "valid"):
         if all(file.rows < 2 for file in manifest.files(split)):
             raise UserError(
@@ -183,8 +183,7 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     for axis in ("latitude", "longitude"):
         degrees = getattr(extra, axis)
         facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
-    update = {"fields": {"fields": info.standardised()}, "facts": facts, "extra": extra.model_dump()}
-    return manifest.model_copy(update=update)
+    return manifest.model_copy(update={"facts": facts, "extra": extra.model_dump()})
 
 
 def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:

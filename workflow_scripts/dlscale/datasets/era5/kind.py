@@ -166,6 +166,7 @@ class Era5(DatasetKind):
     Settings = Era5Dataset
     Samples = PairSamples
     rows = "times"
+    standardised = True
     selection = frozenset({*SPLITS, "paths", "split"})
 
     def parts(self, dataset: Era5Dataset) -> list[Part]:
