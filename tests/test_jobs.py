@@ -96,23 +96,25 @@ def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
     assert jobs(tmp_path).report_files(["p"])["references"] == [f"{tmp_path}/references/theirs/reference.json"]
 
 
-def test_weights_that_are_not_there_are_said_with_their_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "read", "remedy"),
+    [
+        ("none.pt", "none.pt", ""),
+        ("plans/p/b/model_best.pt", "plans/p/b/model.pt", None),
+        # Snakemake would look for these runs among the plans, be the file there or not.
+        ("plans/p/c/model_best.pt", "plans/p/c/model.pt", "copy it out of {}/plans, or "),
+        ("plans/q/b/model_best.pt", "plans/q/b/model.pt", "copy it out of {}/plans, or "),
+    ],
+)
+def test_weights_that_nothing_makes_are_said_once_with_their_key(
+    tmp_path: Path, weights: str, read: str, remedy: str | None
+) -> None:
     said: list[Any] = []
-    found = jobs(tmp_path, {"training": {"weights": f"{tmp_path}/none.pt"}})
+    found = jobs(tmp_path, {"training": {"weights": f"{tmp_path}/{weights}"}})
     found.say = said.append
-    assert [found.run_weights(RUN) for _ in range(2)] == [[f"{tmp_path}/none.pt"]] * 2
-    assert [each.remedy for each in said] == ["name others in plans.p.runs.a.training.weights"]
-
-
-def test_weights_of_a_run_that_nothing_makes_are_said_with_their_key(tmp_path: Path) -> None:
-    """Snakemake would look for the run among the plans, be the file there or not."""
-    remedy = f"copy it out of {tmp_path}/plans, or name others in plans.p.runs.a.training.weights"
-    for name, times in (("p/b", 0), ("p/c", 1), ("q/b", 1)):
-        said: list[Any] = []
-        found = jobs(tmp_path, {"training": {"weights": f"{tmp_path}/plans/{name}/model_best.pt"}})
-        found.say = said.append
-        assert found.run_weights(RUN) == [f"{tmp_path}/plans/{name}/model.pt"]
-        assert [each.remedy for each in said] == [remedy] * times
+    assert [found.run_weights(RUN) for _ in range(2)] == [[f"{tmp_path}/{read}"]] * 2
+    told = [] if remedy is None else [f"{remedy.format(tmp_path)}name others in plans.p.runs.a.training.weights"]
+    assert [each.remedy for each in said] == told
 
 
 def test_trials_are_chosen_among_those_that_this_machine_can_do(

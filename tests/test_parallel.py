@@ -62,10 +62,9 @@ def _stage(rank: int, ranks: int, meet: str, words: list[str]) -> None:
 
 def configure(folder: Path, study: str, ranks: int, **changes: Any) -> Path:
     dataset, settings = STUDIES[study]
-    geometry = {"gpus_per_node": ranks, **(changes.pop("geometry", {}) if ranks > 1 else {})}
-    parallel = changes.pop("parallel", {}) if ranks > 1 else {}
-    changes.pop("geometry", None), changes.pop("parallel", None)
-    make_run(folder, study, {**settings, **changes, "geometry": geometry, "parallel": parallel}, dataset)
+    shared = {name: changes.pop(name, {}) if ranks > 1 else {} for name in ("geometry", "parallel")}
+    shared["geometry"] = {"gpus_per_node": ranks, **shared["geometry"]}
+    make_run(folder, study, {**settings, **changes, **shared}, dataset)
     return folder
 
 
@@ -210,35 +209,33 @@ def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         alone.barrier()
 
 
+#: Of two nodes of four devices; and one of two tasks, a node each.
+FEW = r"geometry: this run asks for 8 processes \(2 nodes x 4\), and"
+TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+
+
 @pytest.mark.parametrize(
-    ("environment", "started"),
-    [({}, 1), ({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, 3), ({"SLURM_NTASKS": "8"}, 1)],
+    ("devices", "environment", "message"),
+    [
+        (4, {}, rf"{FEW} 1 were started"),
+        (4, {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, rf"{FEW} 3 were started"),
+        (4, {"SLURM_NTASKS": "8"}, rf"{FEW} 1 were started"),
+        (1, TASK, "MASTER_ADDR and MASTER_PORT are not set"),
+        (1, {**TASK, "SLURM_JOB_ID": "4711"}, "MASTER_ADDR is not set"),  # by which all nodes know a port
+        (1, {**TASK, "MASTER_ADDR": "node1"}, "MASTER_PORT is not set"),
+    ],
 )
-def test_too_few_processes_are_one_message(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], started: int
+def test_too_few_processes_and_no_place_to_meet_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, devices: int, environment: dict[str, str], message: str
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"):
+    for name in (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"),
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    message = rf"geometry: this run asks for 8 processes \(2 nodes x 4\), and {started} were started"
-    with pytest.raises(UserError, match=message), join(Geometry(nodes=2, gpus_per_node=4), "cpu"):
-        pass
-
-
-def test_several_nodes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT are not set"), join(Geometry(nodes=2), "cpu"):
-        pass
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")  # by which all nodes know a port
-    with pytest.raises(UserError, match="MASTER_ADDR is not set"), join(Geometry(nodes=2), "cpu"):
-        pass
-    monkeypatch.delenv("SLURM_JOB_ID")
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    with pytest.raises(UserError, match="MASTER_PORT is not set"), join(Geometry(nodes=2), "cpu"):
+    with pytest.raises(UserError, match=message), join(Geometry(nodes=2, gpus_per_node=devices), "cpu"):
         pass
 
 

@@ -27,33 +27,31 @@ def reasons(tree: Tree) -> list[str]:
 
 def test_what_changed_is_named(clone: Tree) -> None:
     """Settings by key, sources by file, both in one line; what is gone, and what was never there."""
-    undo = configure("plans.era5.settings.training.epochs", 3)(clone)
-    train, *further = reasons(clone)
-    assert re.fullmatch(r"era5\.vit \(train\): training\.epochs \d+ → 3", train)
-    replaced = "replaces the results of era5.vit (train); to keep them: a run of its own (from: era5.vit)"
-    assert further == ["and what follows from that: collect, report_plan", replaced]
-    undo()
-    undo = configure("datasets.years.source.days", 4)(clone)
-    own = replaced.replace("(train)", "(train, throughput)").replace("own (", "own, on a dataset of its own (")
-    assert reasons(clone)[-1] == own
-    undo()
-    undo = append(f"{PACKAGE}/studies/era5_vit/model.py")(clone)
-    (line, _) = reasons(clone)
-    assert (
-        re.fullmatch(r"era5\.vit \(.*\): studies/era5_vit/model\.py changed", line)
-        and "throughput" in line
-        and "train" in line
-    )
-    undo()
-    undo = append(f"{PACKAGE}/studies/era5_vit/model.py", "\n# A comment.\n")(clone)
-    assert reasons(clone) == []
-    undo()
-    undo = delete("plans/era5/vit/throughput.json")(clone)
-    assert reasons(clone)[0] == "era5.vit (throughput): throughput.json is gone"
-    undo()
-    undo = configure("plans.era5.runs.more", {"model": {"depth": 1}})(clone)
-    assert "era5.more (train, throughput): never made" in reasons(clone)
-    undo()
+    kept = r"; to keep them: a run of its own{} \(from: era5\.vit\)"
+    model = f"{PACKAGE}/studies/era5_vit/model.py"
+    for edit, lines in (
+        (
+            configure("plans.era5.settings.training.epochs", 3),
+            r"era5\.vit \(train\): training\.epochs \d+ → 3\nand what follows from that: collect, report_plan\n"
+            rf"replaces the results of era5\.vit \(train\){kept.format('')}",
+        ),
+        (
+            configure("datasets.years.source.days", 4),
+            r"(.+\n)+replaces the results of era5\.vit \(train, throughput\)"
+            rf"{kept.format(', on a dataset of its own')}",
+        ),
+        (append(model), r"era5\.vit \(train, throughput\): studies/era5_vit/model\.py changed\n.+"),
+        (append(model, "\n# A comment.\n"), ""),
+        (delete("plans/era5/vit/throughput.json"), r"era5\.vit \(throughput\): throughput\.json is gone(\n.+)*"),
+        (
+            configure("plans.era5.runs.more", {"model": {"depth": 1}}),
+            r"(.+\n)*era5\.more \(train, throughput\): never made(\n.+)*",
+        ),
+    ):
+        undo = edit(clone)
+        told = "\n".join(reasons(clone))
+        undo()
+        assert re.fullmatch(lines, told), told
 
 
 @pytest.mark.slow
