@@ -56,13 +56,6 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
     """A training volume larger than the validation one; contiguous, float32, without a single attribute."""
     fields = [smooth(32, 0), smooth(16, 1)]
     paths = [write_volume(tmp_path / "raw" / n, values) for n, values in zip((TRAIN, VALID), fields, strict=True)]
-    with h5py.File(paths[0]) as file:
-        assert {
-            name: (file[name].shape, file[name].dtype, file[name].chunks, len(file[name].attrs)) for name in file
-        } == {
-            "Nbody": ((4, 32, 32, 32), np.float32, None, 0),
-            "Hydro": ((5, 32, 32, 32), np.float32, None, 0),
-        }
     before = [path.read_bytes() for path in paths]
     settings = cosmo(paths[:1], paths[1:], "prepared")
     data = make_dataset(tmp_path / "data", settings)
@@ -102,14 +95,8 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
 def years(tmp_path: Path) -> Path:
     """Return a published folder: years of 6-hourly fields with the south-pole row that training leaves out."""
     root = write_years(tmp_path / "raw", TIMES, CHANNELS, (HEIGHT + 1, WIDTH))
-    for name in ("means", "stds"):
-        assert np.load(root / "stats" / f"global_{name}.npy").shape == (1, CHANNELS, 1, 1)
-    climatology = np.load(root / "stats" / "time_means.npy")[:, :, :HEIGHT]
-    np.save(root / "stats" / "time_means.npy", climatology)
-    assert climatology.shape == (1, CHANNELS, HEIGHT, WIDTH) and climatology.dtype == np.float32
-    with h5py.File(root / "train" / "2004.h5") as file:
-        assert list(file) == ["fields"] and not file["fields"].attrs and not file.attrs
-        assert (file["fields"].shape, file["fields"].dtype) == ((14, CHANNELS, HEIGHT + 1, WIDTH), np.float32)
+    climatology = root / "stats" / "time_means.npy"
+    np.save(climatology, np.load(climatology)[:, :, :HEIGHT])
     return root
 
 
@@ -205,9 +192,8 @@ def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.nd
 
 @pytest.mark.slow
 def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_data: Path) -> None:
-    """The same samples, bit by bit, names and units included, and the same training."""
-    settings = era5(era5_data)
-    again = make_dataset(tmp_path / "again", settings)
+    """The same samples to the digits of its statistics, names and units included."""
+    again = make_dataset(tmp_path / "again", era5(era5_data))
     ours, theirs = (Manifest.read(folder / "manifest.json") for folder in (era5_data, again))
     assert [theirs.path(file) for file in theirs.files("train")] == [
         (era5_data / "train" / f"{year}.h5").resolve() for year in (2001, 2002)
@@ -227,8 +213,3 @@ def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_da
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     means = [np.load(m.path(Extra.of(m).climatology or "")) for m in (ours, theirs)]
     np.testing.assert_array_equal(*means)
-    losses = [
-        fit(tmp_path / name, "era5_vit", {**ERA5_RUN, "training": {"epochs": 1}}, dataset, data)[-1]["valid_loss"]
-        for name, dataset, data in (("ours", settings, era5_data), ("theirs", settings, again))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
