@@ -63,7 +63,6 @@ def test_relative_l2_is_the_flattened_one_bit_by_bit() -> None:
     torch.testing.assert_close(other, expected)
     for loss in (expected, found, other):
         loss.mean().backward()
-    assert flat.grad is not None
     assert torch.equal(plain.grad, flat.grad)  # type: ignore[arg-type]
     torch.testing.assert_close(last.grad, flat.grad)
 
@@ -84,8 +83,6 @@ def test_relative_l2_is_each_samples_ratio() -> None:
 def test_latitude_weights_are_cosines_with_mean_one() -> None:
     latitude = np.linspace(90, -90, 37)
     w = latitude_weights(torch.from_numpy(latitude))
-    assert w.shape == (37, 1)
-    assert float(w.mean()) == pytest.approx(1, abs=1e-12)
     np.testing.assert_allclose(w[:, 0].numpy(), np.cos(np.radians(latitude)) / np.cos(np.radians(latitude)).mean())
     assert (latitude_weights(torch.tensor([90.0, 0.0, -90.0])) >= 0).all(), "rounding makes no negative weight"
     assert torch.equal(latitude_weights(torch.zeros(4)), torch.ones(4, 1))
