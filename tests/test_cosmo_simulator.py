@@ -27,10 +27,7 @@ def simulate(path: Path, index: int, progress: Callable[..., None] = lambda *don
 
 def wave(grid: int, axis: int, cycles: int = 1) -> np.ndarray:
     """cos(2π·cycles·x/L) along one axis, [N, N, N] float32."""
-    line = np.cos(2 * np.pi * cycles * np.arange(grid) / grid)
-    shape = [1, 1, 1]
-    shape[axis] = grid
-    return np.broadcast_to(line.reshape(shape), (grid, grid, grid)).astype(np.float32)
+    return np.cos(2 * np.pi * cycles * np.indices((grid, grid, grid))[axis] / grid).astype(np.float32)
 
 
 def smooth_field(grid: int, box: float, rms: float) -> np.ndarray:
@@ -73,8 +70,7 @@ def measure_power(delta: np.ndarray, box: float) -> tuple[np.ndarray, np.ndarray
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """One default box of 64³ in 32 Mpc/h: channel name -> values."""
-    path = tmp_path_factory.mktemp("cosmo") / "box.h5"
-    simulate(path, grid=64, box_mpc_h=32.0, seed=7, index=0)
+    path = simulate(tmp_path_factory.mktemp("cosmo") / "box.h5", grid=64, box_mpc_h=32.0, seed=7, index=0)
     with h5py.File(path) as file:
         return {c: v for d in file.values() for c, v in zip(d.attrs["channels"], d[:], strict=True)}
 
@@ -256,7 +252,6 @@ def test_file_layout(tmp_path: Path) -> None:
 
 
 def test_values_are_physical(box: dict[str, np.ndarray]) -> None:
-    assert len(box) == 9
     assert all(np.isfinite(values).all() for values in box.values())
     empty = box["dm_density"] == 0
     assert empty.any()

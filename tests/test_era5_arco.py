@@ -46,8 +46,7 @@ ROWS, COLUMNS = 19, 36  # as 721 and 1440 are: from pole to pole, and around
 
 def shipped() -> dict[str, Any]:
     """Return the dataset as the study ships it."""
-    datasets: dict[str, Any] = read_yaml(ROOT / "workflow_scripts/dlscale/studies/era5_vit/study.yaml")["datasets"]
-    return datasets["era5_arco"]
+    return read_yaml(ROOT / "workflow_scripts/dlscale/studies/era5_vit/study.yaml")["datasets"]["era5_arco"]
 
 
 def arco(hours: int = 48, first: str = "2019-12-31") -> xr.Dataset:

@@ -47,8 +47,7 @@ def simulate(path: Path, year: int = 2001, progress: Callable[..., None] = lambd
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
     """Thirty days on the demo's grid."""
-    path = tmp_path_factory.mktemp("era5") / "2000.nc"
-    simulate(path, year=2000, latitudes=32, longitudes=64, days=30, seed=1)
+    path = simulate(tmp_path_factory.mktemp("era5") / "2000.nc", 2000, latitudes=32, longitudes=64, days=30, seed=1)
     with xr.open_dataset(path, engine="h5netcdf") as dataset:
         return dataset.load()
 

@@ -81,13 +81,12 @@ class Case:
 
     def model(self) -> nn.Module:
         rows, columns = GRIDS[self.grid]
-        checkpointing = bool(self.over.get("activation_checkpointing"))
         torch.manual_seed(0)
         model = ViT(
             *((2 * rows, 3 * columns), (2, 3), 4, 3, 8 * HEADS, 2, HEADS),
             residual="linear",
             static=torch.ones(1, 2 * rows, 3 * columns),
-            checkpointing=checkpointing,
+            checkpointing=bool(self.over.get("activation_checkpointing")),
         )
         with torch.no_grad():  # a value of its own for each parameter, so that none can go missing
             for p in model.parameters():
@@ -280,8 +279,7 @@ def _learn_all(rank: int, ranks: int, port: int, folder: str, names: list[str]) 
 
 
 def learn_together(ranks: int, folder: Path, names: list[str]) -> None:
-    port = 20000 + (os.getpid() * 7) % 20000
-    spawn(_learn_all, (ranks, port, str(folder), names), ranks)
+    spawn(_learn_all, (ranks, 20000 + (os.getpid() * 7) % 20000, str(folder), names), ranks)
 
 
 def of_ranks(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,9 +190,8 @@ def test_steps_that_differ_have_a_spread() -> None:
         event("aten::mm", "cpu_op", 12, 18),
     ]
     tool, rows = summarise(read(trace), "torch")
-    ranges, activity = tool.ranges, tool.activity
-    assert ranges["step"].seconds == pytest.approx(20 * US)
-    assert ranges["step"].std == pytest.approx(np.std([10, 30], ddof=1) * US)
+    step, activity = tool.ranges["step"], tool.activity
+    assert (step.seconds, step.std) == pytest.approx((20 * US, np.std([10, 30], ddof=1) * US))
     (mm,) = [row for row in rows if row.kind == "operator"]
     # A step lasts until the next begins: 2 + 6 and 6 µs, of 50 µs for both.
     assert (mm.calls, mm.seconds, mm.share) == (1.5, pytest.approx(7 * US), pytest.approx(7 / 25))
@@ -251,10 +248,9 @@ def test_overlaps_are_those_of_every_microsecond(found: tuple[list[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TorchProfiler, Any, Path]]:
-    folder = tmp_path_factory.mktemp("trace")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchProfiler, Any]:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(16, 32)
-    tool = TorchProfiler(folder, 0, torch.device("cpu"))
+    tool = TorchProfiler(tmp_path_factory.mktemp("trace"), 0, torch.device("cpu"))
     with tool.attached():
         for _ in range(3):
             with mark("step"):
@@ -263,11 +259,11 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TorchPr
                 with mark("backward"):
                     loss.backward()
                 loss.item()
-    yield tool, tool.found([0.1, 0.3, 0.2]), folder
+    return tool, tool.found([0.1, 0.3, 0.2])
 
 
-def test_operators_are_those_that_pytorch_counts(profiled: tuple[TorchProfiler, Any, Path]) -> None:
-    tool, (found, rows), _ = profiled
+def test_operators_are_those_that_pytorch_counts(profiled: tuple[TorchProfiler, Any]) -> None:
+    tool, (found, rows) = profiled
     assert tool._profile is not None
     counted = {one.key: one for one in tool._profile.key_averages() if not one.is_user_annotation}
     mine = {row.name: row for row in rows if row.kind == "operator"}
@@ -279,8 +275,8 @@ def test_operators_are_those_that_pytorch_counts(profiled: tuple[TorchProfiler, 
     assert (found.steps, found.seconds_per_step) == (3, 0.2)
 
 
-def test_ranges_are_those_that_pytorch_recorded(profiled: tuple[TorchProfiler, Any, Path]) -> None:
-    tool, (found, _), _ = profiled
+def test_ranges_are_those_that_pytorch_recorded(profiled: tuple[TorchProfiler, Any]) -> None:
+    tool, (found, _) = profiled
     assert tool._profile is not None
     counted = {one.key: one for one in tool._profile.key_averages() if one.is_user_annotation}
     assert set(found.ranges) == {"step", "forward", "backward"} == set(counted)

@@ -57,8 +57,9 @@ def plain(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """The network once more, from its state dict alone, as He et al. describe it and torchvision places its strides."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        values = [state[f"{name}.{what}"] for what in ("running_mean", "running_var", "weight", "bias")]
-        mean, var, weight, bias = (value[:, None, None] for value in values)
+        mean, var, weight, bias = (
+            state[f"{name}.{what}"][:, None, None] for what in ("running_mean", "running_var", "weight", "bias")
+        )
         return (x - mean) / torch.sqrt(var + 1e-5) * weight + bias
 
     x = F.relu(norm(F.conv2d(x, state["conv1.weight"], stride=2, padding=3), "bn1"))

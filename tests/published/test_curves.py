@@ -289,23 +289,25 @@ def curve(train: list[float], valid: list[float]) -> list[float]:
     return [float(np.log(loss)) for loss in (*train, *valid)]
 
 
+def of_seeds(folder: Path, study: str, data: Path, **over: Any) -> np.ndarray:
+    """Return the curves of dlscale's trainings, a row for each seed."""
+    every = [trained(folder / str(seed), study, data, seed=seed, batch_size=BATCH, **over) for seed in SEEDS]
+    losses = ("train_loss", "valid_loss")
+    return np.array([curve(*([epoch[name] for epoch in epochs] for name in losses)) for epochs in every])
+
+
 @pytest.mark.slow
 def test_curves_of_the_unet_overlap_with_the_published_programs(tmp_path: Path, cosmo_data: Path) -> None:
     widths, crop, steps, epochs = (8, 16, 16), 16, 16, 4
-    ours = []
-    for seed in SEEDS:
-        found = trained(
-            tmp_path / str(seed),
-            "cosmo_unet",
-            cosmo_data,
-            seed=seed,
-            batch_size=BATCH,
-            model={"widths": list(widths)},
-            samples={"crop": crop, "symmetry": "rotations", "train": steps * BATCH, "valid": 8},
-            optimizer={"lr": 2e-3},
-            training={"epochs": epochs},
-        )
-        ours.append(curve([epoch["train_loss"] for epoch in found], [epoch["valid_loss"] for epoch in found]))
+    found = of_seeds(
+        tmp_path,
+        "cosmo_unet",
+        cosmo_data,
+        model={"widths": list(widths)},
+        samples={"crop": crop, "symmetry": "rotations", "train": steps * BATCH, "valid": 8},
+        optimizer={"lr": 2e-3},
+        training={"epochs": epochs},
+    )
 
     def theirs(lr: float) -> np.ndarray:
         runs, boxes = [], sorted((cosmo_data / "train").glob("*.h5"))
@@ -320,24 +322,19 @@ def test_curves_of_the_unet_overlap_with_the_published_programs(tmp_path: Path, 
             runs.append(curve(curves.train, curves.valid))
         return np.array(runs)
 
-    judge(np.array(ours), theirs(2e-3), theirs(1e-3))
+    judge(found, theirs(2e-3), theirs(1e-3))
 
 
 @pytest.mark.slow
 def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, era5_data: Path) -> None:
     steps, epochs = 9, 4  # 36 of 38 pairs: the program drops what does not fill a batch
-    ours = []
-    for seed in SEEDS:
-        found = trained(
-            tmp_path / str(seed),
-            "era5_vit",
-            era5_data,
-            seed=seed,
-            batch_size=BATCH,
-            samples={"train": steps * BATCH, "valid": 16},
-            training={"steps": steps * epochs},
-        )
-        ours.append(curve([epoch["train_loss"] for epoch in found], [epoch["valid_loss"] for epoch in found]))
+    found = of_seeds(
+        tmp_path,
+        "era5_vit",
+        era5_data,
+        samples={"train": steps * BATCH, "valid": 16},
+        training={"steps": steps * epochs},
+    )
 
     def theirs(lr: float) -> np.ndarray:
         runs, stats = [], era5_data / "stats"
@@ -352,7 +349,7 @@ def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, e
             runs.append(curve(curves.train, curves.valid))
         return np.array(runs)
 
-    judge(np.array(ours), theirs(1e-3), theirs(5e-4))
+    judge(found, theirs(1e-3), theirs(5e-4))
 
 
 def judge(ours: np.ndarray, theirs: np.ndarray, other: np.ndarray) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -38,11 +37,6 @@ def shown(request: pytest.FixtureRequest, make_tree: Callable[..., Tree]) -> tup
 
 def profiles(outcome: Outcome) -> dict[str, Job]:
     return {" ".join(job.wildcards.values()): job for job in outcome.jobs if job.rule == "profile"}
-
-
-def settings(job: Job) -> dict[str, Any]:
-    words = shlex.split(job.command)
-    return json.loads(words[words.index("--config") + 1])
 
 
 @pytest.mark.slow
@@ -82,7 +76,8 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
 def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
     """Both tools, in the last of four epochs; the whole ladder's settings, of which the first rung has none."""
     for name, job in profiles(shown[1]).items():
-        run = settings(job)
+        words = shlex.split(job.command)
+        run = json.loads(words[words.index("--config") + 1])
         assert run["profile"]["tools"] == ["nsys", "torch"] and run["profile"]["ranks"] == [0]
         assert (run["profile"]["epoch"], run["cuda_graph"]) == (4, name.split()[1] != "baseline")
         assert run["geometry"] == {

@@ -31,8 +31,7 @@ RUNS = {"b8_ddp_1": (1, 8, True), "b8_ddp_2": (2, 16, True), "b8_no_sync_2": (2,
 def test_weak_scaling(clone: Tree) -> None:
     clone.config["plans"]["weak"] = PLAN
     clone.write()
-    jobs = [f"throughput weak {run}" for run in RUNS]
-    jobs += ["configure_plan weak", "collect weak", "report_plan weak"]
+    jobs = ["configure_plan weak", *(f"throughput weak {run}" for run in RUNS), "collect weak", "report_plan weak"]
     outcome = clone.snakemake("--cores", "2", "--", "plan_weak")
     assert outcome.status == 0, outcome.output[-5000:]
     assert outcome.names == sorted(jobs)
