@@ -384,8 +384,12 @@ def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -
     figure = Published(
         label="x", source="SC22", gpus=8, runs=["plan.b16_ddp_8"], metric="scaling_efficiency", value=78, unit="%"
     )
-    communication = figure.model_copy(update={"metric": "communication", "value": 25.0})
-    view = scaling.section(PlanResult(weak.record.model_copy(update={"published": [figure, communication]}), weak.runs))
+    figures = [
+        figure,
+        figure.model_copy(update={"metric": "communication", "value": 25.0}),
+        Published(runs=figure.runs, samples_per_second=100),  # stands beside none of the shares
+    ]
+    view = scaling.section(PlanResult(weak.record.model_copy(update={"published": figures}), weak.runs))
     assert view
     row = cells(view.tables[0], 2)
     assert row["FULL", "efficiency"][1] == "± 4 %; published: 78 %, SC22"

@@ -14,8 +14,8 @@ def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Publish
     return [figure for figure in figures if figure.speed_of(f"{plan}.{run}")]
 
 
-def values(figures: Iterable[Published], plan: str, run: str, metric: str) -> list[Published]:
-    """Return the figures of a run for the final value of `metric`."""
+def values(figures: Iterable[Published], plan: str, run: str, metric: str | None) -> list[Published]:
+    """Return the figures of a run for the final value of `metric`; of None, which is no metric, there are none."""
     return [figure for figure in figures if figure.metric == metric and f"{plan}.{run}" in figure.runs]
 
 

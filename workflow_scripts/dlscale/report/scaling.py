@@ -148,7 +148,7 @@ _PUBLISHED = {("FULL", "efficiency"): "scaling_efficiency", ("SYNTHETIC", "commu
 
 def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
     def ratios(mode: str, heading: str, found: Sequence[Ratio | None]) -> tuple[str, str, list[Cell]]:
-        metric = _PUBLISHED.get((mode, heading), "")
+        metric = _PUBLISHED.get((mode, heading))
         figures = [published.values(plan.record.published, plan.name, point.run.name, metric) for point in rows]
         return mode, heading, [_ratio(*each) for each in zip(found, figures, strict=True)]
 
