@@ -83,6 +83,7 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
         ("al", "no target is called 'al' (did you mean 'all'?)"),
         ("cosmo_demo.bf16", "a run, which is made with its plan: dlscale run cosmo_demo"),
         ("results/plans/cosmo_dmo/a/b.json", "no plan is called 'cosmo_dmo'"),
+        ("results/data/cosmo_dmo/manifest.json", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("results/plans/cosmo_demo/baselin/a.json", "no run is called 'baselin' (did you mean 'baseline'?)"),
         ("mine/plan.json", "no target is called 'mine/plan.json'"),
     ],

@@ -99,8 +99,9 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
         path = results / path.relative_to(results.resolve())
     if path.is_relative_to(results):
         folder, name, *further = [*path.relative_to(results).parts, "", ""]
+        if folder in ("plans", "data") and any(further):
+            _check(word, folder.removesuffix("s"), name, configuration)
         if folder == "plans" and any(further):
-            _check(word, "plan", name, configuration)
             run, *file = further
             if any(file) and run not in configuration.plans[name]:
                 raise UserError(f"{word}: {unknown('run', run, configuration.plans[name])}")
