@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Union
+import posixpath
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
 from pydantic import (
+    AfterValidator,
     Field,
     SerializeAsAny,
     SkipValidation,
@@ -238,7 +240,8 @@ class Budget(Strict):
 class Workflow(Strict):
     """All that `snakemake` reads from `config.yaml`, `--configfile` and `--config`."""
 
-    results: str = Field(
+    # As Snakemake writes its files: of `./out/` it would know none.
+    results: Annotated[str, AfterValidator(posixpath.normpath)] = Field(
         "results",
         pattern=r"^[^{}*?\[\]\n]+$",  # braces and stars are wildcards to Snakemake
         description="Folder of everything that is produced.",
