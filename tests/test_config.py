@@ -564,6 +564,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
         "studies": {"cosmo_unet": {"optimizer": {"lr": 1e-3}}},
         "plans": {
             "cosmo_published": {"settings": {"seed": 3}},
+            "starter_weak": {"kind": "strong_scaling"},  # of a plan that a block makes, too
             "other": {"study": "cosmo_unet", "settings": None, "runs": {"a": {}}},
             "mine": {"study": "cosmo_unet", "from": "sound.first", "runs": {"a": {"use": "sound.second"}, "b": None}},
         },

@@ -229,7 +229,9 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
         old = base.get(key)
         if not isinstance(value, Mapping):
             base[key] = copy.deepcopy(value)
-        elif isinstance(old, dict) and ("runs" in old or value.get("kind", old.get("kind")) == old.get("kind")):
+        elif isinstance(old, dict) and (
+            {"runs", "study"} & old.keys() or value.get("kind", old.get("kind")) == old.get("kind")
+        ):
             merge(old, value)
         else:
             base[key] = copy.deepcopy(dict(value))
