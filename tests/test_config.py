@@ -459,8 +459,11 @@ def test_a_later_layer_changes_between_epochs_and_steps() -> None:
     found = [resolved.run.training for resolved in load(**plan(kind="ladder", runs=runs)).plans["p"].values()]
     assert [(training.epochs, training.steps) for training in found] == [(None, 9), (3, None), (3, None)]
     # Only the two settings exclude each other: a run may be called like one of them.
-    merged = config.merge({"epochs": {"seed": 1}, "steps": {"seed": 2}}, {"steps": {"seed": 3}})
-    assert merged == {"epochs": {"seed": 1}, "steps": {"seed": 3}}
+    merged = config.merge(
+        {"epochs": {"seed": 1}, "steps": {"seed": 2}, "parallel": {"bucket_mb": 9}},
+        {"steps": {"seed": 3}, "parallel": {"kind": "ddp"}},  # which it was without a word
+    )
+    assert merged == {"epochs": {"seed": 1}, "steps": {"seed": 3}, "parallel": {"bucket_mb": 9, "kind": "ddp"}}
 
 
 def test_a_local_batch_size_stands_for_the_global_one() -> None:
