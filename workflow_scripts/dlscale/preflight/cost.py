@@ -118,9 +118,9 @@ def _published(plan: str, name: str, run: Run) -> float | None:
     study = study_files()[run.study]
     settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
     full_size = (
-        run.dataset == settings["dataset"]
-        and all(getattr(run.model, key) == value for key, value in settings["model"].items())
-        and all(samples[key] == value for key, value in settings["samples"].items() if key in samples)
+        run.dataset == settings.get("dataset")  # a plan may say what its study leaves out
+        and all(getattr(run.model, key) == value for key, value in settings.get("model", {}).items())
+        and all(samples[key] == value for key, value in settings.get("samples", {}).items() if key in samples)
     )
     rates = [figure.speed / figure.gpus for figure in study.published if figure.speed_of(f"{plan}.{name}")]
     return min(rates) * run.geometry.world_size if full_size and rates else None
