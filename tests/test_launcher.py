@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,12 +184,16 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc"])
 def test_engines_that_run(engine: str) -> None:
-    found = launch(site(engine=engine, mounts={"/cfs/x": "/data"}, environment={"A": "b c"}), HERE, ONE)
+    mounts = {"/cfs/x": "/data", "/cfs/y": "/cfs/y"}  # the second has data, and is mounted once
+    place = replace(HERE, data=(*HERE.data, "/cfs/y"))
+    found = launch(site(engine=engine, mounts=mounts, environment={"A": "b c"}), place, ONE)
     assert found[:6] == ["python", "-P", "-m", "dlscale.launch.contain", engine, "run"]
     assert found[-5:] == ["registry/dlscale:1", "python", "-P", "-m", "dlscale"]
     assert {"--rm", "--init", "--interactive", "--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(found)
     assert words(found, "--workdir") == ["/scratch/my work"]
-    assert words(found, "--volume") == [*("/scratch/my work:/scratch/my work", "/cfs/x:/data", "/cfs/a b:/cfs/a b:ro")]
+    assert words(found, "--volume") == [
+        *("/scratch/my work:/scratch/my work", "/cfs/x:/data", "/cfs/y:/cfs/y", "/cfs/a b:/cfs/a b:ro")
+    ]
     given = words(found, "--env")
     assert {"A=b c", "PYTHONPATH=/scratch/my work/workflow_scripts", "DLSCALE_LIFELINE=1"} < set(given)
     assert {"WANDB_API_KEY", "WANDB_MODE", *PASSED_ON} < set(given), "by name, without values"

@@ -156,7 +156,8 @@ def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
         "--security-opt=no-new-privileges",
         *_engine_options(site, place, gpu),
         *(f"--volume={source}:{target}" for source, target in {**folders, **site.mounts}.items()),
-        *(f"--volume={path}:{path}:ro" for path in place.data),
+        # Docker and podman refuse what is mounted twice.
+        *(f"--volume={path}:{path}:ro" for path in place.data if site.mounts.get(path) != path),
         f"--workdir={place.folder}",
         *(f"--env={name}={value}" for name, value in environment.items()),
         *(f"--env={name}" for name in PASSED_ON if name not in environment),
