@@ -65,8 +65,10 @@ def rung_file(name, rung):
 
 def asked_targets():
     """The targets that are named on the command line; a job of a scheduler is a call of its own, and names none."""
-    found = []
-    for word in sys.argv[1:] if workflow.is_main_process else []:
+    found, settings = [], [os.path.abspath(path) for path in workflow.config_settings.configfiles]
+    # A file of settings is none, though it may be a plan's tuned.yaml.
+    words = [word for word in sys.argv[1:] if os.path.abspath(word) not in settings]
+    for word in words if workflow.is_main_process else []:
         try:
             found.append(read_target(word, CONFIG))
         except UserError:
