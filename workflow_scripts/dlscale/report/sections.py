@@ -490,7 +490,7 @@ def _method(record: SweepRecord) -> str:
 
 def _setting(value: Any) -> Cell:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    return Cell(f"{value:g}", value) if numeric else cell(str(value))
+    return Cell(f"{value:.12g}", value) if numeric else cell(str(value))
 
 
 def tuning_verdicts(plan: PlanResult) -> list[View]:
