@@ -98,7 +98,7 @@ def page(
         key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent", "duration")
     }
     environment.filters |= {"joules": joules, "paint": lambda colour: PAINT.get(colour, "")}
-    named = {folder.resolve().name: folder for folder in folders}
+    named = {folder.absolute().name: folder for folder in folders}  # a link is called as it is here
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)
     return environment.from_string(template).render(
