@@ -126,7 +126,8 @@ def probe_python(
 ) -> list[Finding]:
     """Check the versions of an interpreter that is started by these words."""
     try:
-        printed = said([*python, "-P", "-c", FACTS])  # as stages run: nothing is imported from the working folder
+        # As stages run: nothing is imported from the working folder. From a cold file system torch takes its time.
+        printed = said([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
         remedy = "activate the environment, or see what the engine says"
         return [Finding("python", "FAIL", f"does not run where the stages do: {error}", remedy)]

@@ -91,16 +91,16 @@ def ask(probes: list[Probe]) -> list[Finding]:
     return findings
 
 
-def said(words: list[str]) -> str:
-    """Return the output of a command."""
+def said(words: list[str], limit: float = LIMIT) -> str:
+    """Return the output of a command; `limit` is its timeout, s."""
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=LIMIT, check=False
+            words, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=limit, check=False
         )
     except (FileNotFoundError, PermissionError):
         raise AbsentError(words[0]) from None
     except subprocess.TimeoutExpired:
-        raise FailedError(f"{words[0]} gives no answer within {LIMIT:.0f} s") from None
+        raise FailedError(f"{words[0]} gives no answer within {limit:.0f} s") from None
     if done.returncode:
         printed = (done.stderr or done.stdout).strip().splitlines()
         why = printed[-1].removeprefix(f"{words[0]}: ") if printed else done.returncode
