@@ -134,13 +134,14 @@ def speed(plan: PlanResult) -> View | None:
         return None
     (fastest, like, groups), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
-    full = "throughput" in plan.record.measure
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     greatest = max(group.speed for group in groups)
     # The fastest in turns need not be so by itself.
     shown = first_and_least(groups, CARD, lambda group: -math.inf if group is fastest else -group.speed)
     return {
-        "what": "FULL: loading and computing together" if full else "Training, median over epochs",
+        "what": "FULL: loading and computing together"
+        if fastest.runs[0].throughput
+        else "Training, median over epochs",
         "fastest": _label(fastest),
         "alone": len(groups) == 1,
         "pooled": any(len(group.runs) > 1 for group in groups),
