@@ -184,9 +184,11 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc"])
 def test_engines_that_run(engine: str) -> None:
-    mounts = {"/cfs/x": "/data", "/cfs/y": "/cfs/y"}  # the second has data, and is mounted once
-    place = replace(HERE, data=(*HERE.data, "/cfs/y"))
-    found = launch(site(engine=engine, mounts=mounts, environment={"A": "b c"}), place, ONE)
+    found = launch(
+        site(engine=engine, mounts={"/cfs/x": "/data", "/cfs/y": "/cfs/y"}, environment={"A": "b c"}),
+        replace(HERE, data=(*HERE.data, "/cfs/y")),  # which the site mounts: once
+        ONE,
+    )
     assert found[:6] == ["python", "-P", "-m", "dlscale.launch.contain", engine, "run"]
     assert found[-5:] == ["registry/dlscale:1", "python", "-P", "-m", "dlscale"]
     assert {"--rm", "--init", "--interactive", "--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(found)

@@ -24,8 +24,7 @@ def identity(engine: str, image: str) -> str | None:
     if engine == "none" or not image:
         return None
     if engine == "apptainer":
-        file = Path(image)
-        return sha256(file) if file.is_file() else None
+        return sha256(image) if Path(image).is_file() else None
     inspect = [engine, "image", "inspect", "--format", "{{.Id}}", image]
     words = (answer(["shifterimg", "lookup", image] if engine == "shifter" else inspect) or "").split()
     return words[-1] if words else None

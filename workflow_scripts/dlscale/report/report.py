@@ -131,8 +131,7 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
     record = of_it[0].record
     columns = [("", heading, list(map(cell, cells))) for heading, cells in published.columns(record.published).items()]
     shown: View = {"about": f"Published figures of {name}", "title": "Published figures", "style": "known"}
-    shown["sortable"] = False
-    known = table(columns, "Published figures.", meaning=str(len(record.published)), **shown)
+    known = table(columns, "Published figures.", meaning=str(len(record.published)), sortable=False, **shown)
     return {
         "name": name,
         "title": record.study_title or name,
