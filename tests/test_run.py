@@ -137,7 +137,7 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
         (["cosmo_demo", "seed=[1"], "seed=[1: not valid YAML: "),
         (["cosmo_dmo", "seed=1"], "cosmo_dmo: no target is called"),
         (["--configfile", "nothere.yaml", "cosmo_demo"], "nothere.yaml: no such file"),
-        (["seed=1", "--cores", "2", "--config", "seed=2"], "--config: stands twice, and Snakemake takes the last; "),
+        (["seed=1", "--cores", "2", "--config", "seed=2"], "--cores: write all settings, and files of them, before it"),
         (["--profile", "perlmuter"], "site: profiles/perlmuter/site.yaml: no such file; no site is called 'perlmuter'"),
     ],
 )

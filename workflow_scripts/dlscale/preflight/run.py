@@ -210,9 +210,8 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
 
 def configured(call: Typed) -> tuple[Configuration, list[Target], Raw]:
     """Return the configuration, validated, the targets, and what was typed over the files."""
-    for option, given in (("--config", call.settings), ("--configfile", call.files)):
-        if given and option in call.rest:
-            raise UserError(f"{option}: stands twice, and Snakemake takes the last; write all before {call.rest[0]}")
+    if (call.settings and "--config" in call.rest) or (call.files and "--configfile" in call.rest):
+        raise UserError(f"{call.rest[0]}: write all settings, and files of them, before it: Snakemake takes the last")
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
     whole = [placed(word, ()) for word in call.settings if is_whole(word)]
     configuration = load_files(*files, site=call.profile, over=whole)
