@@ -34,7 +34,7 @@ from dlscale.preflight import cost
 from dlscale.preflight.probe import Finding, probe_raw
 
 #: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
-ALL_CORES = 64
+ALL_CORES = 1_024
 #: Wildcards of a job, by attribute.
 Wildcards = Any
 Params = dict[str, Any]
