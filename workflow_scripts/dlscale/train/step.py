@@ -210,7 +210,7 @@ class Step:
             self.weights.distribute(frozen=True)
             counters = iter(shards["optimizer.step"].tensor if "optimizer.step" in shards else ())
             for p in self.weights.updated:
-                if "step" in self.optimizer.state[p]:
+                if "step" in self.optimizer.state.get(p, {}):  # to index it would make a state
                     self.optimizer.state[p]["step"].copy_(next(counters))
         known = self.scaler.state_dict()  # some are whole numbers
         self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
