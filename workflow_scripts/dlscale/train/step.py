@@ -99,7 +99,7 @@ class Step:
         """Compile the forward pass, with the loss and alone, in the run's `compile.mode`."""
         self._overwritten = mode in ("reduce-overhead", "max-autotune")  # whose code has graphs of its own on CUDA
         self._loss_of = compiled(self.strategy.wrapped, mode, self.device)
-        self._predict = compiled(self.network.predict, mode, self.device)
+        self._predict = compiled(self._predict, mode, self.device)
 
     def capture(self, graphs: CudaBackend) -> None:
         """Record and replay whole steps as CUDA graphs."""
