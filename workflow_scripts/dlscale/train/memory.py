@@ -215,7 +215,12 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     copies, shard = run.geometry.dp * run.geometry.cp, 1  # devices that average their gradients
     if isinstance(run.parallel, FSDP):
         shard = run.parallel.shard or copies
-    use = of_step(fake, *batch, ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1, shard=shard)
+    use = of_step(
+        fake,
+        *batch,
+        ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1,
+        shard=shard if run.accumulation_steps == 1 else 1,  # FSDP adds up whole gradients, and sends those of all parts
+    )
     if shard == 1:
         return use
     # Of FSDP a device keeps its shards, and for a while gathered weights.
