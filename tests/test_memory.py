@@ -50,7 +50,7 @@ def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: An
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), device)
     x, y = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    return memory.of_step(fake, x, y, ranks)
+    return memory.of_step(fake, x, y, ranks, view=over.get("parallel", {}).get("bucket_view", True))
 
 
 def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
@@ -130,6 +130,7 @@ def test_several_ranks_hold_their_gradients() -> None:
     one, two = predicted(UNET), predicted(UNET, ranks=2)
     masters: dict[str, Any] = {"precision": "bf16_master", "optimizer": {"fused": True}}
     assert one.gradients == two.gradients == one.parameters
+    assert predicted(UNET, ranks=2, parallel={"bucket_view": False}).gradients == 2 * one.gradients
     assert [predicted(UNET, ranks=n, **masters).gradients for n in (1, 2)] == [1.5 * one.parameters] * 2
     assert one.peak and two.peak
     assert 0.9 * one.gradients <= two.peak - one.peak <= 1.1 * one.gradients

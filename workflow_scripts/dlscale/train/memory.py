@@ -220,6 +220,7 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
         *batch,
         ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1,
         shard=shard if run.accumulation_steps == 1 else 1,  # FSDP adds up whole gradients, and sends those of all parts
+        view=not isinstance(run.parallel, DDP) or run.parallel.bucket_view,
     )
     if shard == 1:
         return use
@@ -240,10 +241,13 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     return use.model_copy(update={**kept, "peak": most})
 
 
-def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1) -> MemoryUse:
+def of_step(
+    fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1, view: bool = True
+) -> MemoryUse:
     """Return the memory of one step on a batch of these shapes; the fake step is used up.
 
-    Of gradients that `shard` devices share each keeps its part; weights and optimiser are taken whole.
+    Of gradients that `shard` devices share each keeps its part; weights and optimiser are taken whole. Without a `view`
+    gradients of several `ranks` are there beside their buckets.
     """
     step, weights = fake.step, fake.step.weights
     allocations = Allocations(CUDA_BLOCK if step.device.type == "cuda" else 1)
@@ -257,7 +261,7 @@ def of_step(fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, sh
             held.append(torch.empty_like(p.detach().flatten()[: -(-p.numel() // shard)]))
         p.grad = None
 
-    for p in trained if shard > 1 or ranks > 1 else ():
+    for p in trained if shard > 1 or (ranks > 1 and view) else ():
         p.register_post_accumulate_grad_hook(reduce)
     state = tree_leaves([list(step.optimizer.state.values())])
     masters = [p for p in weights.updated if all(p is not own for own in weights.parameters)]
