@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Best, Epoch, Untrained, epoch_lines
 from dlscale.core.settings import flat
@@ -143,15 +143,21 @@ class Wandb:
         out.mkdir(parents=True, exist_ok=True)
         mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb says which there are
         self._wandb = wandb
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "dlscale"),
-            group=os.environ.get("WANDB_RUN_GROUP", out.parent.name),
-            name=f"{out.parent.name}.{out.name}",
-            dir=str(out),
-            mode=mode,
-            config=run,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
-        )
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "dlscale"),
+                group=os.environ.get("WANDB_RUN_GROUP", out.parent.name),
+                name=f"{out.parent.name}.{out.name}",
+                dir=str(out),
+                mode=mode,
+                config=run,
+                settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
+            )
+        except Exception as error:  # it has many, of its own and of pydantic
+            raise UserError(
+                f"training.trackers: wandb: {brief(error)}; WANDB_MODE=online needs a network and WANDB_API_KEY; "
+                "else leave it out"
+            ) from error
         for record in history:
             self.add(record)
 
