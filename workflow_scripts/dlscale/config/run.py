@@ -491,6 +491,12 @@ class RunCore(Lawful):
         return not isinstance(self.parallel, DDP) or self.parallel.sync
 
     @property
+    def arithmetic(self) -> Precision:
+        """The precision that a step computes in: FSDP may cast weights and inputs of 32 bits to its `param_dtype`."""
+        cast = self.precision in ("fp32", "tf32") and getattr(self.parallel, "param_dtype", "fp32") == "bf16"
+        return "bf16_pure" if cast else self.precision
+
+    @property
     def can_step_alone(self) -> bool:
         """Whether a process can leave out the exchange of a step."""
         parallel = self.parallel

@@ -120,7 +120,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
             logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)
     peak_memory = int(*world.max(memory.peak(world.device)))  # before anything that is not the run's
     counted, formula = sample_work(session, cached[:2]) if world.main else (None, None)
-    work, peaks = formula or counted, common_peaks(run.precision, world)
+    work, peaks = formula or counted, common_peaks(run.arithmetic, world)
     if work and peaks:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
         peaks = at_least(peaks, fastest * work.flops / session.devices)

@@ -123,7 +123,7 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
         return nullcontext
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads // run.geometry.tp, tokens, width)
-    dtype = compute_dtype(run.precision)
+    dtype = compute_dtype(run.arithmetic)
     return attention_context(run.attention, shape, dtype, world.device, lambda kind: world.gather(kind)[0])
 
 

@@ -138,7 +138,7 @@ class FakeStep:
         with self._mode:
             if run.geometry.model_size > 1:
                 divided = ModelParallel(model, plan, Pretended(run.geometry), device)
-            alone = run.model_copy(update={"parallel": DDP()})  # on one rank, which exchanges nothing
+            alone = run.model_copy(update={"parallel": DDP(), "precision": run.arithmetic})  # on one rank
             self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided)
         self._begin()
 
@@ -235,8 +235,10 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     # Gathered at a time: weights in no unit; the unit that computes, and the next one.
     together = width * (min(rest + 2 * largest, numbers) if run.parallel.reshard else numbers)
     leaving = reduced * (largest or rest)  # gradients of a unit, until they are sent
-    kept = {name: getattr(use, name) // shard for name in ("parameters", "optimizer")}
-    freed = use.parameters + use.optimizer - sum(kept.values())
+    wide = 1 if run.arithmetic == run.precision else 2  # what is cast for the step has 32 bits
+    kept = {name: wide * getattr(use, name) // shard for name in ("parameters", "optimizer")}
+    kept["gradients"] = wide * use.gradients
+    freed = use.parameters + use.optimizer + use.gradients - sum(kept.values())
     most = None if use.peak is None else int(use.peak - freed + together + leaving)
     return use.model_copy(update={**kept, "peak": most})
 
