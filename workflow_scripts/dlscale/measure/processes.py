@@ -57,7 +57,11 @@ def _used(process: psutil.Process) -> Used:
 def ranks_seen(root: int) -> int:
     """Return the number of `root`'s children that run the command of this process's parent: ranks in this container."""
     command = psutil.Process(os.getppid()).cmdline()
-    return sum(child.cmdline() == command for child in psutil.Process(root).children() if child.is_running())
+    return sum(
+        child.cmdline() == command
+        for child in psutil.Process(root).children()
+        if child.status() != psutil.STATUS_ZOMBIE  # which has no command any more
+    )
 
 
 class Meter:
