@@ -205,7 +205,7 @@ def workload(run: Any, results: Path) -> Workload:
     columns: list[Any] = [*modules(model, sharing.columns).values()]  # none of a model that context alone divides
     if (attend := modules(model, sharing.attend)) and columns:
         linear = columns[0]
-        width = compute_dtype(run.precision).itemsize
+        width = compute_dtype(run.arithmetic).itemsize
         tokens = Tokens(sharing.tokens, linear.in_features, len(attend), width, run.activation_checkpointing)
     use = predict(run.model_copy(update=pair | {"parallel": DDP()}), manifest, torch.device("cpu"))
     state = use.parameters + use.gradients + use.optimizer
