@@ -83,7 +83,7 @@ def _averaging(options: Options, case: Case, world: World) -> list[dict[str, Any
 
         return turn
 
-    contestants = {"ours": rate(step), "twin": rate(step, step.unsynchronised), "bare": rate(bare)}
+    contestants = {"ours": rate(step), "twin": rate(step, step.strategy.unsynchronised), "bare": rate(bare)}
     found = in_turns(4 * options.repetitions, contestants)
     counted = {**counts(case, step.model, steps), "processes": RANKS, "MB averaged": counting.bytes["all_reduce"] / 1e6}
     return [
