@@ -151,7 +151,7 @@ def _arrays(folder: Path) -> None:
         for key, file in zip(given, (one, two), strict=True):
             np.save(folder / f"{key}.npy", given[key])
             np.savez_compressed(folder / f"{key}.npz", **{key: given[key]})
-            file[key] = given[key]
+            file.create_dataset(key, data=given[key], chunks=True, compression="gzip")
 
 
 def _digits(folder: Path) -> None:

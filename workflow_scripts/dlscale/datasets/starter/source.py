@@ -75,7 +75,7 @@ class FileSource(Source):
     """Arrays `input` and `target` of one part: floats as float32, truth values as uint8."""
 
     def __init__(self, source: Any, part: Part, *paths: Path) -> None:
-        self._files = contextlib.ExitStack()
+        self._files, self._paths = contextlib.ExitStack(), paths
         self._arrays = {}
         for key, path in zip(("input", "target"), paths, strict=True):
             self._arrays[key] = _open(path, getattr(source, key).array or key, self._files)
@@ -89,11 +89,12 @@ class FileSource(Source):
         self.attributes = {key: path.name for key, path in zip(self._arrays, paths, strict=True)}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        rows = slice(self._first + start, self._first + stop)
-        return {
-            field.name: np.asarray(self._arrays[field.name][rows]).astype(field.dtype).reshape(-1, *field.shape[1:])
-            for field in self.fields
-        }
+        rows, found = slice(self._first + start, self._first + stop), dict[str, np.ndarray]()
+        for field, path in zip(self.fields, self._paths, strict=True):
+            with reading(path):  # of compressed values, damage shows here
+                values = np.asarray(self._arrays[field.name][rows])
+            found[field.name] = values.astype(field.dtype).reshape(-1, *field.shape[1:])
+        return found
 
     def close(self) -> None:
         self._files.close()
