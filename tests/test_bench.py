@@ -29,7 +29,10 @@ from tests.waiting import PATIENCE
 @pytest.mark.long
 def test_benchmarks_run(tmp_path: Path) -> None:
     """All but those of the workflow, whose commands the workflow's own tests run."""
-    groups = ["crops", "pairs", "images", "steps", "full", "rungs", "models", "watching", "profilers", "preprocess"]
+    groups = [
+        *("crops", "pairs", "images", "steps", "full", "rungs", "models"),
+        *("digits", "ranks", "watching", "profilers", "preprocess"),
+    ]
     command = [sys.executable, str(ROOT / "bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
     done = subprocess.run([*command, *groups], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
