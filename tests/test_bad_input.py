@@ -382,9 +382,9 @@ def test_no_write_permission(refused: Check, cosmo_data: Path) -> None:
         with without_rights(place):
             for out in (place / "data/new/out.h5", place / "data/train/box000.h5"):
                 text = refused("assemble", *options, "--out", out, folder=place)
-                assert text.startswith(f"{out}: no permission to write here"), text
+                assert text.startswith(f"{out}: no permission to read or write"), text
             text = refused("assemble", *options, "--out", place / "x", "--log", log, folder=place)
-            assert text.startswith(f"{log}: no permission to write here")
+            assert text.startswith(f"{log}: no permission to read or write")
 
 
 # ---- what is the file's fault, and what is not ----------------------------------------------------------------

@@ -101,7 +101,7 @@ PROBLEMS = {
     ),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
-        "no permission to write here; choose another place for `results`, or change its mode",
+        "no permission to read or write; change its mode, or choose another place for `results`",
     ),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
