@@ -39,9 +39,10 @@ def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def write_volume(path: Path, fields: dict[str, np.ndarray]) -> Path:
-    """Write fields as the published files hold them: float32, contiguous, without attributes."""
+    """Write fields as the published files hold them: float32, contiguous, with an attribute that C wrote."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
+        file.attrs["code"] = np.bytes_("Nyx")
         for name, values in fields.items():
             file.create_dataset(name, data=values)
     return path

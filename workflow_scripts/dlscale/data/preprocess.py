@@ -79,7 +79,7 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
             file.create_dataset(name, data=values).attrs["join"] = join
         file.attrs["others"] = list(others)
         file.attrs["fields"] = [field.name for field in source.fields]
-        file.attrs["source"] = json.dumps(dict(source.attributes))
+        file.attrs["source"] = json.dumps(dict(source.attributes), default=str)
 
 
 def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | Path) -> None:
