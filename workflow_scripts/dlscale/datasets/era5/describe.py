@@ -60,7 +60,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                     raise UserError(f"{path}: fields {fields.shape} differ from those of other files {shape}")
                 shape = fields.shape
                 names = {key: np.atleast_1d(fields.attrs.get(key, [])) for key in ("channels", "units")}
-                said = {key: [str(name) for name in its] for key, its in names.items()}
+                said = {k: [n.decode() if isinstance(n, bytes) else str(n) for n in its] for k, its in names.items()}
                 axes = {axis: file[axis][()].tolist() for axis in ("latitude", "longitude") if axis in file}
                 times = store.dataset(file, "time")[()] if "time" in file else None
             splits[split].append(File.of(path, folder, shape[0]))
