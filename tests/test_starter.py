@@ -277,9 +277,9 @@ def test_sources_are_checked(source: dict[str, Any], words: str) -> None:
 
 
 def test_other_arrays_need_another_model(tmp_path: Path) -> None:
-    """Vectors, or a target of another size: a message, and no failure of a convolution."""
+    """Vectors, a target of another size, or integers: a message, and no failure of a convolution."""
     x = np.random.default_rng(0).normal(size=(8, 6, 5))
-    for number, (inputs, targets) in enumerate([(x[:, 0], x), (x, x[:, 1:])]):
+    for number, (inputs, targets) in enumerate([(x[:, 0], x), (x, x[:, 1:]), (x.astype(np.int16), x)]):
         files = {
             key: write(tmp_path / f"{key}{number}.npy", v=v) for key, v in (("input", inputs), ("target", targets))
         }

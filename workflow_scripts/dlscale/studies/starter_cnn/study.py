@@ -54,7 +54,7 @@ class StarterCNNMetrics(Metrics):
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
         answers = {"prediction": prediction, "mean": self.mean.expand_as(y)}
-        answers |= {"input": x.to(y.dtype)} if x.shape == y.shape else {}
+        answers |= {"input": x.float()} if x.shape == y.shape else {}  # bytes would overflow
         return {name: (answer - y).square().flatten(1).mean(dim=1) for name, answer in answers.items()}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -88,10 +88,12 @@ class StarterCNNStudy(Study):
         """Return the fields of inputs and targets, which are images of one size."""
         inputs, targets = (manifest.fields[name] for name in (run.samples.input, run.samples.target))
         shapes = [info.row_shape for info in (inputs, targets)]
-        if [len(shape) for shape in shapes] != [3, 3] or inputs.grid != targets.grid:
+        alike = [len(shape) for shape in shapes] == [3, 3] and inputs.grid == targets.grid
+        if not alike or inputs.dtype not in ("float32", "uint8"):  # other integers are indices
             raise UserError(
-                f"dataset {run.dataset}: input {shapes[0]} and target {shapes[1]} of a sample; study {run.study} "
-                "expects images [C, H, W] of one size for both: write a model for yours"
+                f"dataset {run.dataset}: input {shapes[0]} of {inputs.dtype} and target {shapes[1]} of a sample; study "
+                f"{run.study} expects images [C, H, W] of one size for both, the input of floats or bytes: save them "
+                "so, or write a model for yours"
             )
         return inputs, targets
 
