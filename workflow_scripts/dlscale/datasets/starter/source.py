@@ -90,10 +90,9 @@ class FileSource(Source):
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows, found = slice(self._first + start, self._first + stop), dict[str, np.ndarray]()
-        for field, path in zip(self.fields, self._paths, strict=True):
+        for field, values, path in zip(self.fields, self._arrays.values(), self._paths, strict=True):
             with reading(path):  # of compressed values, damage shows here
-                values = np.asarray(self._arrays[field.name][rows])
-            found[field.name] = values.astype(field.dtype).reshape(-1, *field.shape[1:])
+                found[field.name] = np.asarray(values[rows]).astype(field.dtype).reshape(-1, *field.shape[1:])
         return found
 
     def close(self) -> None:

@@ -88,8 +88,11 @@ class StarterCNNStudy(Study):
         """Return the fields of inputs and targets, which are images of one size."""
         inputs, targets = (manifest.fields[name] for name in (run.samples.input, run.samples.target))
         shapes = [info.row_shape for info in (inputs, targets)]
-        alike = [len(shape) for shape in shapes] == [3, 3] and inputs.grid == targets.grid
-        if not alike or inputs.dtype not in ("float32", "uint8"):  # other integers are indices
+        if (
+            [len(shape) for shape in shapes] != [3, 3]
+            or inputs.grid != targets.grid
+            or inputs.dtype not in ("float32", "uint8")  # other integers are indices
+        ):
             raise UserError(
                 f"dataset {run.dataset}: input {shapes[0]} of {inputs.dtype} and target {shapes[1]} of a sample; study "
                 f"{run.study} expects images [C, H, W] of one size for both, the input of floats or bytes: save them "
