@@ -159,9 +159,8 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
     }
     known = resolve.load({"targets": ["swept"], "plans": {"swept": plan}, "results": str(tmp_path)})
     works = [work for work in cost.works(known) if work.run]
-    assert [work.run.training.stop_after for work in works if work.run] == [1] * 9 + [2] * 3 + [
-        6
-    ]  # a rung goes on where the one before ended
+    epochs = [work.run.training.stop_after for work in works if work.run]
+    assert epochs == [1] * 9 + [2] * 3 + [6], "a rung goes on where the one before ended"
     for name in ("seed-5-rung0", "seed-5-rung1"):
         (tmp_path / "plans/swept" / name).mkdir(parents=True)
         (tmp_path / "plans/swept" / name / "provenance.json").touch()
