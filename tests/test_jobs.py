@@ -144,6 +144,14 @@ def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert there.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
 
 
+def test_a_container_has_results_behind_a_link_by_the_name_that_commands_say(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "scratch").symlink_to("far")
+    place = tmp_path / "scratch/results"
+    found = jobs(place, site={"engine": "podman", "image": "x"}).launch([place / "data/d/manifest.json"])
+    assert [word for word in found if str(tmp_path) in word] == [f"--volume={place}:{place}"]
+
+
 def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = Call(jobs(tmp_path), ["p"], [], cores=2)
 

@@ -225,7 +225,7 @@ def packages(site: Site) -> list[str]:
 
 def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]:
     """Return the absolute folders of `paths`, and of all links on their way, that are not within `inside`."""
-    seen = [Path(folder).resolve() for folder in inside]
+    seen = [form for folder in inside for form in (Path(folder), Path(folder).resolve())]
     places = [place for path in paths for place in _chain(Path(path).absolute())]
     unseen = [place for place in places if not any(place.is_relative_to(folder) for folder in seen)]
     return tuple(dict.fromkeys(str(place if place.is_dir() else place.parent) for place in unseen))
