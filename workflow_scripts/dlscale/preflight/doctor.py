@@ -35,7 +35,9 @@ from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, St
 
 #: Prints the versions where it runs, as one line of JSON. One process, since importing torch takes seconds.
 FACTS = """
-import json, os, platform, shutil
+import json, os, platform, shutil, site
+if more := os.environ.get("DLSCALE_PACKAGES"):  # as the command line does
+    site.addsitedir(more)
 from importlib.metadata import PackageNotFoundError, version
 
 def of(name):
