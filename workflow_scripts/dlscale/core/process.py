@@ -133,10 +133,11 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
                 raise UserError(f"{folder}: in use by {owner}; wait for it, or end it and try again") from None
             logging.warning("%s: this file system has no locks; see to it that no second run writes here", folder)
         else:
-            file.truncate(0)
             job = os.environ.get("SLURM_JOB_ID")
-            file.write(f"process {os.getpid()} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}\n")
-            file.flush()
+            owner = f"process {os.getpid()} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}\n"
+            with contextlib.suppress(OSError):  # on a full disk it holds without a name
+                file.truncate(0)
+                os.write(file.fileno(), owner.encode())
         yield
 
 
