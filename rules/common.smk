@@ -13,7 +13,7 @@ from dlscale.core.fingerprint import remember
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
-from dlscale.preflight.run import read_target, studies
+from dlscale.preflight.run import read_target, site_words, studies
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"

@@ -19,7 +19,7 @@ JOBS = Jobs(
     configuration=CONFIG,
     site=SITE,
     page=PAGE,
-    call=["snakemake", *(["--workflow-profile", f"profiles/{site_name()}"] if site_name() else []), *own_settings()],
+    call=["snakemake", *site_words(site_name()), *own_settings()],
     own_settings=own_settings(),
     filled=ASKED_PLANS is CONFIG.workflow.targets,  # none was named
     image=image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process),

@@ -111,7 +111,7 @@ def lost(
 ) -> list[str]:
     """Return a line for each run (`PLAN/RUN`) and dataset that lost files which no job would make.
 
-    `making`: files that jobs would make; `given`: words of a call that name its configuration.
+    `making`: files that jobs would make; `given`: words of a call that name its site and configuration.
     """
     places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
     places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]

@@ -171,7 +171,7 @@ class Call:
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
         datasets = dict.fromkeys([*self.jobs.plan_datasets(self.plans), *self.datasets])
-        return why.lost(str(self.results), runs, datasets, making, self.jobs.own_settings)
+        return why.lost(str(self.results), runs, datasets, making, self.jobs.call[1:])
 
     def show_pages(self, files: Iterable[Path]) -> None:
         """Print where the pages of the files that were asked for are; of a part of a plan its page."""
