@@ -260,4 +260,7 @@ def be_the_only_controller():
     be_the_only_writer(".snakemake", "Another call of snakemake is at work: ")
     if HELD:
         # Jobs of a call that is alive are not left over from an earlier one.
-        slurm.wait_for_left_running(os.getcwd())
+        try:
+            slurm.wait_for_left_running(os.getcwd())
+        except KeyboardInterrupt:
+            refuse("Interrupted: nothing was begun, and the jobs of the earlier call go on.")
