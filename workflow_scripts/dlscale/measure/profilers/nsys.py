@@ -194,6 +194,7 @@ def _run(words: list[str], world: World) -> tuple[int | None, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     # Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
     environment["NSYS_NVTX_PROFILER_REGISTER_ONLY"] = "0"
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the site's further packages last, too
     with socket.create_server(("", 0)) as free:
         number = world.gather(free.getsockname()[1])[0]
     environment["MASTER_PORT"] = str(number)
