@@ -231,8 +231,9 @@ def test_several_nodes_need_somebody_who_starts_them() -> None:
         launcher.check(site(engine="none"), eight, "a.b.")
     launcher.check(site(engine="none", starter="mpirun"), eight)
     nodes = {"cpu_nodes": {"cpus": 8}, "gpu_nodes": {"cpus": 8, "gpus": 4}}
-    with pytest.raises(ValueError, match="torchrun is for machines without a scheduler"):
-        site(engine="none", starter="torchrun", scheduler=nodes)
+    for starter in ("torchrun", "mpirun"):
+        with pytest.raises(ValueError, match=f"{starter} is for machines without a scheduler"):
+            site(engine="none", starter=starter, scheduler=nodes)
 
 
 # ---- MPI -------------------------------------------------------------------------------------------

@@ -217,8 +217,9 @@ class Site(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: its.scheduler and its.starter == "torchrun",
-            "starter: torchrun is for machines without a scheduler; use srun",
+            # The executor takes from a job's command the variables by which mpirun would know the job's nodes.
+            lambda its: its.scheduler and its.starter in ("torchrun", "mpirun"),
+            "starter: {its.starter} is for machines without a scheduler; use srun",
         ),
         (
             lambda its: its.scheduler and its.engine == "auto",
