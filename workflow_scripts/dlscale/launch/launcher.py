@@ -107,8 +107,7 @@ def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
 
 def check(site: Site, geometry: Geometry, where: str = "") -> None:
     """Refuse a geometry that the site cannot hold or start; `where` begins its key."""
-    reached = site.starter == "mpirun" or (site.starter == "torchrun" and site.rendezvous)
-    if site.scheduler or not reached:
+    if site.starter != "mpirun" and not site.rendezvous:  # which sites without a scheduler have
         slurm.check(site.scheduler, geometry, where)
 
 
