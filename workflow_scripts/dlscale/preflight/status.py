@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 #: In the order in which they are printed.
 State = Literal["running", "silent", "failed", "done", "waiting"]
 
-#: Seconds without a status after which a stage on another machine counts as ended.
-SILENT = 12 * LINE_SECONDS
+#: Seconds without a status after which a stage on another machine, or in a container, counts as ended: as many as the
+#: watchdog waits between epochs. A validation, a compilation, or a profile tells none meanwhile.
+SILENT = 60 * LINE_SECONDS
 #: Seconds between two looks of `--watch`.
 EVERY = 5.0
 #: Seconds without a job after which a failure ends `--watch`.
