@@ -78,12 +78,17 @@ def asked_targets():
     return [target for target in found if target]
 
 
+#: Names the file with the configuration of the call, for its jobs: files may be edited while they wait in a queue.
+CALLED = "DLSCALE_CALLED"
+
 try:
-    LAYERS = layers()
+    if (called := os.environ.get(CALLED)) and not workflow.is_main_process:
+        BASE, LAYERS = json.loads(Path(called).read_text(encoding="utf-8"))
+    else:
+        BASE, LAYERS = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"), layers()
+    AS_CALLED = json.dumps([BASE, LAYERS], default=str)
     # The profile's site, and the layers over it; another `kind` replaces a section.
-    CONFIG = resolve.load(
-        functools.reduce(resolve.merge, LAYERS, resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"))
-    )
+    CONFIG = resolve.load(functools.reduce(resolve.merge, LAYERS, BASE))
     urls.publish(CONFIG.secrets)
     ASKED = asked_targets()
 except Exception as error:

@@ -4,6 +4,7 @@ import os
 import time
 
 from dlscale.core import progress
+from dlscale.core.files import write_text
 from dlscale.core.fingerprint import TABLES
 from dlscale.rules.calls import Call, show_requests
 
@@ -23,6 +24,14 @@ def remember_sources():
     for job in workflow.dag.needrun_jobs():
         job.params
     why.remember(TABLES, SOURCES)
+
+
+def keep_configuration():
+    """Write this call's configuration for its jobs."""
+    file, mask = Path(".snakemake/called.json").absolute(), os.umask(0o077)  # it may hold whole addresses
+    write_text(file, AS_CALLED)
+    os.umask(mask)
+    os.environ[CALLED] = str(file)
 
 
 def show_end():
@@ -75,6 +84,7 @@ onstart:
     remember_sources()
     try:
         CALL.start(jobs_to_run(), workflow.config_settings.configfiles)
+        keep_configuration()
     except UserError as error:
         raise WorkflowError(str(error))
     if status.asked():
