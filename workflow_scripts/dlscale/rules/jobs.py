@@ -397,7 +397,6 @@ class Jobs:
         Addresses with secrets are kept from it unless it fetches something.
         """
         folder, results = str(Path.cwd()), Path(self.results).absolute()
-        data = launcher.outside([*paths, ROOT.parent, *registry.roots()], folder, results)
         # Commands name it as it was typed, though a link may be on its way; that of a link in the folder is followed.
         results = results.resolve() if results.is_relative_to(folder) else results
         place = launcher.Place(
@@ -405,7 +404,7 @@ class Jobs:
             sources=str(ROOT.parent),
             uid=os.getuid(),
             gid=os.getgid(),
-            data=data,
+            data=launcher.outside([*paths, ROOT.parent, *registry.roots()], folder, results),
             results=None if results.is_relative_to(folder) else str(results),
         )
         studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]
