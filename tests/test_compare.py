@@ -147,7 +147,7 @@ def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch
 
 
 def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that does other work, or has another device, is not held against what was."""
+    """A run that does other work, has another device, or was timed once, is not held against what was."""
     before = machine.measure("before", SPEEDS)
     after = machine.measure("after", {**SPEEDS, "fast": 120.0})
     assert main(["compare", str(before), str(after)]) == 0
@@ -155,7 +155,8 @@ def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture
     assert main(["compare", str(before), str(after), "--gate"]) == 1
     assert capsys.readouterr().out.endswith("slower beyond noise: p.fast\n")
     assert main(["compare", str(after), str(before), "--gate"]) == 0
-    for more in ({"device": Device(kind="cuda", name="A100")}, {"compute": "other"}):
+    once = {"full": Trials(trial_throughput=[50.0], trial_time=[1.0], mean=50.0), "beside": None}
+    for more in ({"device": Device(kind="cuda", name="A100")}, {"compute": "other"}, once):
         machine.measure("after", {name: speed / 2 for name, speed in SPEEDS.items()}, **more)
         assert main(["compare", str(before), str(after), "--gate"]) == 2
         assert "nothing can be held" in capsys.readouterr().err

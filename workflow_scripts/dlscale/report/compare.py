@@ -58,7 +58,10 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     slower = [each["run"] for each in found if each["slower"]]
     if args.gate and not any(each["held"] for each in found):
         names = " and ".join(args.results)
-        raise UserError(f"{names}: no run was timed with the same work on the same device in both: nothing can be held")
+        raise UserError(
+            f"{names}: no run was timed twice or more with the same work on the same device in both: nothing can be "
+            "held"
+        )
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))
     else:
@@ -94,7 +97,9 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "speed": None if elsewhere else measured_apart(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
-    known = [found for found in speeds.values() if found and before.compute == after.compute]
+    # What a single trial says may be chance, whatever it says.
+    timed = [found for found in speeds.values() if found and math.isfinite(found.error)]
+    known = timed if before.compute == after.compute else []
     losses = [run.last.valid_loss if run.last else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
     shown = {name: [text.NONE if value is None else str(value) for value in pair] for name, pair in differ.items()}
