@@ -473,7 +473,9 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     assert float(a[f"{metric}_std"]) > 0 and a["full_samples_per_second"] == "22.0"
     line = curves.curve(0, plan.runs[0], "epoch", lambda epoch: epoch.valid_loss)
     assert len(line.points) == len(line.band) == 4, "as far as all of them came"
-    assert f"± {text.number(statistics.stdev(losses), 2)}" in Page(results.report()).text
+    shown = Page(results.report()).text
+    assert f"± {text.number(statistics.stdev(losses), 2)}" in shown and "after 5 epochs, means of 3 trainings" in shown
+    assert plan.best and plan.score(plan.runs[0])[0] == pytest.approx(statistics.mean(losses))
     again = plan.runs[0].repeats[0]
     (results.root / "plans/p/a-seed1/metrics.jsonl").write_text(
         epoch_lines([*again[:-1], again[-1].model_copy(update={"valid_loss": math.nan, "metrics": {}})])

@@ -100,7 +100,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
     # What a single trial says may be chance, whatever it says.
     timed = [found for found in speeds.values() if found and math.isfinite(found.error)]
     known = timed if before.compute == after.compute else []
-    losses = [run.last.valid_loss if run.last else math.nan for run in (before, after)]
+    losses = [run.mean.valid_loss if run.epochs else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
     shown = {name: [text.NONE if value is None else str(value) for value in pair] for name, pair in differ.items()}
     return {

@@ -69,6 +69,15 @@ class RunResult:
     def last(self) -> Epoch | None:
         return self.epochs[-1] if self.epochs else None
 
+    @cached_property
+    def mean(self) -> Epoch:
+        """Last epoch of a trained run; with further seeds losses and metrics are means over them."""
+        last = [epochs[-1] for epochs in (self.epochs, *self.repeats) if epochs]
+        common = [name for name in last[0].metrics if all(name in each.metrics for each in last)]
+        metrics = {name: statistics.fmean(each.metrics[name] for each in last) for name in common}
+        losses = {name: statistics.fmean(getattr(each, name) for each in last) for name in ("train_loss", "valid_loss")}
+        return last[0].model_copy(update={**losses, "metrics": metrics})
+
     @property
     def final_loss(self) -> float:
         """Last validation loss; infinite if it is not a number or there is none."""
@@ -240,7 +249,7 @@ class PlanResult:
         if metric == "samples_per_second":
             return run.speed or math.nan, "higher"
         described = self.metrics.get(metric, VALID_LOSS) if metric else self.judge or VALID_LOSS
-        return described.of(run.epochs[-1]), described.better
+        return described.of(run.mean), described.better
 
     @property
     def ranked(self) -> list[RunResult]:

@@ -195,7 +195,7 @@ def quality(plan: PlanResult) -> View | None:
     """Return the best run's losses, leading metric, and skills; None if none was trained."""
     if plan.best is None:
         return None
-    last, lead = plan.best.epochs[-1], None
+    last, lead = plan.best.mean, None
     scores = [
         {"metric": metric, "value": last.metrics[metric.name], "skill": skill}
         for metric in plan.described.values()
@@ -210,7 +210,14 @@ def quality(plan: PlanResult) -> View | None:
             "skill": skill if skill is not None and math.isfinite(skill) else None,
             "answer": plan.lead.answer,
         }
-    return {"run": plan.best.label, "last": last, "lead": lead, "scores": scores[:CARD], "of": len(scores)}
+    return {
+        "run": plan.best.label,
+        "last": last,
+        "seeds": 1 + len(plan.best.repeats),
+        "lead": lead,
+        "scores": scores[:CARD],
+        "of": len(scores),
+    }
 
 
 def targets(plan: PlanResult) -> list[View]:
@@ -362,7 +369,7 @@ def channels(plan: PlanResult, page: Page) -> Section | None:
 def _channel_table(
     plan: PlanResult, shown: Sequence[RunResult], metrics: Sequence[Metric], rivals: dict[str, list[Metric]]
 ) -> Table:
-    first, last = metrics[0], [run.epochs[-1].metrics for run in shown]
+    first, last = metrics[0], [run.mean.metrics for run in shown]
     answers = [(first.answer if rivals else f"naive answer: {first.answer}", [metric.naive for metric in metrics])]
     answers += [(f"naive answer: {name}", [metric.name for metric in each]) for name, each in rivals.items()]
     finished = [each for each in last if each] or last  # what diverged has no metrics
@@ -381,7 +388,7 @@ def _channel_table(
     skill = f" Skill is 1 − error / error of {first.answer}." if first.naive and first.better == "lower" else ""
     return table(
         columns,
-        f"{first.title} on the validation data after the last epoch.{skill}",
+        f"{first.title} on the validation data after the last epoch{', means over the seeds' * plan.repeats}.{skill}",
         f"{first.title} by channel, {plan.title}",
         sortable=False,
         note="".join(some(len(shown), len(plan.trained), "runs", rest)),
