@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,7 @@ def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
     assert efficiency and efficiency.value == pytest.approx(0.8)
     # Student's t of three degrees of freedom
     assert efficiency.noise == pytest.approx(0.8 * math.hypot(3.182446 * 0.2 / 2, 3.182446 * 0.3 / 2, math.log(1.05)))
+    assert replace(efficiency, noise=math.inf).around == "of single trials"
 
 
 def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:

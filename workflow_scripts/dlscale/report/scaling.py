@@ -58,7 +58,7 @@ def glance(plan: PlanResult) -> str | None:
 
 
 def _words(ratio: Ratio) -> str:
-    return f"{percent(ratio.value)} ± {percent(ratio.noise)}"
+    return f"{percent(ratio.value)} {ratio.around}"
 
 
 def section(plan: PlanResult) -> Section | None:
@@ -183,7 +183,7 @@ def _rate(point: Point, mode: str) -> Cell:
 
 
 def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
-    notes = [f"± {percent(ratio.noise)}"] if ratio and ratio.noise else []
+    notes = [ratio.around] if ratio and ratio.noise else []
     notes += [f"published: {published.shown(figure)}, {figure.source}" for figure in figures[-1:]]
     return cell(ratio and ratio.value, percent, "; ".join(notes))
 

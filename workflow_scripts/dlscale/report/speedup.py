@@ -18,7 +18,7 @@ from typing import Any
 
 from dlscale.core.noise import pooled, reach, standard_errors
 from dlscale.core.settings import flat
-from dlscale.core.text import number
+from dlscale.core.text import number, percent
 from dlscale.measure.records import Beside, Trials
 from dlscale.report.results import PlanResult, RunResult
 
@@ -241,6 +241,10 @@ class Ratio:
 
     value: float
     noise: float
+
+    @property
+    def around(self) -> str:
+        return f"± {percent(self.noise)}" if math.isfinite(self.noise) else "of single trials"
 
 
 @dataclass(frozen=True)
