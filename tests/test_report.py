@@ -476,6 +476,7 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     shown = Page(results.report()).text
     assert f"± {text.number(statistics.stdev(losses), 2)}" in shown and "after 5 epochs, means of 3 trainings" in shown
     assert plan.best and plan.score(plan.runs[0])[0] == pytest.approx(statistics.mean(losses))
+    assert "; skill 0.30" in shown, "by channel, too"
     again = plan.runs[0].repeats[0]
     (results.root / "plans/p/a-seed1/metrics.jsonl").write_text(
         epoch_lines([*again[:-1], again[-1].model_copy(update={"valid_loss": math.nan, "metrics": {}})])

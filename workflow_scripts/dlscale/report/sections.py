@@ -377,10 +377,13 @@ def _channel_table(
     if all(value is None for value in naive[answers[0][0]]):
         naive = {}
     labels = [*map(cell, naive), *(Cell(run.label, n) for n, run in enumerate(shown))]
+    rows = dict(zip(plan.runs, rows_of(plan), strict=True)) if plan.repeats else {}
     columns = [("", "run", labels)]
     for place, metric in enumerate(metrics):
         skills = [metric.skill(values) for values in last]
-        notes = ["" if skill is None else f"skill {text.number(skill, 2)}" for skill in skills]
+        spreads = [_spread(run, rows.get(run, {}), metric.name) for run in shown]
+        known = ["" if skill is None else f"skill {text.number(skill, 2)}" for skill in skills]
+        notes = ["; ".join(filter(None, pair)) for pair in zip(spreads, known, strict=True)]
         errors = [cell(values.get(metric.name), note=note) for values, note in zip(last, notes, strict=True)]
         heading = f"{metric.channel} {text.unit(metric.unit)}".strip()
         columns.append(("", heading, [cell(answer[place]) for answer in naive.values()] + errors))
