@@ -48,17 +48,21 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
     return float(samples + VALIDATION * (epochs + 1) * valid)
 
 
+def throughput_trials(run: Any) -> int:
+    """Return warm-up and counted trials in 3 modes, and of steps without sums over ranks where these are left out."""
+    modes = 3 + (run.geometry.dp > 1 and run.can_step_alone)
+    return int(modes * (run.throughput.warmup + run.throughput.trials))
+
+
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return (warm-up + counted trials) x batches x batch size x 3 modes, of which FULL is the slowest."""
-    trials = run.throughput.warmup + run.throughput.trials
-    return float(3 * trials * run.throughput.batches * run.batch_size)
+    """Return trials x batches x batch size, as if all were of FULL, which is the slowest."""
+    return float(throughput_trials(run) * run.throughput.batches * run.batch_size)
 
 
 def throughput_seconds(run: Any) -> float:
-    """Return the least time of the trials, in 3 modes, plus that of the turns on a quiet machine, s."""
-    settings = run.throughput
-    turns = settings.beside if run.processes.world_size == 1 else 0.0
-    return float(3 * (settings.warmup + settings.trials) * settings.seconds + turns)
+    """Return the least time of the trials, plus that of the turns on a quiet machine, s."""
+    turns = run.throughput.beside if run.processes.world_size == 1 else 0.0
+    return float(throughput_trials(run) * run.throughput.seconds + turns)
 
 
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
