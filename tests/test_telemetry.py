@@ -386,6 +386,7 @@ def test_gpus_are_those_of_the_run_in_its_order() -> None:
     assert second == GpuSample(0.0, 10 << 30, 52.0, None, 1260, 84, "")
     assert [sample.watts for sample in Gpus(1).sample()] == [398.5], "a run on one GPU is on CUDA's first"
     assert Gpus(0).sample() == ()
+    assert {(each.watts, each.joules) for each in Gpus(4).sample()} == {(None, None)}, "two of four: no run's energy"
     text = io.StringIO(telemetry.header(2) + telemetry.line(Sample(START, 1.0, 2, gpus=(first, second))))
     assert pd.read_csv(text)["gpu1_watts"].tolist() == [52.0]
 

@@ -135,6 +135,8 @@ class Gpus:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self.handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
+        # Where each process sees its own GPU alone, the energy of those of this one would pass for all of the run's.
+        self._whole = len(addresses) == count
         self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
 
     def sample(self) -> tuple[GpuSample, ...]:
@@ -149,8 +151,8 @@ class Gpus:
         return GpuSample(
             utilization=None if rates is None else rates.gpu / 100,
             memory_bytes=None if memory is None else memory.used,
-            watts=None if milliwatts is None else milliwatts / 1000,
-            joules=None if millijoules is None or first is None else (millijoules - first) / 1000,
+            watts=milliwatts / 1000 if self._whole and milliwatts is not None else None,
+            joules=(millijoules - first) / 1000 if self._whole and None not in (millijoules, first) else None,
             sm_mhz=self._ask("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM),
             celsius=self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else "+".join(name for bit, name in REASONS.items() if reasons & bit),
