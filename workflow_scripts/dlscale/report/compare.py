@@ -98,8 +98,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
     # What a single trial says may be chance, whatever it says.
-    timed = [found for found in speeds.values() if found and math.isfinite(found.error)]
-    known = timed if before.compute == after.compute else []
+    held = [each for each in speeds.values() if each and before.compute == after.compute and math.isfinite(each.error)]
     losses = [run.mean.valid_loss if run.epochs else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
     shown = {name: [text.NONE if value is None else str(value) for value in pair] for name, pair in differ.items()}
@@ -107,8 +106,8 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "run": key,
         "samples_per_second": [before.speed, after.speed],
         **{name: found and _plain(found) for name, found in speeds.items()},
-        "held": bool(known),
-        "slower": any(found.high < 1 for found in known),
+        "held": bool(held),
+        "slower": any(found.high < 1 for found in held),
         "valid_loss": [loss if math.isfinite(loss) else None for loss in losses],
         "settings": [f"{name} {old} -> {new}" for name, (old, new) in shown.items()],
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
