@@ -91,6 +91,7 @@ try:
     CONFIG = resolve.load(functools.reduce(resolve.merge, LAYERS, BASE))
     urls.publish(CONFIG.secrets)
     ASKED = asked_targets()
+    FETCHED = [name for name, dataset in CONFIG.workflow.datasets.items() if parts.fetched(dataset)]
 except Exception as error:
     if not (message := str(error) if isinstance(error, UserError) else registry.mistake(error)):
         raise
@@ -100,7 +101,6 @@ RESULTS = CONFIG.workflow.results
 #: The page of all targets.
 PAGE = f"{RESULTS}/{resolve.report_page(LAYERS)}"
 STUDIES = studies(CONFIG)
-FETCHED = [name for name, dataset in CONFIG.workflow.datasets.items() if parts.fetched(dataset)]
 ASKED_DATASETS = [name for name in CONFIG.workflow.datasets if any(name in each.datasets for each in ASKED)]
 ASKED_PLANS = [plan for plan in CONFIG.plans if any(plan in each.plans for each in ASKED)]
 if workflow.is_main_process and not ASKED_PLANS and not ASKED_DATASETS:
