@@ -90,6 +90,7 @@ def add(name: str, path: str | Path) -> None:
     _added[name] = study
     if str(study.root) not in sys.path:
         sys.path.append(str(study.root))  # last: nothing there hides what is installed
+    source(module)  # one of two would be imported for both
 
 
 def added() -> dict[str, StudyPlace]:
