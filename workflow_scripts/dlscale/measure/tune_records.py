@@ -44,7 +44,7 @@ class Tuning(Record):
     @property
     def plan(self) -> str:
         """The plan that `tuned.yaml` adds."""
-        return f"{self.run.replace('.', '_')}_tuned"
+        return f"{self.run.replace('.', '_')[-58:].lstrip('_-')}_tuned"  # a name has at most 64 letters
 
     @property
     def changes(self) -> dict[str, Any]:
