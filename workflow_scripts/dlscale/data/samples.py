@@ -367,7 +367,10 @@ class RowField:
         if info.channel_axis == 0:
             raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W], of which no row is a sample")
         stored = "float32" if info.stored == "physical" else info.dtype
-        self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, info.classes)
+        # Of tokens and masks, too, numbers that are drawn in their place must be some of theirs.
+        highest = int(max(info.maximum, default=0)) if np.dtype(info.dtype).kind in "iu" else 0
+        classes = info.classes or (min(highest, 255) + 1 if highest > 0 else None)
+        self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, classes)
         self._readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
         self._numbers: dict[int, np.ndarray | None] = {}
 
