@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,7 +141,14 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
     if wrong := [name for name in workflow.targets if name not in workflow.plans]:
         raise UserError(f"configuration: targets: {unknown('plan', wrong[0], workflow.plans)}")
     for name, dataset in workflow.datasets.items():
-        for origin in registry.kind(dataset.kind).origins(dataset):
+        kind = registry.kind(dataset.kind)
+        parts = Counter(part.label for part in ([] if kind.prepared(dataset) else kind.parts(dataset)))
+        if wrong := [
+            part for part, times in parts.items() if times > 1 or not re.fullmatch(r"\w+/[A-Za-z0-9_-]+", part)
+        ]:
+            what = f"{wrong[0]}: expected letters, digits, _ and - in a part's name, each name once in a split"
+            raise UserError(f"configuration: datasets.{name}: {what}")
+        for origin in kind.origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
                 what = f"{origin!r}: braces are wildcards to Snakemake, and a path is one line; rename it"
                 raise UserError(f"configuration: datasets.{name}.source: {what}")
