@@ -100,7 +100,11 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
     for name, file in files.items():
         datasets = hide(file.datasets, f"(shipped) {name}: datasets", secrets)
-        merge(merged, {"datasets": datasets, "plans": file.plans})
+        own = {"datasets": datasets, "plans": file.plans}
+        there = [(section, key) for section, its in own.items() for key in its if key in merged[section]]
+        if twice := [f"{part}.{key}" for part, key in there if merged[part][key] != own[part][key]]:
+            raise UserError(f"configuration: studies.{name}: {twice[0]}: another study has one of this name; rename it")
+        merge(merged, own)
     _check_names(user, merged)
     merge(merged, user)
     try:
