@@ -178,6 +178,8 @@ class Plan(Lawful):
                 raise ValueError(f"only.{stage}: the plan does not measure it; add {stage} to measure")
             if wrong := [name for name in names if name not in self.runs]:
                 raise ValueError(f"only.{stage}: {unknown('run', wrong[0], self.runs)}")
+        if idle := [name for name in self.runs if not self.stages(name)]:
+            raise ValueError(f"only: run {idle[0]} goes through no stage; leave the run out, or name it there")
         return self
 
     @property
