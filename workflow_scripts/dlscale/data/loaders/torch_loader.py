@@ -28,7 +28,7 @@ class _Dataset(Dataset[list[torch.Tensor]]):
         batch = []
         for index in indices:
             x, y = self.samples.read(epoch, index)
-            batch.append((torch.from_numpy(x), torch.from_numpy(y)))
+            batch.append((torch.from_numpy(x), torch.as_tensor(y)))  # a label may be a plain number
         stacked: list[torch.Tensor] = default_collate(batch)
         return stacked
 
