@@ -19,8 +19,9 @@ def comparison(
 ) -> Figure:
     """Draw one row a channel: the given pictures, then prediction minus truth.
 
-    A row has a name, a unit and pictures [H, W], titled by `columns`; the last two are truth and prediction. `extent`
-    is (left, right, bottom, top) of the axes. With `own_scale` earlier pictures have their own colour scale.
+    A row, of which at most 20 are drawn, has a name, a unit and pictures [H, W], titled by `columns`; the last two are
+    truth and prediction. `extent` is (left, right, bottom, top) of the axes. With `own_scale` earlier pictures have
+    their own colour scale.
     """
     from matplotlib.figure import Figure
 
@@ -32,7 +33,8 @@ def comparison(
             picture, vmin=low, vmax=high, cmap=colours, extent=extent, aspect="auto" if extent else "equal"
         )
 
-    height, width = rows[0][2][0].shape
+    (height, width), rows = rows[0][2][0].shape, rows[:20]
+    height = min(height, 8 * width)  # a figure may have so many pixels, and no more
     panel, count = 2.6, len(columns)  # inches; placed by hand, which takes a fifth of the time of a constrained layout
     size = (panel * (count + 1) + 2.6, (panel * height / width + 0.3) * len(rows) + 0.8)
     figure = Figure(figsize=size)
