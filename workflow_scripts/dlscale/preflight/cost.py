@@ -182,7 +182,7 @@ def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Schedu
     """
     try:
         forward = registry.study(run.study).flops(run, manifest) if manifest else None
-    except (KeyError, ValueError, UserError):  # a dataset that does not fit, which the stage will say
+    except Exception:  # a dataset that does not fit, or is not there yet: the stage will say so
         forward = None
     if forward is None:
         return None
