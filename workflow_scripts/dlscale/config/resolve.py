@@ -101,8 +101,9 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     for name, file in files.items():
         datasets = hide(file.datasets, f"(shipped) {name}: datasets", secrets)
         own = {"datasets": datasets, "plans": file.plans}
-        there = [(section, key) for section, its in own.items() for key in its if key in merged[section]]
-        if twice := [f"{part}.{key}" for part, key in there if merged[part][key] != own[part][key]]:
+        if twice := [
+            f"{each}.{key}" for each in own for key, value in own[each].items() if merged[each].get(key, value) != value
+        ]:
             raise UserError(f"configuration: studies.{name}: {twice[0]}: another study has one of this name; rename it")
         merge(merged, own)
     _check_names(user, merged)
@@ -150,8 +151,10 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
         if wrong := [
             part for part, times in parts.items() if times > 1 or not re.fullmatch(r"\w+/[A-Za-z0-9_-]+", part)
         ]:
-            what = f"{wrong[0]}: expected letters, digits, _ and - in a part's name, each name once in a split"
-            raise UserError(f"configuration: datasets.{name}: {what}")
+            raise UserError(
+                f"configuration: datasets.{name}: {wrong[0]}: expected letters, digits, _ and - in a part's name, each "
+                "name once in a split"
+            )
         for origin in kind.origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
                 what = f"{origin!r}: braces are wildcards to Snakemake, and a path is one line; rename it"

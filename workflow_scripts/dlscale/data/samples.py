@@ -32,7 +32,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    classes: int | None = None  #: labels are 0 ... classes - 1; None for anything else
+    classes: int | None = None  #: labels are 0 ... classes - 1; other whole numbers that are drawn, too; None: unknown
 
 
 class Samples(Protocol):
@@ -369,8 +369,8 @@ class RowField:
         stored = "float32" if info.stored == "physical" else info.dtype
         # Of tokens and masks, too, numbers that are drawn in their place must be some of theirs.
         highest = int(max(info.maximum, default=0)) if np.dtype(info.dtype).kind in "iu" else 0
-        classes = info.classes or (min(highest, 255) + 1 if highest > 0 else None)
-        self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, classes)
+        among = info.classes or (min(highest, 255) + 1 if highest > 0 else None)
+        self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, among)
         self._readers = [Reader(manifest.path(file), name) for file in manifest.files(split)]
         self._numbers: dict[int, np.ndarray | None] = {}
 
