@@ -185,7 +185,11 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"plans": {"sound": {"only": {"trian": []}}}}, "plans.sound.only.trian", ("did you mean 'train'?",)),
         ({"plans": {"sound": {"only": {"profile": ["first"]}}}}, "plans.sound", ("add profile to measure",)),
         ({"plans": {"sound": {"only": {"train": ["frist"]}}}}, "plans.sound", ("did you mean 'first'?",)),
-        ({"plans": {"sound": {"measure": ["train"], "only": {"train": []}}}}, "plans.sound", ("first goes through no",)),
+        (
+            {"plans": {"sound": {"measure": ["train"], "only": {"train": []}}}},
+            "plans.sound",
+            ("first goes through no",),
+        ),
         ({"plans": {"sound": {"from": "sond.first"}}}, "plans.sound.from", ("did you mean 'sound'?",)),
         ({"plans": {"sound": {"from": "weather.vit"}}}, "plans.sound.from", ("era5_vit", "cosmo_unet")),
         ({"plans": {"sound": {"runs": {"a": {"use": "sound.frist"}}}}}, "plans.sound.runs.a.use", ("'first'",)),
