@@ -83,7 +83,8 @@ CALLED = "DLSCALE_CALLED"
 
 try:
     if (called := os.environ.get(CALLED)) and not workflow.is_main_process:
-        BASE, LAYERS = json.loads(Path(called).read_text(encoding="utf-8"))
+        whole = json.loads(os.environ.get(urls.VARIABLE, "{}"))
+        BASE, LAYERS = json.loads(urls.exchanged(Path(called).read_text(encoding="utf-8"), whole))
     else:
         BASE, LAYERS = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"), layers()
     AS_CALLED = json.dumps([BASE, LAYERS], default=str)

@@ -28,9 +28,8 @@ def remember_sources():
 
 def keep_configuration():
     """Write this call's configuration for its jobs."""
-    file, mask = Path(".snakemake/called.json").absolute(), os.umask(0o077)  # it may hold whole addresses
-    write_text(file, AS_CALLED)
-    os.umask(mask)
+    file, hidden = Path(".snakemake/called.json").absolute(), {whole: url for url, whole in CONFIG.secrets.items()}
+    write_text(file, urls.exchanged(AS_CALLED, hidden))
     os.environ[CALLED] = str(file)
 
 

@@ -36,6 +36,11 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     assert not any(word in done.stderr for word in ("Job stats", "Finished jobid", "Select jobs", "Building DAG"))
     (log,) = (tree.path / ".snakemake/log").iterdir()
     assert "Finished jobid" in log.read_text()
+    tree.config["plans"]["era5"]["settings"]["seed"] = 4711  # while its jobs wait in a queue
+    tree.write()
+    job = "snakemake --mode remote -n -p --cores 1 --configfile tiny.yaml -- plan_era5"
+    told = tree.shell(f"DLSCALE_CALLED=$PWD/.snakemake/called.json {job}"), tree.shell(job)
+    assert ["4711" in each.stdout + each.stderr for each in told] == [False, True], told
     again = tree.shell(run)
     assert again.returncode == 0 and "Nothing to be done" in again.stderr and lines[-1] in again.stderr
     told = tree.shell(f"{run} -p --forcerun preview")

@@ -114,6 +114,13 @@ def publish(secrets: Mapping[str, str]) -> None:
         os.environ[VARIABLE] = text
 
 
+def exchanged(text: str, addresses: Mapping[str, str]) -> str:
+    """Return a text of JSON with each address that is a key in `addresses` replaced by its value."""
+    for old, new in addresses.items():
+        text = text.replace(json.dumps(old), json.dumps(new))
+    return text
+
+
 def whole(url: str) -> str:
     """Return the address that a hidden one stands for."""
     found: str = json.loads(os.environ.get(VARIABLE, "{}")).get(url, url)
