@@ -31,8 +31,8 @@ from dlscale.core.urls import hide
 MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
 #: Mutually exclusive settings.
 EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
-#: Kinds of sections that do not say theirs.
-USUAL = {"optimizer": "adam", "schedule": "cosine", "parallel": "ddp"}
+#: Kinds of a run's sections that do not say theirs.
+KINDS = {key: field.default.kind for key, field in Run.model_fields.items() if hasattr(field.default, "kind")}
 #: Settings, and the place where they were written.
 Layer = tuple[str, Raw]
 #: A plan's name and a run's.
@@ -248,7 +248,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
         if not isinstance(value, Mapping):
             base[key] = copy.deepcopy(value)
         elif isinstance(old, dict) and (
-            {"runs", "study"} & old.keys() or value.get("kind", kind := old.get("kind", USUAL.get(key))) == kind
+            {"runs", "study"} & old.keys() or value.get("kind", kind := old.get("kind", KINDS.get(key))) == kind
         ):
             merge(old, value)
         else:

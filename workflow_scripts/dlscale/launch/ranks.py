@@ -101,13 +101,10 @@ def become(words: Sequence[str]) -> int:
     if not shutil.which(words[0]):
         print(f"{words[0]}: no such command; load a module with MPI, or name another in site.start", file=sys.stderr)
         return 127
-    os.execvp(
-        words[0],
-        [
-            word.replace("{host}", host).replace("{port}", port) if word.startswith("MASTER_") else word
-            for word in words
-        ],
-    )
+    met = [
+        word.replace("{host}", host).replace("{port}", port) if word.startswith("MASTER_") else word for word in words
+    ]
+    os.execvp(words[0], met)
 
 
 if __name__ == "__main__":
