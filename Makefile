@@ -146,7 +146,7 @@ bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, ei
 
 # What dlscale imports and a machine with PyTorch may lack. Few and small: they are carried there, for its --wheels.
 GPU_PYTHON ?= 3.12
-GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection typing-extensions pyyaml h5py psutil nvidia-ml-py \
+GPU_WHEELS := nvtx safetensors pydantic pydantic-core annotated-types typing-inspection typing-extensions pyyaml h5py psutil nvidia-ml-py \
     scipy pandas python-dateutil six line-profiler
 .PHONY: bench-gpu-wheels
 bench-gpu-wheels: $(VENV)/bin/python  ## collect what bench-gpu needs where there is no network (GPU_PYTHON=3.12)

@@ -287,7 +287,7 @@ PLANTS = {
     "clean": Planted(None),
     "clean, bf16": Planted(None, {"precision": "bf16", "batch_size": 4096, "model": {"depth": 48}}),
     "tiny kernels": Planted("launches", {"batch_size": 8, "model": {"kind": "tiny", "depth": 200, "size": 16}}),
-    "host sync": Planted("sync", {"batch_size": 256, "model": {"depth": 64, "size": 1024, "item": True}}),
+    "host sync": Planted("sync", {"batch_size": 256, "model": {"depth": 64, "size": 2048, "item": True}}),
     "pageable copies": Planted(
         "copies", {"batch_size": 512, "model": {"size": 2048}, "loader": {"pin_memory": False}}, width=2**16
     ),
@@ -441,7 +441,12 @@ def tasks(bench: Bench) -> list[Task]:
     bf16: dict[str, Any] = {"precision": "bf16", "optimizer": {"fused": True}}
     forms: tuple[dict[str, Any], ...] = ({}, bf16)
     found += [
-        Task("memory", f"{label}, {'bf16' if over else 'fp32'}", 8, partial(predicted, bench, case, over))
+        Task(
+            "memory",
+            f"{label}, {'bf16' if over else 'fp32'}",
+            60 if case is unet else 8,
+            partial(predicted, bench, case, over),
+        )
         for (label, case), over in itertools.product((("U-Net 64³", unet), ("ViT-384", vit)), forms)
     ]
     checkpointed = {**bf16, "activation_checkpointing": True}

@@ -42,7 +42,8 @@ BEST: dict[str, dict[str, Any]] = {
 #: Kinds of kernels by what their names hold; the first that fits. On a processor operations take their place.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
-    "layout": r"nchw|nhwc|ncdhw|ndhwc|(?<!conv_)transpose|converttensor|im2col",
+    # Products have their layouts in their names, too: sm90_xmma_fprop_implicit_gemm_..._nhwckrsc_nhwc_...
+    "layout": r"(nchw|nhwc|ncdhw|ndhwc)_?to|(?<!conv_)transpose|converttensor|im2col",
     "convolutions, products": r"conv|gemm|xmma|nvjet|cutlass|wgrad|dgrad|fprop|cublas|addmm|\bmm\b|bmm|linear",
     "optimiser": r"multi_tensor|adam|sgd|foreach",
     "copies": r"memcpy|memset|copy",
@@ -421,7 +422,7 @@ def profiles(bench: Bench) -> list[Task]:
     """Return a step's kernels, with graphs and without."""
     unet, vit, _ = sizes(bench.quick)
     return [
-        Task(f"profile {label}", name, 15, partial(profile, bench, case, over))
+        Task(f"profile {label}", name, 30 if case is unet else 15, partial(profile, bench, case, over))
         for label, case in (("U-Net 64³", unet), ("ViT-384", vit))
         for name, over in (("eager", {}), ("CUDA graph", {"cuda_graph": True}))
     ]

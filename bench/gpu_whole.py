@@ -244,7 +244,7 @@ def tasks(bench: Bench) -> list[Task]:
             Task(f"one rank, {backend}", name, 30 if "compile" in over else 5, partial(one_rank, bench, over))
             for name, over in forms.items()
         ),
-        Task(f"one rank, {backend}", "U-Net 64³", 15, partial(exchanging, bench, unet, best)),
+        Task(f"one rank, {backend}", "U-Net 64³", 40, partial(exchanging, bench, unet, best)),
         Task("end to end", "train, resume, throughput", 90, partial(end_to_end, bench)),
     ]
 

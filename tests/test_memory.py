@@ -228,15 +228,18 @@ def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
 @pytest.mark.parametrize("case", [UNET, VIT], ids=["unet", "vit"])
 @pytest.mark.parametrize("over", [{}, {"precision": "bf16", "optimizer": {"fused": True}}], ids=str)
 def test_prediction_on_a_gpu(case: Case, over: dict[str, Any]) -> None:
-    """Within a few per cent of the allocator's own figures: libraries take workspaces."""
+    """Within a few per cent of the allocator's own figures, without what stays when all is gone: workspaces."""
     device = torch.device("cuda")
     found = predicted(case, device, **over)
     step, (x, y) = case.step(device, **over), case.batch(device)
     step(x, y)
     torch.cuda.reset_peak_memory_stats(device)
     step(x, y)
+    peak = torch.cuda.max_memory_allocated(device)
+    del step, x, y
+    gc.collect()
     assert found.peak
-    assert torch.cuda.max_memory_allocated(device) == pytest.approx(found.peak, rel=0.1, abs=2**25)
+    assert peak - torch.cuda.memory_allocated(device) == pytest.approx(found.peak, rel=0.1, abs=2**25)
 
 
 # ---- what there is, and was -------------------------------------------------------------------------

@@ -134,11 +134,13 @@ def conv_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     return y[:, 1:-1, 1:-1, 1:-1] + bias[:, None, None, None]
 
 
-@pytest.mark.parametrize("widths", [(2,), (2, 3, 4)])
-def test_unet_is_its_explicit_form(widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("widths", "grid"), [((2,), (8, 16, 8)), ((2, 3, 4), (8, 16, 8)), ((2, 3, 4), (8, 8, 8))], ids=str
+)  # the last one has one cell at the bottom
+def test_unet_is_its_explicit_form(widths: tuple[int, ...], grid: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = roughened(UNet3D(2, 3, widths=widths).double())
-    x = torch.randn(1, 2, 8, 16, 8, dtype=torch.float64)
+    x = torch.randn(1, 2, *grid, dtype=torch.float64)
     weights = {key: value.numpy() for key, value in model.state_dict().items()}
 
     def parameters(layer: str) -> tuple[np.ndarray, np.ndarray]:

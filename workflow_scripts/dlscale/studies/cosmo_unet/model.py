@@ -64,6 +64,23 @@ class _BlockTranspose(nn.ConvTranspose3d):
         return F.pad(_unblocks(y_BCDHW), (-1,) * 6)
 
 
+class _Transpose(nn.ConvTranspose3d):
+    """A transposed convolution of kernel 4, stride 2, padding 1; of a grid of one cell, a product with 2^3 of its 4^3.
+
+    A convolution of one cell has no order in memory of its own: PyTorch's compiler takes the gradient of its weights
+    for channels last, and cuDNN returns it contiguous (pytorch/pytorch#171622).
+    """
+
+    def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if x_BCDHW.shape[2:].numel() > 1:
+            return super().forward(x_BCDHW)
+        assert self.bias is not None
+        y_BCDHW = torch.einsum("bc,codhw->bodhw", x_BCDHW.flatten(1), self.weight[:, :, 1:3, 1:3, 1:3])
+        y_BCDHW = y_BCDHW + self.bias.to(y_BCDHW.dtype)[:, None, None, None]
+        last = _is_channels_last(self.weight)
+        return y_BCDHW.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+
+
 def _join(level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
     return level(torch.cat(x_BCDHW, dim=1) if len(x_BCDHW) > 1 else x_BCDHW[0])
 
@@ -98,7 +115,7 @@ class UNet3D(nn.Module):
         self.up = nn.ModuleList()
         width = widths[-1]
         for above in reversed(widths[:-1]):
-            self.up.append(nn.Sequential(nn.ConvTranspose3d(width, above, **conv), nn.ReLU(inplace=True)))
+            self.up.append(nn.Sequential(_Transpose(width, above, **conv), nn.ReLU(inplace=True)))
             width = 2 * above
         self.last = last(width, out_channels, **conv)
         for module in self.modules():
