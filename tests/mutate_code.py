@@ -670,8 +670,8 @@ MUTATIONS = [
     Mutation(
         "tensor_parallel_counts_twice",
         "parallel/model.py",
-        'self.share = 1.0 / mesh.size("tp")',
-        "self.share = 1.0",
+        'self.loss_weight = 1.0 / mesh.size("tp")',
+        "self.loss_weight = 1.0",
         "test_parallel.py::test_several_train_as_one_does[tensor parallel]",
     ),
     Mutation(

@@ -33,7 +33,7 @@ from dlscale.parallel.world import AXES, Mesh, World, arrangement
 from dlscale.studies.era5_vit.model import ViT
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.optimizer import begin
+from dlscale.train.optimizer import make_state
 from dlscale.train.precision import compute_dtype, convert
 from dlscale.train.step import Step
 from tests.exchanged import Counting, formula
@@ -480,7 +480,7 @@ def passed_on(ranks: int) -> dict[str, Case]:
 def go_on(case: Case, world: World, folder: Path) -> Tensors:
     """Load a step as it was saved and train on the next batch; return the weights."""
     step = build_step(case.run() if world.size > 1 else case.alone(), case.model, relative_l2, world, VIT.sharding)
-    begin(step.optimizer)
+    make_state(step.optimizer)
     loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.shards().items()})
     assert loaded is not None and loaded[0].step == SAVED
     step.load(loaded[1], loaded[0].scaler)

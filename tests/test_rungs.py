@@ -41,7 +41,7 @@ from dlscale.train import step as step_
 from dlscale.train.attention import attention_context
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.optimizer import begin, build_optimizer, set_learning_rate
+from dlscale.train.optimizer import build_optimizer, make_state, set_learning_rate
 from dlscale.train.precision import compute_dtype, weight_dtype
 from dlscale.train.step import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed, Step
 from tests.ranks import spawn
@@ -351,7 +351,7 @@ def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]
     one, other, x = without_part(optimizer=optimizer), without_part(optimizer=optimizer), torch.ones(1, 1)
     one.load(one.shards(), one.scaler.state_dict())  # saved before its first step
     one(x, x)
-    begin(other.optimizer)
+    make_state(other.optimizer)
     assert other.shards().keys() == one.shards().keys()
     other.load({name: shard.copy("cpu") for name, shard in one.shards().items()}, one.scaler.state_dict())
     for step in (one, other):
@@ -411,7 +411,7 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
     for x, y in batches[:2]:
         first(x, y)  # which is not in what was saved, however long it is written
     checkpoints.wait()
-    begin(second.optimizer)
+    make_state(second.optimizer)
     loaded = checkpoints.load(lambda record: {name: shard.empty() for name, shard in second.shards().items()})
     assert loaded is not None
     second.load(loaded[1], loaded[0].scaler)

@@ -22,7 +22,7 @@ from dlscale.parallel.shards import own_shards
 from dlscale.parallel.world import Pretended, World
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.optimizer import begin
+from dlscale.train.optimizer import make_state
 from dlscale.train.step import Step
 from dlscale.train.weight_files import load_weights
 from tests.ranks import fake_group, spawn
@@ -86,7 +86,7 @@ def save(step: Step, world: World, folder: Path) -> None:
 
 
 def resume(step: Step, world: World, folder: Path) -> None:
-    begin(step.optimizer)
+    make_state(step.optimizer)
     loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.shards().items()})
     assert loaded
     step.load(loaded[1], loaded[0].scaler)

@@ -54,7 +54,7 @@ from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
 from dlscale.train.logs import RunLogs
-from dlscale.train.optimizer import begin
+from dlscale.train.optimizer import make_state
 from dlscale.train.step import Step
 from dlscale.train.train import fit_with_signals, run_fingerprint
 from dlscale.train.trainer import Trainer
@@ -832,7 +832,7 @@ def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) 
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(CheckpointRecord(step=1), one.shards())
     checkpoints.wait()
-    begin(other.optimizer)
+    make_state(other.optimizer)
     found = checkpoints.load(lambda record: {name: shard.empty() for name, shard in other.shards().items()})
     assert found
     other.load(found[1], {})

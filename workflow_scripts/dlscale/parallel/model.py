@@ -100,7 +100,7 @@ class ModelParallel:
         self.parts = mesh.size("cp") * mesh.size("tp")
         self._each = -(-sharding.tokens // self.parts)  # tokens of each device
         self.cuts: dict[str, tuple[Cut, ...]] = {}  #: how tensor-parallel devices share a parameter, by name
-        self.share = 1.0 / mesh.size("tp")  #: weight of this device's loss
+        self.loss_weight = 1.0 / mesh.size("tp")  #: of this device
         if self._tp:
             self._cut(model)
         self._exchange(model)

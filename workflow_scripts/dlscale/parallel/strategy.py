@@ -251,7 +251,7 @@ class Gradients:
     ) -> None:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
-        self.share = model.share if model else 1.0  #: weight of this device's loss
+        self.loss_weight = model.loss_weight if model else 1.0  #: of this device
         #: Groups whose devices have different shards: of the weights of columns and rows, or of all.
         self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
         for p in parameters.values():

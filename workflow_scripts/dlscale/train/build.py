@@ -55,7 +55,7 @@ def build_step(
     #    (A model too large for a host would be made on `meta`, and its weights drawn after 2.)
     torch.manual_seed(run.seed)
     model = make()
-    plan = sharding(model)
+    partition = sharding(model)
     # 2. Divided among the devices that share it, each of which keeps its part.
     divided = None
     if world.mesh:
@@ -65,14 +65,14 @@ def build_step(
                 "that share a model would all draw the same; have its draws(run) return True"
             )
         own = random_seed(run.seed, *(world.mesh.rank(axis) for axis in AXES)) if draws else None
-        divided = ModelParallel(model, plan, world.mesh, device, own)
+        divided = ModelParallel(model, partition, world.mesh, device, own)
     elif world.data_size > 1 and isinstance(run.parallel, DDP) and run.parallel.sync_batchnorm:
         model = synchronised(model, device)
     # 3. Placed: device and layout.
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
     # 4. and 5. Its number format, its loss, the other ranks, the optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
-    step = assemble(run, model, loss, world, _attention(model, run, world), plan, divided, graphs)
+    step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs)
     # 6. Compiled, or recorded: what the parts above have become.
     if run.compile.mode != "none":
         logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
@@ -88,7 +88,7 @@ def assemble(
     loss: SampleLoss,
     world: World,
     attention: Context,
-    plan: Sharding | None = None,
+    partition: Sharding | None = None,
     divided: ModelParallel | None = None,
     graphs: CudaBackend | None = None,
 ) -> Step:
@@ -97,7 +97,7 @@ def assemble(
     # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format))
     strategy = strategy_of(run, world)
-    strategy.wrap(network, plan or Sharding(), graphs.aside if graphs else nullcontext)
+    strategy.wrap(network, partition or Sharding(), graphs.aside if graphs else nullcontext)
     # 5. The optimiser, of the weights as they are placed.
     weights = Weights(model, exact, divided.cuts if divided else {})
     gradients = Gradients(weights.named, world, divided, run.optimizer.clip_norm)

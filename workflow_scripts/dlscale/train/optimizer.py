@@ -38,7 +38,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def begin(optimizer: torch.optim.Optimizer) -> None:
+def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimiser's state, where it has none, as it is before the first step; a weight -0 may become 0."""
     if optimizer.state:
         return

@@ -21,7 +21,7 @@ from dlscale.parallel.shards import Shard
 from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
-from dlscale.train.optimizer import begin
+from dlscale.train.optimizer import make_state
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
 #: Axes that a tensor needs to be stored in a layout.
@@ -139,7 +139,7 @@ class Step:
         if not self.model.training:  # to say it at every step would walk through all modules
             self.model.train()
         self.weights.clear_gradients()
-        # A small last batch may not fill all parts; who waits for others in each part has as many as they.
+        # A small last batch may not fill all parts; with FSDP every rank has as many passes as the others.
         parts = self._accumulation if self.strategy.gathers else min(self._accumulation, len(x))
         if parts <= 1:
             return self._backward(x, y, 1.0, weight)
@@ -151,18 +151,18 @@ class Step:
         return torch.stack(losses).sum()
 
     def _backward(
-        self, x: torch.Tensor, y: torch.Tensor, share: float, weight: float, last: bool = True
+        self, x: torch.Tensor, y: torch.Tensor, fraction: float, weight: float, last: bool = True
     ) -> torch.Tensor:
-        """Add the gradients of `share` times `weight` times the loss; return `share` times the loss."""
+        """Add the gradients of `fraction` times `weight` times the loss; return `fraction` times the loss."""
         alone = nullcontext() if last else self.strategy.accumulating()
-        weight *= self._gradients.share
+        weight *= self._gradients.loss_weight
         # Of a small last batch a rank may have no sample: the others wait for its gradients all the same. No code is
         # compiled for that, and a kernel that was chosen may not know how to attend to nothing.
         with self.attention() if len(x) else nullcontext(), alone:
             with mark("forward"):
                 loss = self._loss_of(x, y) if len(x) else self.strategy.wrapped(x, y)
-            if share != 1.0:
-                loss = loss * share
+            if fraction != 1.0:
+                loss = loss * fraction
             with mark("backward"):
                 self.scaler.scale(loss * weight if weight != 1.0 else loss).backward()
         return loss.detach().clone() if self._overwritten else loss.detach()
@@ -201,7 +201,7 @@ class Step:
     def load(self, shards: Mapping[str, Shard], scaler: Mapping[str, float]) -> None:
         """Load what `shards` returned, and the loss scaler's state; without shards of the optimiser clear its state."""
         if any(name.startswith("optimizer.") for name in shards):
-            begin(self.optimizer)
+            make_state(self.optimizer)
         else:
             self.optimizer.state.clear()
         with torch.no_grad():

@@ -23,7 +23,7 @@ from dlscale.studies.base import Metrics
 from dlscale.train.build import Session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.loop import Batch, Hook, Request, run_steps
-from dlscale.train.optimizer import begin, set_learning_rate
+from dlscale.train.optimizer import make_state, set_learning_rate
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.validation import metric_called, naive_means, validate
@@ -190,7 +190,7 @@ class Trainer:
         done, seen = (self.history[-1].step, self.history[-1].samples) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
-        before, self._resumed = self._resumed, CheckpointRecord()
+        before, self._resumed = self._resumed, CheckpointRecord()  # only the first epoch goes on within itself
         first = max(before.step - done, 0)  # not 0 where an earlier try was stopped within this epoch
         sums = _EpochSums(before, done + first, self.world, self.step.device)
         made_with = self._made_with if not before.seconds or before.made_with == self._made_with else None
@@ -202,7 +202,7 @@ class Trainer:
         run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
         train_loss = sums.total() / samples  # waits, so the time below is that of finished work
         sums.finish()
-        requests.before_step(done + steps)
+        requests.before_step(done + steps)  # a request that came during the last step
         batches.close()
         self._naive_answers([requests])  # are no part of a validation's time
         start = time.perf_counter()
@@ -305,7 +305,7 @@ class Trainer:
     def _save(self, step: int, **partial: Any) -> None:
         best = self.best
         if step and self.step.scaler.is_enabled():  # if all gradients so far overflowed, there is no state yet
-            begin(self.step.optimizer)
+            make_state(self.step.optimizer)
         # Right after the best epoch the weights are the model's own, which are written once.
         apart = self.best_weights if best and best.step != step else None
         record = CheckpointRecord(
@@ -325,7 +325,7 @@ class Trainer:
         if self._again(record):
             return {}
         if record.step:
-            begin(self.step.optimizer)
+            make_state(self.step.optimizer)
         wanted = {
             name: shard
             for name, shard in self.step.shards().items()
