@@ -6,6 +6,7 @@ mounted, or by standard input. Packages that are named after it, such as `nvidia
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import sys
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ class Network(torch.nn.Module):
 
 def main(packages: list[str]) -> None:
     """Import packages, train a model that is wrapped as for several processes, and do the self-test's operations."""
+    faulthandler.dump_traceback_later(300, exit=True)  # what hangs says where
     for name in packages:
         importlib.import_module(name)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
