@@ -160,14 +160,18 @@ class CosmoUNet(Study):
         return Sharding(units=["down.*", "up.*"])
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return 2 x 4^3 C_in C_out a cell of the coarser grid, over all convolutions (Harrington et al. 2021)."""
+        """Return 2 x 4^3 C_in C_out a cell of the coarser grid, over all convolutions (Harrington et al. 2021).
+
+        Of what a single cell at the bottom spreads, only 2^3 values are inside of the grid: no others are computed.
+        """
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         widths, total = run.model.widths, 0
         for level, width in enumerate(widths):
             above = widths[level - 1] if level else 0
             joined = width * (1 if level == len(widths) - 1 else 2)  # with the skip, but at the bottom
             cells = (run.samples.crop // 2 ** (level + 1)) ** 3
-            total += 2 * 4**3 * cells * (width * (above or inputs) + joined * (above or outputs))
+            spread = 2**3 if cells == 1 and above else 4**3
+            total += 2 * cells * (4**3 * width * (above or inputs) + spread * joined * (above or outputs))
         return float(total)
 
     def loss(self, run: Any) -> SampleLoss:
