@@ -40,8 +40,8 @@ from bench import (  # noqa: E402
     workflow,
 )
 from bench.measure import Options, Row, summary, table  # noqa: E402
+from dlscale.core.environment import environment  # noqa: E402
 from dlscale.parallel.rendezvous import describe_device  # noqa: E402
-from dlscale.train.provenance import PACKAGES, git_state, now  # noqa: E402
 
 GROUPS = {
     "crops": loading.crops,
@@ -62,15 +62,11 @@ GROUPS = {
 
 def machine() -> dict[str, Any]:
     """Return what the numbers were measured on."""
-    from importlib.metadata import version
-
     return {
-        "time": now(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "device": describe_device(torch.device("cpu")).model_dump(),
-        "git": git_state(),
-        "packages": {name: version(name) for name in PACKAGES},
+        **environment().model_dump(mode="json"),
     }
 
 

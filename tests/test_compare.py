@@ -14,6 +14,7 @@ import pytest
 from dlscale.cli import main
 from dlscale.measure.records import Beside, Throughput, Trials
 from dlscale.parallel.records import Device
+from tests.test_environment import BEFORE
 from tests.test_report import Results
 from tests.test_speedup import noisy
 
@@ -89,6 +90,18 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
     assert found["runs"][0]["settings"] == ["loader.workers 0 -> 4"]
     assert found["runs"][0]["valid_loss"][0] > found["runs"][0]["valid_loss"][1]
     assert found["alone"]["p"] == ["first", "faster"]
+
+
+def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [machine.measure("before", SPEEDS), machine.measure("after", SPEEDS)]
+    after = BEFORE.model_copy(update={"versions": {**BEFORE.versions, "driver": "580.2"}})
+    for folder, met in zip(folders, (BEFORE, after), strict=True):
+        for run in ("first", "fast"):
+            (folder / f"plans/p/{run}/telemetry").mkdir()
+            met.write(folder / f"plans/p/{run}/telemetry/throughput.json")
+    assert main(["compare", "--gate", *map(str, folders)]) == 0
+    words = "made with other machines or software (p.first, p.fast): driver 570.1 → 580.2"
+    assert words in capsys.readouterr().out.splitlines()
 
 
 def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1003,7 +1003,6 @@ def test_provenance_tells_the_story(finished: Path) -> None:
         "cpu",
         1,
     )
-    assert torch.__version__.startswith(found["packages"]["torch"])  # wheels need not say +cu130
     assert {metric["name"] for metric in found["metrics"]} == set(records(finished)[0]["metrics"])
     assert found["manifest"]["settings"]["source"]["seed"] == 3
     assert {path.name for path in finished.iterdir()} == FILES

@@ -50,15 +50,25 @@ FILES = {
             "model.pt",
             "model_best.pt",
             "telemetry/train.csv",
+            "telemetry/train.json",
         )
     ],
-    "throughput": [f"plans/{{plan}}/{{run}}/{file}" for file in ("throughput.json", "telemetry/throughput.csv")],
+    "throughput": [
+        f"plans/{{plan}}/{{run}}/{file}"
+        for file in ("throughput.json", "telemetry/throughput.csv", "telemetry/throughput.json")
+    ],
     "profile": [
         f"plans/{{plan}}/{{run}}/{file}"
-        for file in ("profile/profile.json", "profile/profile_summary.csv", "telemetry/profile.csv")
+        for file in (
+            "profile/profile.json",
+            "profile/profile_summary.csv",
+            "telemetry/profile.csv",
+            "telemetry/profile.json",
+        )
     ],
     "tune": [
-        f"plans/{{plan}}/{{run}}/{name}" for name in ("config.yaml", "tune.json", "tuned.yaml", "telemetry/tune.csv")
+        f"plans/{{plan}}/{{run}}/{name}"
+        for name in ("config.yaml", "tune.json", "tuned.yaml", "telemetry/tune.csv", "telemetry/tune.json")
     ],
     "collect": ["plans/{plan}/summary.csv"],
     "report_plan": ["plans/{plan}/report.html"],
@@ -110,6 +120,9 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
     own, timed = (Throughput.read(tree.results / f"plans/cosmo/{run}/throughput.json") for run in ("unet", "ceiling"))
     assert own.beside is None, "a second is too short for a copy of itself"
     assert timed.beside and timed.beside.compute == own.compute != timed.compute
+    for stage in ("train", "throughput"):
+        met = Environment.read(tree.results / f"plans/cosmo/unet/telemetry/{stage}.json")
+        assert met.python == platform.python_version() and met.versions["torch"] == torch.__version__
     assert throughput["beside"] is None, "its plan wants none"
 
 

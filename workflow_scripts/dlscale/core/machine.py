@@ -78,16 +78,16 @@ def gpus() -> int:
     """Return the number of visible GPUs: those of CUDA_VISIBLE_DEVICES, or all."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return sum(name.strip() not in ("", "-1") for name in named.split(","))
-    return int(_nvml("nvmlDeviceGetCount") or 0)
+    return int(nvml(lambda driver: driver.nvmlDeviceGetCount()) or 0)
 
 
-def _nvml(function: str) -> Any:
-    """Call a function of NVIDIA's driver; return None where there is no driver."""
+def nvml(ask: Callable[[Any], Any]) -> Any:
+    """Return an answer of NVIDIA's driver; None where it, or the GPU asked about, has none."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        return getattr(pynvml, function)()
+        return ask(pynvml)
     except pynvml.NVMLError:
         return None
 

@@ -23,7 +23,7 @@ from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.report.figures import Cell, Table, cell, show, table
-from dlscale.report.results import RunResult, changes, read_plan
+from dlscale.report.results import RunResult, changes, environment_changes, read_plan
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 
 if TYPE_CHECKING:
@@ -84,9 +84,19 @@ def _print(found: list[dict[str, Any]], lone: dict[str, list[str]]) -> None:
         ("", "on a busy machine, before and after", [_pair(each["busy"], str) for each in found]),
     ]
     show(table(columns))
+    apart = dict[str, list[str]]()
+    for each in found:
+        if each["environment"]:
+            apart.setdefault(", ".join(each["environment"]), []).append(each["run"])
+    for words, runs in apart.items():
+        print(f"made with other machines or software{_of(runs, found)}: {words}")
     for name, runs in lone.items():
         if runs:
             print(f"only in {name}: {', '.join(runs)}")
+
+
+def _of(runs: list[str], found: list[dict[str, Any]]) -> str:
+    return "" if len(runs) == len(found) else f" ({', '.join(runs)})"
 
 
 def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dict[str, Any]:
@@ -110,6 +120,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "slower": any(found.high < 1 for found in held),
         "valid_loss": [loss if math.isfinite(loss) else None for loss in losses],
         "settings": [f"{name} {old} -> {new}" for name, (old, new) in shown.items()],
+        "environment": environment_changes(before, after),
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
         "busy": [
             f"other programs kept {text.percent(run.crowd)} of the cores busy" if run.crowd else None

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from dlscale.config.compute import compute_digest
 from dlscale.config.records import PlanRecord, Rung, RunReference
+from dlscale.core.environment import Environment, differences
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS, Epoch, LossInfo, Metric, read_epochs
 from dlscale.core.settings import Raw, flat, read_yaml
@@ -62,6 +63,7 @@ class RunResult:
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
+    environments: dict[str, Environment] = field(default_factory=dict)  #: Machine and software, by stage.
     tuning: Tuning | None = None
     repeats: list[list[Epoch]] = field(default_factory=list)  #: The same training with other seeds.
 
@@ -155,12 +157,24 @@ class RunResult:
         return next((device for device in devices if device.name), Device())
 
     @property
+    def environment(self) -> Environment | None:
+        """Machine and software of what its speed was measured with, or else of its other stages."""
+        order = ("throughput", *self.environments)
+        return next((self.environments[stage] for stage in order if stage in self.environments), None)
+
+    @property
     def hours(self) -> str:
         return "GPU-hours" if self.device.kind == "cuda" else "device-hours"
 
     @property
     def crowd(self) -> float:
         return crowd(self.throughput, self.telemetry.get("train", []))
+
+
+def environment_changes(before: RunResult, after: RunResult) -> list[str]:
+    """Return what differs between the machines and the software of two runs; nothing where one is not known."""
+    known = [run.environment for run in (before, after) if run.environment]
+    return differences(*known) if len(known) == 2 else []
 
 
 def setting(settings: Raw, path: str, default: Any = None) -> Any:
@@ -451,6 +465,9 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
         prediction=prediction if train and prediction.exists() else None,
         telemetry={
             stage: read_nodes(folder / f"telemetry/{stage}.csv") for stage in sorted(measured, key=RUN_STAGES.index)
+        },
+        environments={
+            stage: Environment.read(file) for stage in measured if (file := folder / f"telemetry/{stage}.json").exists()
         },
         tuning=Tuning.read(records["tune"]) if "tune" in records else None,
         repeats=[read_epochs(folder.parent / name / RECORDS["train"]) for name in reference.repeats] if train else [],

@@ -16,6 +16,7 @@ import yaml
 
 from dlscale.config.records import SweepRecord
 from dlscale.core import text
+from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Metric
 from dlscale.core.settings import nested
@@ -31,6 +32,7 @@ from dlscale.report.results import (
     Reached,
     RunResult,
     changes,
+    environment_changes,
     first_and_least,
     reached,
     slowness,
@@ -76,6 +78,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "left_out": lacking,
         "omitted": len(plan.record.left_out),
         "disturbance": disturbance(plan.runs, page.call),
+        "environments": environments(plan),
         "datasets": [{"name": name, "linked": name in page.datasets} for name in used],
         "devices": profiles.devices(plan.runs),
         "speed": speed(plan),
@@ -89,6 +92,17 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "published": published.summary(plan.record.published, plan.described),
         "sections": [section for make in SECTIONS if (section := make(plan, page))],
     }
+
+
+def environments(plan: PlanResult) -> list[str]:
+    """Return a line for each machine, or software, that runs were made with and the first run was not."""
+    found = dict[str, list[str]]()
+    for run in plan.runs[1:]:
+        # Code that changed what a run is would have made it run again.
+        apart = [each for each in environment_changes(plan.runs[0], run) if not each.startswith("commit ")]
+        if apart:
+            found.setdefault(", ".join(apart), []).append(run.label)
+    return [f"{', '.join(runs)} and {plan.runs[0].label} differ: {words}." for words, runs in found.items()]
 
 
 # ---- the card ----------------------------------------------------------------------------------------
@@ -600,11 +614,9 @@ def provenance(plan: PlanResult, page: Page) -> Section:
 def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     record = run.provenance
     facts = record.model_dump(exclude={"command", "loss", "metrics", "links"}, exclude_unset=True) if record else {}
-    git, packages = facts.pop("git", None) or {}, facts.pop("packages", None) or {}
     links = next((each.links for each in (run.throughput, record) if each and each.links), None)
     rows = {
-        "git commit": git and f"{git.get('commit')}{' with local changes' * bool(git.get('dirty'))}",
-        "packages": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
+        **(_met(run.environment) if run.environment else {}),
         **{key.replace("_", " "): value for key, value in facts.items()},
         "device": run.device.model_dump(exclude_defaults=True),
         "links": links.line() if links else None,
@@ -625,6 +637,12 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
             (stage, Path(os.path.relpath(log, page.folder)).as_posix()) for stage, log in logs.items() if log.exists()
         ],
     }
+
+
+def _met(environment: Environment) -> dict[str, Any]:
+    versions = {**environment.versions, "Python": environment.python}
+    facts = environment.model_dump(include={"kernel", "processor", "gpus", "image", "variables"})
+    return {"git commit": environment.commit(), "software": ", ".join(map(" ".join, versions.items())), **facts}
 
 
 def _plain(value: Any) -> str:

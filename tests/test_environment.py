@@ -1,0 +1,75 @@
+"""What made a figure: the record of machine and software, and what differs between two."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from dlscale.core.environment import Environment, Gpu, differences
+from tests.conftest import ROOT
+
+H200 = Gpu(name="NVIDIA H200", memory_bytes=150_754_820_096, watts=700.0, sm_mhz=1980, ecc=True, mig=False)
+BEFORE = Environment(
+    time="2026-11-26T12:00:00+00:00",
+    host="nid001",
+    kernel="6.4.0",
+    processor="AMD EPYC 7763",
+    python="3.12.3",
+    versions={"torch": "2.11.0", "NCCL": "2.28.9", "driver": "570.1"},
+    gpus=[H200, H200],
+    git={"commit": "0" * 40, "dirty": False},
+    packages=["h5py==3.15", "numpy==2.1.0", "torch==2.11.0"],
+    variables={"NCCL_SOCKET_IFNAME": "hsn"},
+)
+
+
+def test_it_is_that_of_the_process(tmp_path: Path) -> None:
+    """Held against pip, git and the machine's own words; of the variables none but those of the list."""
+    code = "import torch; from dlscale.core.environment import environment; print(environment().text())"
+    kept = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = (
+        os.environ
+        | kept
+        | {"WANDB_API_KEY": "secret", "MY_NCCL_KEY": "secret", "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables, cwd=tmp_path
+    )
+    found = Environment.model_validate_json(done.stdout)
+    assert "secret" not in done.stdout and kept.items() <= found.variables.items()
+    assert found.versions["torch"] == torch.__version__ and not found.gpus
+    freeze = [sys.executable, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
+    listed = subprocess.run(freeze, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.split()
+    same = [{re.sub(r"[-_.]+", "-", each).lower() for each in packages} for packages in (found.packages, listed)]
+    assert same[0] == same[1]
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert (found.git or {}).get("commit", "") == head
+    assert found.kernel == os.uname().release and found.host == os.uname().nodename
+
+
+def test_what_differs_is_named_and_the_rest_counted() -> None:
+    assert differences(BEFORE, BEFORE.model_copy(update={"host": "nid002", "time": "2027"})) == []
+    after = BEFORE.model_copy(
+        update={
+            "versions": {"torch": "2.11.0", "NCCL": "2.31.1", "driver": "580.2"},
+            "gpus": [H200, H200.model_copy(update={"watts": 500.0})],
+            "variables": {},
+            "packages": ["h5py==3.16", "numpy==2.5.2", "torch==2.11.0", "a==1", "b==1"],
+        }
+    )
+    assert differences(BEFORE, after) == [
+        "GPUs 2 × NVIDIA H200, 700 W, 1980 MHz, ECC on, MIG off → 1 × NVIDIA H200, 700 W, 1980 MHz, ECC on, MIG off; "
+        "1 × NVIDIA H200, 500 W, 1980 MHz, ECC on, MIG off",
+        "NCCL 2.28.9 → 2.31.1",
+        "driver 570.1 → 580.2",
+        "NCCL_SOCKET_IFNAME hsn → none",
+        "a none → 1",
+        "b none → 1",
+        "h5py 3.15 → 3.16",
+        "1 other packages",
+    ]

@@ -1,0 +1,185 @@
+"""The software and the hardware that a stage of a run met: their record, and what differs between two.
+
+The command line writes it beside the telemetry, as `telemetry/STAGE.json`, when the stage is done.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+import re
+import socket
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.machine import answer, nvml, text_of
+from dlscale.core.process import Image
+from dlscale.core.record import Record
+
+#: Beginnings of the names of environment variables that are kept; no others are.
+VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "FI_", "UCX_", "PYTORCH_")
+
+#: Most packages, or variables, that one line of differences names.
+NAMED = 3
+
+
+class Gpu(Record):
+    """One GPU as it was set."""
+
+    name: str
+    memory_bytes: int | None = None
+    watts: float | None = None  #: Power limit.
+    sm_mhz: int | None = None  #: Highest clock of its processors.
+    memory_mhz: int | None = None  #: Highest clock of its memory.
+    ecc: bool | None = None
+    mig: bool | None = None
+
+
+class Environment(Record):
+    """`telemetry/STAGE.json`: the first process of a stage, and its node."""
+
+    time: str  #: UTC, ISO 8601, when the stage was done.
+    host: str
+    kernel: str
+    processor: str
+    python: str
+    versions: dict[str, str] = {}  #: Of dlscale, torch, and what stands below it: CUDA, cuDNN, NCCL, driver, Triton.
+    gpus: list[Gpu] = []
+    image: dict[str, str] | None = None  #: Engine, name and digest of the container's image.
+    git: dict[str, Any] | None = None  #: Commit of the sources' checkout, and whether it is dirty.
+    packages: list[str] = []  #: All installed distributions, as `pip freeze` names them.
+    variables: dict[str, str] = {}
+
+    def commit(self) -> str:
+        """Return the commit, and whether it had changes."""
+        return f"{self.git['commit']}{' with local changes' * bool(self.git['dirty'])}" if self.git else ""
+
+
+def environment() -> Environment:
+    """Return what this process runs in; CUDA is asked only where PyTorch has begun to use it."""
+    image = Image.read()
+    return Environment(
+        time=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        host=socket.gethostname(),
+        kernel=platform.release(),
+        processor=_processor(),
+        python=platform.python_version(),
+        versions={name: version for name, version in _versions().items() if version},
+        gpus=_gpus(),
+        image=asdict(image) if image else None,
+        git=git_state(),
+        packages=sorted({f"{each.name}=={each.version}" for each in metadata.distributions()}, key=str.lower),
+        variables={name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)},
+    )
+
+
+def git_state() -> dict[str, Any] | None:
+    """Return the commit of the checkout that this file is part of, and whether it is dirty; None outside of one."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    if answer([*git, "ls-files", "--error-unmatch", Path(__file__).name], 10) is None:  # installed, below another one
+        return None
+    commit = answer([*git, "rev-parse", "HEAD"], 10)
+    status = answer([*git, "status", "--porcelain", "--untracked-files=no"], 10)
+    return None if commit is None or status is None else {"commit": commit.strip(), "dirty": bool(status.strip())}
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _versions() -> dict[str, str | None]:
+    found = {name: _version(name) for name in ("dlscale", "torch", "triton")}
+    found["DALI"] = _version("nvidia-dali-cuda130") or _version("nvidia-dali-cuda120")
+    if torch := sys.modules.get("torch"):
+        number = torch.backends.cudnn.version() if torch.version.cuda else None
+        found |= {"torch": torch.__version__, "CUDA": torch.version.cuda}
+        found["cuDNN"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
+        if torch.cuda.is_initialized():
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            found["driver"] = nvml(lambda driver: driver.nvmlSystemGetDriverVersion())
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[Gpu]:
+    torch = sys.modules.get("torch")
+    if not torch or not torch.cuda.is_initialized():
+        return []
+    return [_gpu(torch.cuda.get_device_properties(number)) for number in range(torch.cuda.device_count())]
+
+
+def _gpu(device: Any) -> Gpu:
+    def ask(question: str, *words: str) -> Any:
+        def asked(driver: Any) -> Any:
+            handle = driver.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid}")
+            return getattr(driver, f"nvmlDeviceGet{question}")(handle, *(getattr(driver, word) for word in words))
+
+        return nvml(asked)
+
+    limit, ecc, mig = ask("EnforcedPowerLimit"), ask("EccMode"), ask("MigMode")
+    return Gpu(
+        name=device.name,
+        memory_bytes=device.total_memory,
+        watts=None if limit is None else limit / 1000,
+        sm_mhz=ask("MaxClockInfo", "NVML_CLOCK_SM"),
+        memory_mhz=ask("MaxClockInfo", "NVML_CLOCK_MEM"),
+        ecc=None if ecc is None else bool(ecc[0]),
+        mig=None if mig is None else bool(mig[0]),
+    )
+
+
+# ---- what differs --------------------------------------------------------------------------------------
+
+
+def differences(before: Environment, after: Environment) -> list[str]:
+    """Return what differs between two machines and their software, as `driver 570 → 580`; not host and time."""
+    sides = [_told(each) for each in (before, after)]
+    found = [_pair(name, *(side.get(name) for side in sides)) for name in dict.fromkeys([*sides[0], *sides[1]])]
+    for what in ("variables", "packages"):
+        old, new = (_named(each, what) for each in (before, after))
+        apart = [_pair(name, old.get(name), new.get(name)) for name in sorted({*old, *new})]
+        apart = [each for each in apart if each]
+        rest = len(apart) - NAMED
+        found += apart if rest <= 0 else [*apart[:NAMED], f"{rest} other {what}"]
+    return [each for each in found if each]
+
+
+def _told(each: Environment) -> dict[str, str]:
+    gpus = dict[str, int]()
+    for gpu in each.gpus:
+        set_ = [f"{gpu.watts:g} W" if gpu.watts else "", f"{gpu.sm_mhz} MHz" if gpu.sm_mhz else ""]
+        switches = {"ECC": gpu.ecc, "MIG": gpu.mig}
+        set_ += [f"{name} {'on' if on else 'off'}" for name, on in switches.items() if on is not None]
+        words = ", ".join(filter(None, [gpu.name, *set_]))
+        gpus[words] = gpus.get(words, 0) + 1
+    return {
+        "processor": each.processor,
+        "GPUs": "; ".join(f"{count} × {words}" for words, count in gpus.items()),
+        **each.versions,
+        "Python": each.python,
+        "kernel": each.kernel,
+        "image": (each.image or {}).get("identity", ""),
+        "commit": each.commit(),
+    }
+
+
+def _named(each: Environment, what: str) -> dict[str, str]:
+    if what == "variables":
+        return each.variables
+    pairs = dict(package.split("==", 1) for package in each.packages)
+    return {name: version for name, version in pairs.items() if name not in each.versions}
+
+
+def _pair(name: str, old: str | None, new: str | None) -> str:
+    return "" if (old or None) == (new or None) else f"{name} {old or 'none'} → {new or 'none'}"
