@@ -8,6 +8,7 @@ import csv
 import html
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -18,7 +19,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import torch
 
+from dlscale.core.environment import Environment
 from dlscale.core.process import only_writer
 from dlscale.core.stages import STAGES
 from dlscale.measure.records import Throughput
