@@ -89,6 +89,15 @@ QUERIES = {
             option("--gate", "return 1 if a run became slower beyond noise", False, action="store_true"),
         ),
     ),
+    "history": Query(
+        "dlscale.report.history",
+        "Say how fast each run was whenever it was measured, over any number of results folders.",
+        (
+            ("results", {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders; absent: the results here"}),
+            option("--since", "leave out what was measured before this day", False, metavar="YYYY-MM-DD"),
+            path("--out", "PNG file to draw it to", required=False),
+        ),
+    ),
     "doctor": Query(
         "dlscale.preflight.doctor",
         "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",

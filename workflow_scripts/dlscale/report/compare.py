@@ -44,7 +44,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def of_results(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the comparison of the runs that both results have; with `args.gate` return 1 if one became slower."""
-    before, after = (_runs(name, results_of(configuration)) for name in args.results)
+    before, after = (finished(name, results_of(configuration)) for name in args.results)
     plans = [{key.partition(".")[0] for key in each} for each in (before, after)]
     if before.keys().isdisjoint(after) and len(plans[0]) == len(plans[1]) == 1:
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
@@ -139,7 +139,7 @@ def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:
     return Cell() if values == [None, None] else cell(" -> ".join(words))
 
 
-def _runs(name: str, results: Path) -> dict[str, RunResult]:
+def finished(name: str, results: Path) -> dict[str, RunResult]:
     """Return the finished runs, by `PLAN.RUN`, of a plan by its name, else of a results folder or a plan's folder."""
     plan = results / "plans" / name
     path = plan if "/" not in name and (plan / "plan.yaml").exists() else Path(name)

@@ -1,0 +1,137 @@
+"""`dlscale history`: all measurements of any number of results folders, in the order in which they were made.
+
+Each is held against the one before of the same run, work and device, with the noise that `compare` allows for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlscale.config.places import results_of
+from dlscale.core import text
+from dlscale.core.errors import UserError
+from dlscale.core.files import save_png
+from dlscale.report.compare import finished
+from dlscale.report.figures import cell, show, table
+from dlscale.report.results import RunResult, environment_changes
+from dlscale.report.speedup import measured_apart, spread_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dlscale.config.resolve import Configuration
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Print the history of `args.results`, and draw it if `args.out` names a file; return the exit status."""
+    results = results_of(configuration)
+    found = history(args.results or [str(results)], results, _day(args.since))
+    if found.empty:
+        raise UserError(f"history: nothing was timed{f' since {args.since}' * bool(args.since)}; measure a plan first")
+    if args.out:
+        draw(found, Path(args.out))
+    if args.json:
+        print(found.to_json(orient="records", indent=2))
+        return 0
+    rows: list[Any] = list(found.itertuples())
+    show(
+        table(
+            [
+                ("", "run", [cell(row.run) for row in rows]),
+                ("", "measured", [cell(row.time[:16].replace("T", " ")) for row in rows]),
+                ("", "results", [cell(row.results) for row in rows]),
+                ("", "device", [cell(row.device) for row in rows]),
+                ("", "samples/s", [cell(row.samples_per_second, note=_around(row.interval)) for row in rows]),
+                ("", "over the one before", [cell(row.over_before) for row in rows]),
+                ("", "what differs from it", [cell(row.differs) for row in rows]),
+            ]
+        )
+    )
+    return 0
+
+
+def history(names: list[str], results: Path, since: str = "") -> pd.DataFrame:
+    """Return a row for each measurement since a day, by run and time.
+
+    Columns: run, time (ISO 8601), results, device, samples_per_second, interval (half of the 95 % interval, samples/s;
+    NaN if unknown), over_before (in words), ratio, differs (in words).
+    """
+    import pandas as pd
+
+    runs = [
+        (_time(run), run.owner.replace("/", "."), name, run)
+        for name in names
+        for run in finished(name, results).values()
+        if run.speed
+    ]
+    by_work = dict[tuple[str, str, str], list[tuple[str, str, str, RunResult]]]()
+    for each in sorted(runs, key=lambda each: each[:3]):
+        same = by_work.setdefault((each[1], each[3].compute, each[3].device.name), [])
+        if not any((each[0], each[3].speed) == (other[0], other[3].speed) for other in same):
+            same.append(each)  # and not its copy, or a run that another plan names
+    rows = list[dict[str, Any]]()
+    for same in by_work.values():
+        for before, after in pairwise([None, *same]):
+            assert after
+            rows.append(_row(after, before[3] if before else None))
+    kept = [row for row in rows if row["time"] >= since]
+    return pd.DataFrame(kept).sort_values(["run", "time"], kind="stable") if kept else pd.DataFrame()
+
+
+def _row(measured: tuple[str, str, str, RunResult], before: RunResult | None) -> dict[str, Any]:
+    time, key, name, run = measured
+    speed, error = run.speed or math.nan, spread_of(run)
+    over = measured_apart(run, before) if before else None
+    return {
+        "run": key,
+        "time": time,
+        "results": name,
+        "device": run.device.name,
+        "samples_per_second": speed,
+        "interval": speed * error if math.isfinite(error) else math.nan,
+        "over_before": over.words if over else None,
+        "ratio": over.ratio if over else math.nan,
+        "differs": ", ".join(environment_changes(before, run)) if before else None,
+    }
+
+
+def _time(run: RunResult) -> str:
+    """Return when a run was measured, ISO 8601; empty if it is not known."""
+    if run.environment:
+        return run.environment.time
+    return (run.provenance.finished or "") if run.provenance else ""
+
+
+def _day(since: str | None) -> str:
+    try:
+        return dt.date.fromisoformat(since).isoformat() if since else ""
+    except ValueError:
+        raise UserError(f"--since: {since}: expected a day, as 2026-11-26") from None
+
+
+def _around(interval: float) -> str:
+    return f"± {text.number(interval, 2)}" if math.isfinite(interval) else ""
+
+
+def draw(found: pd.DataFrame, path: Path) -> None:
+    """Draw each run's speed over time, relative to the first time that it was measured on a device, as a PNG file."""
+    from matplotlib.dates import date2num
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for (run, device), rows in found[found.time != ""].groupby(["run", "device"], sort=False):
+        first, days = rows.samples_per_second.iloc[0], date2num([dt.datetime.fromisoformat(time) for time in rows.time])
+        errors = (rows.interval / first).fillna(0.0)
+        axes.errorbar(days, rows.samples_per_second / first, errors, marker="o", capsize=3, label=f"{run}, {device}")
+    axes.xaxis_date()
+    axes.axhline(1.0, color="0.6", linewidth=1)
+    axes.set(xlabel="measured (UTC)", ylabel="samples/s, relative to the first time")
+    axes.tick_params(axis="x", rotation=30)
+    axes.legend(fontsize="small")
+    save_png(figure, path, dpi=100)
