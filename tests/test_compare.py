@@ -97,7 +97,7 @@ def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.Capt
     after = BEFORE.model_copy(update={"versions": {**BEFORE.versions, "driver": "580.2"}})
     for folder, met in zip(folders, (BEFORE, after), strict=True):
         for run in ("first", "fast"):
-            (folder / f"plans/p/{run}/telemetry").mkdir()
+            (folder / f"plans/p/{run}/telemetry").mkdir(exist_ok=True)
             met.write(folder / f"plans/p/{run}/telemetry/throughput.json")
     assert main(["compare", "--gate", *map(str, folders)]) == 0
     words = "made with other machines or software (p.first, p.fast): driver 570.1 → 580.2"

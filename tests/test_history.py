@@ -25,7 +25,7 @@ def measured(machine: Machine, speeds: tuple[float, ...]) -> list[str]:
         folder = machine.measure(day, {"first": speed, "fast": 1.5 * speed}, spread=0)
         driver = {"driver": "580.2"} if day == DAYS[-1] else {}
         for run in ("first", "fast"):
-            (folder / f"plans/p/{run}/telemetry").mkdir()
+            (folder / f"plans/p/{run}/telemetry").mkdir(exist_ok=True)
             update = {"time": f"{day}T12:00:00+00:00", "versions": BEFORE.versions | driver}
             BEFORE.model_copy(update=update).write(folder / f"plans/p/{run}/telemetry/throughput.json")
         folders.append(str(folder))

@@ -27,6 +27,7 @@ from matplotlib.image import imsave
 
 from dlscale.config.records import PlanKind, PlanRecord, Published, RunReference
 from dlscale.core import telemetry, text
+from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
@@ -203,6 +204,17 @@ DATASETS = {
 }
 
 
+ENVIRONMENT = Environment(
+    time="2024-05-01T10:02:05+00:00",
+    host="node-1",
+    kernel="6.4.0",
+    processor="Example CPU",
+    python="3.12.1",
+    versions={"torch": "2.13.0"},
+    git={"commit": "0123456789abcdef", "dirty": True},
+)
+
+
 class Results:
     """Builds a results folder."""
 
@@ -259,18 +271,17 @@ class Results:
             png(folder / "prediction.png")
             Provenance(
                 command=f"python -m dlscale train --config results/plans/{plan}/{name}/config.yaml",
-                git={"commit": "0123456789abcdef", "dirty": True},
                 started="2024-05-01T10:00:00+00:00",
                 finished="2024-05-01T10:02:05+00:00",
                 host="node-1",
-                python="3.12.1",
-                packages={"torch": "2.13.0", "numpy": "2.4.6"},
                 device=device,
                 seed=0,
                 parameters=1_234_567,
                 loss=known.loss,
                 metrics=known.described,
             ).write(folder / "provenance.json")
+            (folder / "telemetry").mkdir(exist_ok=True)
+            ENVIRONMENT.write(folder / "telemetry/train.json")
         if triplet:
             modes = {
                 mode: Trials(
@@ -433,7 +444,7 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
     for name, used, others in (("busy", 0.97, 0.5), ("beside", 0.6, 0.5), ("quiet", 0.97, 0.01)):
         folder = results.run("p", name, precision=name, triplet=None)
         rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu=used, cpu_others=others) for n in range(20)]
-        (folder / "telemetry").mkdir()
+        (folder / "telemetry").mkdir(exist_ok=True)
         (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
     plan = read_plan(results.plan("p", {name: name for name in ("busy", "beside", "quiet")}, measure=("train",)))
     said = disturbance(plan.runs)
@@ -444,7 +455,7 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
 
 def test_a_jobs_efficiency_is_the_trainings_in_whatever_order_stages_are_named(results: Results) -> None:
     folder = results.run("p", "a")
-    (folder / "telemetry").mkdir()
+    (folder / "telemetry").mkdir(exist_ok=True)
     for name in ("train", "throughput"):
         rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu_run=0.5) for n in range(3)]
         (folder / f"telemetry/{name}.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
@@ -1044,7 +1055,7 @@ def explained(results: Results) -> Results:
         with_peaks(folder, 2e12, 2e11)
         profiled(folder, "aten::<b>mm", seconds, {"trace <1>": "torch.rank0.json.gz"})
     samples = [telemetry.Sample(1.7e9 + second, 1.0, 4, cpu_run=0.25, rss_bytes=second * 2**30) for second in (1, 2, 3)]
-    (folder / "telemetry").mkdir()
+    (folder / "telemetry").mkdir(exist_ok=True)
     (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, samples)))
     results.plan("ladder", {"first": "first", "second": "second"}, measure=("train", "throughput", "profile"))
     return results
@@ -1215,7 +1226,7 @@ def test_provenance_is_told_and_axes_are_labelled(page: Page) -> None:
         "python -m dlscale train --config results/plans/ladder/bf16/config.yaml",
         "git commit0123456789abcdef with local changes",
         "finished2024-05-01T10:02:05+00:00",
-        "packagestorch 2.13.0, numpy 2.4.6",
+        "softwaretorch 2.13.0, Python 3.12.1",
         "devicekind: cpu name: Example CPU threads: 2",
         "loader: kind: torch workers: 4 precision: bf16",
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import json
 import math
@@ -28,7 +29,7 @@ from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample, sampled
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
-from dlscale.measure.telemetry import Gpus, bus_ids
+from dlscale.measure.telemetry import Gpus, Meter, bus_ids
 from dlscale.report.results import RunResult
 from dlscale.train.provenance import Provenance
 from tests.conftest import variables
@@ -184,6 +185,46 @@ def test_energy_a_sample() -> None:
     assert resumed.energy is None and resumed.energy_per_sample == pytest.approx(100 / 50)
     assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, "the epoch was trained by an earlier try"
     assert result([], *epochs).energy_per_sample is None
+
+
+def test_without_gpus_it_is_the_nodes() -> None:
+    samples = [Sample(START + second, 1.0, 2, joules=10.0 * second) for second in (1, 2, 3)]
+    assert telemetry.energy([samples, samples]) == 60 and telemetry.energy([samples], START + 1, START + 2) == 10
+    with_gpu = [replace(sample, gpus=(gpu(watts=5.0),)) for sample in samples]
+    assert telemetry.energy([with_gpu]) == 15, "theirs alone"
+
+
+def test_a_node_counts_its_energy(tmp_path: Path) -> None:
+    """RAPL's counters begin anew; of a zone's parts only memory is no part of the zone; Cray's counts all."""
+    zones = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "core", "intel-rapl:0:1": "dram", "intel-rapl:1": "psys"}
+    folder = tmp_path / "class/powercap"
+    for zone, name in zones.items():
+        (folder / zone).mkdir(parents=True)
+        for file, content in {"name": name, "max_energy_range_uj": "100000000", "energy_uj": "90000000"}.items():
+            (folder / zone / file).write_text(f"{content}\n")
+    meter = Meter(tmp_path)
+    for zone in ("intel-rapl:0", "intel-rapl:0:0"):
+        (folder / zone / "energy_uj").write_text("95000000\n")
+    assert meter.joules() == pytest.approx(5)
+    (folder / "intel-rapl:0/energy_uj").write_text("1000000\n")
+    (folder / "intel-rapl:0:1/energy_uj").write_text("92000000\n")
+    assert meter.joules() == pytest.approx(5 + 6 + 2)
+    (tmp_path / "cray/pm_counters").mkdir(parents=True)
+    (tmp_path / "cray/pm_counters/energy").write_text("5000 J 1700000000000000 us\n")
+    cray = Meter(tmp_path)
+    (tmp_path / "cray/pm_counters/energy").write_text("5300 J 1700000001000000 us\n")
+    assert cray.joules() == 300 and Meter(tmp_path / "nothing").joules() is None
+
+
+def test_goodput_is_the_share_of_training_over_all_tries() -> None:
+    epochs = [epoch(1, 10, 10, 1.0), epoch(2, 60, 20, 1.0)]
+    epochs[1] = epochs[1].model_copy(update={"valid_seconds": 5.0})
+    resumed = result([], *epochs, resumed_from_step=1).goodput
+    assert resumed and (resumed.training, resumed.validation, resumed.rest) == pytest.approx((30 / 65, 5 / 65, 30 / 65))
+    at = [dt.datetime.fromtimestamp(START + moment, dt.UTC).isoformat() for moment in (-20, 80)]
+    whole = result([], *epochs, started=at[0], finished=at[1]).goodput
+    assert whole and (whole.training, whole.rest) == pytest.approx((0.3, 0.65))
+    assert result([]).goodput is None
 
 
 # ---- of real processes -----------------------------------------------------------------------------

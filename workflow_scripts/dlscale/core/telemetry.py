@@ -58,6 +58,8 @@ class Sample:
     reads_per_second: float | None = None  #: Such calls.
     disk_read_bytes_per_second: float | None = None  #: Fetched from disks for the run, be it for mapped files.
     write_bytes_per_second: float | None = None
+    #: Since sampling began, of a node whose GPUs are not used: all of it (Cray), or processors and memory (RAPL).
+    joules: float | None = None
     gpus: tuple[GpuSample, ...] = field(default=())
 
     def cells(self) -> dict[str, Any]:
@@ -121,6 +123,7 @@ def _sample(row: Mapping[str, str]) -> Sample:
     }
     count = sum(name.endswith("_throttled") for name in row)
     gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
+    values.setdefault("joules", None)  # which earlier versions did not know
     sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
     if not (math.isfinite(sample.time) and 0 < sample.seconds < math.inf and sample.cores > 0):
         raise ValueError("expected a time, and seconds and cores above 0")
@@ -131,18 +134,20 @@ def _sample(row: Mapping[str, str]) -> Sample:
 
 
 def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> float | None:
-    """Return the energy of the run's GPUs between two times (seconds since 1970-01-01 UTC), J; None if not known.
+    """Return the energy of a run between two times (seconds since 1970-01-01 UTC), J; None if not known.
 
-    It is from the GPUs' own counters, else power x time; power is constant between samples.
+    It is that of its GPUs, from their own counters, else power x time, which is constant between samples; without GPUs
+    that of its nodes, as far as they count it.
     """
     found = list[float]()
     for samples in nodes:
-        for number in range(len(samples[0].gpus) if samples else 0):
-            counted = any(sample.gpus[number].joules is not None for sample in samples)
+        places: list[int | None] = [*range(len(samples[0].gpus))] if samples else []
+        for number in places or [None]:
+            states = [sample if number is None else sample.gpus[number] for sample in samples]
+            counted = number is None or any(state.joules is not None for state in states)
             before = 0.0
-            for sample in samples:
-                state = sample.gpus[number]
-                used = state.joules if counted else state.watts
+            for sample, state in zip(samples, states, strict=True):
+                used = state.joules if counted else getattr(state, "watts", None)
                 if used is not None:
                     grown, before = (used - before, used) if counted else (used * sample.seconds, 0.0)
                     inside = min(until, sample.time) - max(since, sample.time - sample.seconds)
@@ -157,7 +162,7 @@ class Summary:
     seconds: float = 0.0
     means: Mapping[str, float] = field(default_factory=dict)  #: Over time.
     peaks: Mapping[str, float] = field(default_factory=dict)
-    joules: float | None = None  #: Of the GPUs.
+    joules: float | None = None  #: Of the GPUs, or of a node without.
     throttled_seconds: float = 0.0  #: In which a GPU of the run was held back.
     throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Seconds by reason, added up over the GPUs.
     #: Share of its cycles that a GPU lost while it was held back, against its greatest clock here; of the worst GPU.

@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -40,7 +41,7 @@ class Node:
 
     def __init__(self, root: int, ranks: int, gpus: int) -> None:
         self._root, self._ranks, self._cores = root, ranks, psutil.cpu_count() or 1
-        self.gpus = Gpus(gpus)
+        self.gpus, self._meter = Gpus(gpus), None if gpus else Meter()
         self._time, self._machine, self._run = time.monotonic(), psutil.cpu_times(), self._used()
 
     def sample(self) -> Sample:
@@ -66,6 +67,7 @@ class Node:
             reads_per_second=rates[2],
             disk_read_bytes_per_second=rates[3],
             write_bytes_per_second=rates[4],
+            joules=self._meter.joules() if self._meter else None,
             gpus=self.gpus.sample(),
         )
 
@@ -96,6 +98,48 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
         if os.getppid() != parent:  # killed, and its own children may hold the other end of the pipe
             return
         os.write(1, telemetry.line(node.sample()).encode())
+
+
+# ---- the node's own counters of energy ----------------------------------------------------------------
+
+
+class Meter:
+    """Energy since it was made: of the whole node where Cray counts it, else of processors and memory (RAPL).
+
+    RAPL's counters are in microjoules, and begin anew at `max_energy_range_uj` (Linux, Documentation/power/powercap);
+    most systems let root alone read them. Cray's file reads `JOULES J MICROSECONDS us`.
+    """
+
+    def __init__(self, system: Path = Path("/sys")) -> None:
+        zones = sorted(system.glob("class/powercap/intel-rapl:*/name"))
+        parts = [zone.parent for zone in zones if _word(zone).startswith(("package", "dram"))]
+        counters = [(part / "energy_uj", 1e-6, _number(part / "max_energy_range_uj")) for part in parts]
+        if (cray := system / "cray/pm_counters/energy").exists():
+            counters = [(cray, 1.0, None)]
+        self._counters = [each for each in counters if _number(each[0]) is not None]
+        self._before, self._joules = [_number(file) for file, _, _ in self._counters], 0.0
+
+    def joules(self) -> float | None:
+        """Return the energy so far, J; None where nothing counts it, or may not be read."""
+        for place, (file, unit, most) in enumerate(self._counters):
+            now, before = _number(file), self._before[place]
+            if now is not None and before is not None:
+                grown = now - before
+                self._joules += unit * (grown if grown >= 0 else grown + (most or -grown))
+                self._before[place] = now
+        return self._joules if self._counters else None
+
+
+def _word(file: Path) -> str:
+    try:
+        return (file.read_text().split() or [""])[0]
+    except OSError:
+        return ""
+
+
+def _number(file: Path) -> float | None:
+    word = _word(file)
+    return float(word) if word.isdecimal() else None
 
 
 # ---- GPUs, as NVIDIA's management library (NVML) sees them --------------------------------------------

@@ -63,6 +63,7 @@ def rows_of(plan: PlanResult) -> list[Row]:
             **_of(target and target.epoch, target_epoch="epoch", target_samples="samples"),
             **_of(target, target_seconds="seconds", target_gpu_hours="gpu_hours", target_energy_joules="joules"),
             "train_samples_per_second": run.training_speed,
+            **_of(run.goodput, goodput="training"),
             "energy_joules": run.energy,
             "energy_per_sample": run.energy_per_sample,
         }

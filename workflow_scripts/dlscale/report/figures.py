@@ -411,4 +411,6 @@ def joules(value: float | None) -> str:
     """Return an energy in words."""
     if value is None:
         return NONE
-    return f"{number(value / 1e3)} kJ" if value < 3.6e6 else f"{number(value / 3.6e6)} kWh"
+    if value < 3600:
+        return f"{number(value)} J"
+    return f"{number(value / 3600)} Wh" if value < 3.6e6 else f"{number(value / 3.6e6)} kWh"

@@ -5,6 +5,7 @@ A record that is missing, torn, or lacks a key is a `UserError`.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import math
 import statistics
@@ -46,6 +47,15 @@ LEAST_SECONDS = 0.2
 
 #: Least share of a machine's busy cores at which others disturb a run.
 CROWDED = 0.8
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Shares of a run's time, from its start, or its first epoch's where it was resumed, to its end."""
+
+    training: float
+    validation: float
+    rest: float  #: Starting, saving, waiting between tries.
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +118,23 @@ class RunResult:
         return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
 
     @property
+    def goodput(self) -> Goodput | None:
+        """Share of its time that the run trained, over all its tries; None where its epochs tell no time."""
+        if not self.last or not self.epochs[0].wall_time:
+            return None
+        start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
+        made = self.provenance
+        if made and made.started and made.finished and made.resumed_from_step is None:  # else the last try's alone
+            start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
+        seconds = max(end - start, 1e-6)
+        training, validation = (
+            sum(getattr(epoch, f"{part}_seconds") for epoch in self.epochs) / seconds for part in ("epoch", "valid")
+        )
+        return Goodput(min(training, 1.0), validation, max(0.0, 1 - training - validation))
+
+    @property
     def energy(self) -> float | None:
-        """Energy of the GPUs in training, J; None if an earlier try did a part of it."""
+        """Energy of the GPUs, or of nodes without, in training, J; None if an earlier try did a part of it."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 

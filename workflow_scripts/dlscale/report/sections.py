@@ -309,6 +309,8 @@ def runs_table(plan: PlanResult) -> Table:
         ("Training", "epochs", column("epochs", text.count)),
         ("Training", "samples", column("samples", text.count)),
         ("Training", "time", lambda run, row: cell(run.last and run.training_seconds, text.duration)),
+        ("Training", "goodput", lambda run, row: _goodput(run)),
+        ("Training", "energy", column("energy_joules", joules, _per_sample)),
         ("Training", "training loss", column("train_loss", note=known)),
         ("Training", "validation loss", column("valid_loss", note=known)),
         ("Training", "best validation loss", column("best_valid_loss")),
@@ -335,6 +337,18 @@ def runs_table(plan: PlanResult) -> Table:
 def _spread(run: RunResult, row: Row, name: str) -> str:
     spread = row.get(f"{name}_std")
     return "" if spread is None else f"± {text.number(spread, 2)}"
+
+
+def _goodput(run: RunResult) -> Cell:
+    if not (found := run.goodput):
+        return Cell()
+    rest = f"validation {text.percent(found.validation)}, starting, saving, waiting {text.percent(found.rest)}"
+    return cell(found.training, text.percent, rest)
+
+
+def _per_sample(run: RunResult, row: Row, name: str) -> str:
+    each = run.energy_per_sample
+    return f"{joules(each)} a sample" if each else ""
 
 
 def _gain(found: SpeedUp | None) -> Cell:
