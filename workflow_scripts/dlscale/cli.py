@@ -144,6 +144,15 @@ QUERIES = {
             path("--out", "JSON file to write", required=False),
         ),
     ),
+    "crate": Query(
+        "dlscale.report.crate",
+        "Pack a plan's results with how they came about: a Workflow Run RO-Crate, to publish and to cite.",
+        (
+            ("plan", {"metavar": "PLAN", "help": "a plan that is done"}),
+            option("--citation", "CITATION.cff of the results: who made them, and their licence", False, metavar="FILE"),
+            option("--zip", "ZIP archive to write; a folder beside the results if absent", False, metavar="FILE"),
+        ),
+    ),
     "import": Query(
         "dlscale.report.imports",
         "Bring in another program's TensorBoard log, which the page draws beside our runs.",

@@ -1,0 +1,399 @@
+"""`dlscale crate PLAN`: a plan's results and how they came about, as a Workflow Run RO-Crate; docs/crate.md."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import datetime as dt
+import hashlib
+import json
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dlscale.config.places import check_plans, results_of
+from dlscale.core.errors import UserError
+from dlscale.core.files import sha256, whole
+from dlscale.core.record import Record
+from dlscale.core.settings import Raw, flat, read_yaml, validate
+from dlscale.core.stages import DATA_STAGES, RUN_STAGES, STAGES
+from dlscale.core.telemetry import begin
+from dlscale.core.text import many
+from dlscale.core.urls import has_secret, hidden_in
+from dlscale.data.manifest import Manifest
+from dlscale.report.croissant import croissant, fits
+from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
+
+if TYPE_CHECKING:
+    from dlscale.config.resolve import Configuration
+
+#: The newest versions that roc-validator 0.13 checks: 0.6 of the profiles, for RO-Crate 1.3, renames terms.
+RO_CRATE, PROFILE_VERSION = "1.1", "0.5"
+PROFILES = {
+    f"https://w3id.org/ro/wfrun/process/{PROFILE_VERSION}": "Process Run Crate",
+    f"https://w3id.org/ro/wfrun/workflow/{PROFILE_VERSION}": "Workflow Run Crate",
+    f"https://w3id.org/ro/wfrun/provenance/{PROFILE_VERSION}": "Provenance Run Crate",
+    "https://w3id.org/workflowhub/workflow-ro-crate/1.0": "Workflow RO-Crate",
+}
+TERMS = "https://w3id.org/ro/terms/workflow-run"
+
+#: Greatest file that is copied, bytes; of others the crate has name, size and digest.
+COPIED = 10_000_000
+
+#: What a record says of the machine and the software of its stage, by its keys.
+ENVIRONMENT = (
+    "environment", "host", "platform", "python", "packages", "git", "slurm", "device", "cores", "memory_bytes",
+)  # fmt: skip
+
+FORMATS = {
+    ".csv": "text/csv",
+    ".html": "text/html",
+    ".json": "application/json",
+    ".jsonl": "application/jsonl",
+    ".png": "image/png",
+    ".pt": "application/octet-stream",
+    ".yaml": "application/yaml",
+}
+
+
+class _Cff(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=lambda name: name.replace("_", "-"))
+
+
+class Author(_Cff):
+    """A person or, by `name`, an organisation."""
+
+    name: str = ""
+    given_names: str = ""
+    family_names: str = ""
+    orcid: str | None = None
+    website: str | None = None
+    affiliation: str | None = None
+
+
+class Citation(_Cff):
+    """What is read of a CITATION.cff (https://citation-file-format.github.io)."""
+
+    authors: list[Author] = Field(min_length=1)
+    license: str  #: SPDX identifier.
+    repository_code: str | None = None
+
+
+def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
+    """Write the crate of `args.plan` beside the results, or as the file `args.zip`."""
+    try:
+        import mlcroissant
+        import rocrate  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"crates cannot be written ({error}); pip install 'dlscale[crate]'") from None
+    (name,), results = check_plans([args.plan], configuration), results_of(configuration)
+    record = results / "plans" / name / "plan.yaml"
+    if not record.exists():
+        raise UserError(f"{name} has no results yet: snakemake plan_{name}")
+    made = Crate(results, read_plan(record), Path(args.citation) if args.citation else None)
+    made.fill()
+    if args.zip:
+        with tempfile.TemporaryDirectory() as folder, whole(target := Path(args.zip)) as temporary:
+            made.write(Path(folder))
+            _pack(Path(folder), temporary)
+    else:
+        with whole(target := results / "crates" / name) as temporary:
+            made.write(temporary)
+    print(json.dumps({"crate": str(target)}) if args.json else f"Crate: {target.resolve()}")
+    return 0
+
+
+class Crate:
+    """The crate of a plan. Its files lie as in the folder of results; the workflow's lie beside them."""
+
+    def __init__(self, results: Path, plan: PlanResult, citation: Path | None) -> None:
+        """Begin a crate; `citation` is of the results, and names who made them: without it nobody is named."""
+        from rocrate.rocrate import ROCrate
+
+        self.results, self.plan = results, plan
+        self.crate = ROCrate(gen_preview=True, version=RO_CRATE)
+        self.crate.metadata.extra_contexts.append(f"{TERMS}/context")
+        self.citation = _read_citation(citation or Path("CITATION.cff"))
+        self.authors = [self._author(author) for author in self.citation.authors]
+        self.agents = self.authors if citation else []
+        self.times = list[tuple[str, str]]()  #: Begin and end of the stages whose records tell them.
+        self.actions, self.controls = list[Any](), list[Any]()
+        self.tools, self.steps = dict[str, Any](), dict[str, Any]()
+
+    def write(self, folder: Path) -> None:
+        """Write the files; an address with a login in any of them is a `UserError`."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of entities that are no files
+            self.crate.write(folder)
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            if path.suffix not in (".png", ".pt") and has_secret(path.read_text(encoding="utf-8", errors="replace")):
+                raise UserError(
+                    f"{path.relative_to(folder)}: holds an address with a login or a signature, which a crate would "
+                    "publish; make its results again by the workflow, which hides them"
+                )
+
+    # ---- entities ------------------------------------------------------------------------------------
+
+    def add(self, identifier: str, type: str, **properties: Any) -> Any:
+        """Add something that is no file; what is empty is left out."""
+        from rocrate.model.contextentity import ContextEntity
+
+        known = {key: value for key, value in properties.items() if value not in (None, "", [])}
+        return self.crate.add(ContextEntity(self.crate, identifier, properties={"@type": type, **known}))
+
+    def file(self, path: Path) -> Any:
+        """Add a file of the results; one that is too large to be copied is known by its digest (RFC 6920)."""
+        place, digest = path.relative_to(self.results).as_posix(), sha256(path)
+        known = {
+            "name": place,
+            "encodingFormat": FORMATS.get(path.suffix, "text/plain"),
+            "contentSize": str(path.stat().st_size),
+            "sha256": digest,
+        }
+        if path.stat().st_size <= COPIED:
+            return self.crate.get(quote(place)) or self.crate.add_file(path, place, properties=known)
+        known["description"] = "Not in the crate: it is where the results are."
+        named = base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
+        return self.crate.add_file(f"ni:///sha-256;{named}", properties=known)
+
+    def files(self, folder: Path, names: Iterable[str]) -> list[Any]:
+        """Add those files of a folder that are there."""
+        return [self.file(folder / name) for name in names if (folder / name).is_file()]
+
+    def _author(self, author: Author) -> Any:
+        name = author.name or f"{author.given_names} {author.family_names}".strip()
+        affiliation = author.affiliation and self.add(
+            f"#{quote(author.affiliation)}", "Organization", name=author.affiliation
+        )
+        kind = "Organization" if author.name else "Person"
+        place = author.orcid or f"#{quote(name)}"
+        return self.add(place, kind, name=name, url=author.website, affiliation=affiliation)
+
+    # ---- what was done -------------------------------------------------------------------------------
+
+    def action(
+        self, stage: str, what: str, objects: Sequence[Any], results: Sequence[Any], record: Record | None = None,
+        times: tuple[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Add the execution of a stage, with the step of the workflow that it was, and what its record tells."""
+        if not results:
+            return
+        told = record.model_dump(mode="json") if record else {}
+        begun, ended = times or (None, None)
+        action = self.add(
+            f"#{stage}/{quote(what)}",
+            "CreateAction",
+            name=f"{stage} {what}",
+            description=hidden_in(told.get("command") or STAGES[stage].text),
+            instrument=self._tool(stage),
+            object=objects,
+            result=results,
+            startTime=begun,
+            endTime=ended,
+            agent=self.agents,
+            environment=[self._value(key, value) for key, value in flat(_environment(told)).items()],
+            containerImage=self._image(told.get("image")),
+        )
+        self.times += [times] if times else []
+        self.actions.append(action)
+        of_it = {"name": f"orchestrate {stage} {what}", "instrument": self.steps[stage], "object": action}
+        self.controls.append(self.add(f"#control/{stage}/{quote(what)}", "ControlAction", **of_it))
+
+    def _tool(self, stage: str) -> Any:
+        if stage not in self.tools:
+            about = {"name": f"dlscale {stage}", "description": STAGES[stage].text}
+            at = {"url": self.citation.repository_code, "softwareVersion": version("dlscale")}
+            self.tools[stage] = self.add(f"#dlscale-{stage}", "SoftwareApplication", **about, **at)
+            self.steps[stage] = self.add(
+                f"#step-{stage}",
+                "HowToStep",
+                name=stage,
+                position=str(list(STAGES).index(stage)),
+                workExample=self.tools[stage],
+            )
+        return self.tools[stage]
+
+    def _value(self, key: str, value: Any) -> Any:
+        text = hidden_in(value if isinstance(value, str) else json.dumps(value))
+        digest = hashlib.sha256(f"{key}={text}".encode()).hexdigest()[:12]
+        return self.add(f"#environment-{digest}", "PropertyValue", name=key, value=text)
+
+    def _image(self, image: dict[str, str] | None) -> Any:
+        if not image:
+            return None
+        known, digest = image["name"], image["identity"].removeprefix("sha256:")
+        registry, _, rest = known.rpartition("://")[2].partition("/")
+        name, _, tag = rest.partition(":")
+        return self.add(
+            f"#image-{digest[:12]}",
+            "ContainerImage",
+            additionalType={"@id": f"{TERMS}#{'SIFImage' if image['engine'] == 'apptainer' else 'DockerImage'}"},
+            name=name or known,
+            registry=registry if name else None,
+            tag=tag,
+            sha256=digest,
+        )
+
+    # ---- the plan ------------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Add the workflow, its data, its runs and what came of them."""
+        plan, folder = self.plan, self.results / "plans" / self.plan.name
+        rungs = sorted(path.name for path in folder.glob("rung*.json"))
+        lists = self.files(folder, ["plan.yaml", *rungs])
+        self.action("configure", plan.name, [], lists[:1])
+        self.action("promote", plan.name, lists[:1], lists[1:])
+        runs = [each for run in plan.runs for each in (run, *self._repeats(run))]
+        data = {name: self._dataset(name) for name in dict.fromkeys(str(run.settings["dataset"]) for run in runs)}
+        settings, records = list[Any](), list[Any]()
+        for run in {run.owner: run for run in runs}.values():
+            own = self.file(run.folder / "config.yaml")
+            settings.append(own)
+            for stage, record in _records(run).items():
+                found = self.files(run.folder, STAGES[stage].outputs)
+                dataset = data[str(run.settings["dataset"])]
+                times = _times(run, stage)
+                self.action(stage, run.owner.replace("/", "."), [own, dataset], found, record, times)
+                records += found
+        summary = self.files(folder, ["summary.csv"])
+        page = self.files(folder, ["report.html"])
+        self.action("collect", plan.name, [*lists, *records], summary)
+        self.action("report", plan.name, [*lists, *records, *data.values()], page)
+        self._workflow([*data.values(), *settings], [*records, *summary, *page])
+
+    def _repeats(self, run: RunResult) -> list[RunResult]:
+        references = {reference.name: reference for reference in self.plan.record.runs}
+        return [read_run(run.folder.parent / name) for name in references[run.name].repeats]
+
+    def _dataset(self, name: str) -> Any:
+        folder = self.results / "data" / name
+        manifest = Manifest.read(folder / "manifest.json")
+        parts = self.files(folder, ["manifest.json", "config.yaml", "preview.png"])
+        size = sum(file.bytes for files in manifest.splits.values() for file in files)
+        dataset = self.crate.add_dataset(
+            dest_path=f"data/{name}",
+            properties={
+                "name": name,
+                "description": "; ".join([f"Data of kind {manifest.kind}", *manifest.facts])
+                + ". The crate has its description, not its files: manifest.json has place, size and digest of each.",
+                "identifier": f"sha256:{manifest.own}",  # of the manifest's content
+                "contentSize": str(size),
+                "hasPart": parts,
+            },
+        )
+        if fits(manifest):
+            from io import StringIO
+
+            text = json.dumps(croissant(name, manifest), indent=2, ensure_ascii=False) + "\n"
+            about = {"name": f"Croissant of {name}", "encodingFormat": "application/ld+json", "about": dataset}
+            described = self.crate.add_file(StringIO(text), f"data/{name}/croissant.json", properties=about)
+            dataset.append_to("hasPart", described)
+            dataset["subjectOf"] = described
+        own = [part for part in parts if part.id.endswith("config.yaml")]
+        for stage in DATA_STAGES:  # no record tells when: those with a log were done here
+            if stage == "describe" or (self.results / "logs" / stage / name).exists():
+                self.action(stage, name, own, [dataset])
+        return dataset
+
+    def _workflow(self, objects: Sequence[Any], results: Sequence[Any]) -> None:
+        """Add the workflow with its execution, and say of the crate as a whole what is known then."""
+        if not Path("Snakefile").is_file():
+            raise UserError("Snakefile: no such file here; call this in the workflow's folder, as snakemake")
+        if not self.times:
+            raise UserError(f"{self.plan.name}: no record says when a stage ran; run the plan again")
+        begun, ended = min(first for first, _ in self.times), max(last for _, last in self.times)
+        title = self.plan.title
+        kinds = ["File", "SoftwareSourceCode", "ComputationalWorkflow", "HowTo"]
+        plain = {"encodingFormat": "text/plain"}
+        rules = [self.crate.add_file(path, path, properties=plain) for path in sorted(Path("rules").glob("*.smk"))]
+        engine = next((run.provenance.packages.get("snakemake") for run in self.plan.trained if run.provenance), None)
+        workflow = self.crate.add_workflow("Snakefile", "Snakefile", main=True, lang="snakemake", properties={
+            **plain,
+            "@type": kinds,
+            "name": "dlscale",
+            "version": version("dlscale"),
+            "license": {"@id": f"https://spdx.org/licenses/{self.citation.license}"},
+            "hasPart": [*rules, *self.tools.values()],
+            "step": list(self.steps.values()),
+            **({"url": self.citation.repository_code} if self.citation.repository_code else {}),
+        })  # fmt: skip
+        whole_run = self.add(
+            f"#plan_{self.plan.name}",
+            "CreateAction",
+            name=f"plan {self.plan.name}",
+            description=f"snakemake plan_{self.plan.name}",
+            instrument=workflow,
+            object=objects,
+            result=results,
+            startTime=begun,
+            endTime=ended,
+            agent=self.agents,
+        )
+        about = {"name": "Snakemake", "url": "https://snakemake.github.io", "softwareVersion": engine}
+        self.add(
+            "#snakemake-run",
+            "OrganizeAction",
+            name=f"Snakemake, plan {self.plan.name}",
+            instrument=self.add("https://snakemake.github.io", "SoftwareApplication", **about),
+            object=self.controls,
+            result=whole_run,
+            agent=self.agents,
+        )
+        spdx = f"https://spdx.org/licenses/{self.citation.license}"
+        root = self.crate.root_dataset
+        root["name"] = title
+        root["description"] = (
+            f"{many(len(self.plan.runs), 'run')} of plan {self.plan.name}, study {self.plan.record.study}: settings, "
+            "records, tables, and the data they are from; measured by dlscale."
+        )
+        root["datePublished"] = ended
+        root["license"] = self.add(spdx, "CreativeWork", name=self.citation.license)
+        root["author"] = self.authors
+        root["mentions"] = [whole_run, *self.actions]
+        root["conformsTo"] = [
+            self.add(place, "CreativeWork", name=name, version=place.rpartition("/")[2])
+            for place, name in PROFILES.items()
+        ]
+
+
+def _read_citation(path: Path) -> Citation:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; name a CITATION.cff with --citation: it has authors and licence")
+    return validate(Citation, read_yaml(path), str(path))
+
+
+def _records(run: RunResult) -> dict[str, Record]:
+    """Return the records of a run by the stage that wrote them, in the order of stages."""
+    known = {"train": run.provenance, "throughput": run.throughput, "profile": run.profile, "tune": run.tuning}
+    return {stage: record for stage in RUN_STAGES if (record := known[stage])}
+
+
+def _environment(told: Raw) -> Raw:
+    return {key: told[key] for key in ENVIRONMENT if told.get(key) not in (None, "", {})}
+
+
+def _times(run: RunResult, stage: str) -> tuple[str, str] | None:
+    """Return when a stage of a run began and ended, by its record or else by the telemetry beside it."""
+    made = run.provenance if stage == "train" else None
+    if made and made.started and made.finished:
+        return made.started, made.finished
+    nodes = run.telemetry.get(stage)
+    return (_utc(begin(nodes[0])), _utc(max(samples[-1].time for samples in nodes))) if nodes else None
+
+
+def _utc(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).isoformat(timespec="seconds")
+
+
+def _pack(folder: Path, file: Path) -> None:
+    """Write the files of a folder as a ZIP archive, which is the same whenever it is written."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            archive.writestr(zipfile.ZipInfo(path.relative_to(folder).as_posix()), path.read_bytes(), zipfile.ZIP_DEFLATED)
