@@ -149,7 +149,9 @@ QUERIES = {
         "Pack a plan's results with how they came about: a Workflow Run RO-Crate, to publish and to cite.",
         (
             ("plan", {"metavar": "PLAN", "help": "a plan that is done"}),
-            option("--citation", "CITATION.cff of the results: who made them, and their licence", False, metavar="FILE"),
+            option(
+                "--citation", "CITATION.cff of the results: who made them, and their licence", False, metavar="FILE"
+            ),
             option("--zip", "ZIP archive to write; a folder beside the results if absent", False, metavar="FILE"),
         ),
     ),

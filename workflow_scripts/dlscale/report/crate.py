@@ -10,7 +10,7 @@ import json
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +49,9 @@ COPIED = 10_000_000
 
 #: What a record says of the machine and the software of its stage, by its keys.
 ENVIRONMENT = (
-    "environment", "host", "platform", "python", "packages", "git", "slurm", "device", "cores", "memory_bytes",
-)  # fmt: skip
+    *("environment", "host", "platform", "python", "packages", "git", "slurm"),
+    *("device", "cores", "memory_bytes"),
+)
 
 FORMATS = {
     ".csv": "text/csv",
@@ -89,7 +90,7 @@ class Citation(_Cff):
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Write the crate of `args.plan` beside the results, or as the file `args.zip`."""
     try:
-        import mlcroissant
+        import mlcroissant  # noqa: F401
         import rocrate  # noqa: F401
     except ImportError as error:
         raise UserError(f"crates cannot be written ({error}); pip install 'dlscale[crate]'") from None
@@ -120,8 +121,9 @@ class Crate:
         self.results, self.plan = results, plan
         self.crate = ROCrate(gen_preview=True, version=RO_CRATE)
         self.crate.metadata.extra_contexts.append(f"{TERMS}/context")
-        self.citation = _read_citation(citation or Path("CITATION.cff"))
-        self.authors = [self._author(author) for author in self.citation.authors]
+        self.software = _read_citation(Path("CITATION.cff"))
+        self.citation = _read_citation(citation) if citation else self.software
+        self.authors = self._authors(self.citation)
         self.agents = self.authors if citation else []
         self.times = list[tuple[str, str]]()  #: Begin and end of the stages whose records tell them.
         self.actions, self.controls = list[Any](), list[Any]()
@@ -142,10 +144,10 @@ class Crate:
     # ---- entities ------------------------------------------------------------------------------------
 
     def add(self, identifier: str, type: str, **properties: Any) -> Any:
-        """Add something that is no file; what is empty is left out."""
+        """Add something that is no file; what is empty is left out, and one value is no list."""
         from rocrate.model.contextentity import ContextEntity
 
-        known = {key: value for key, value in properties.items() if value not in (None, "", [])}
+        known = {key: _one(value) for key, value in properties.items() if value not in (None, "", [])}
         return self.crate.add(ContextEntity(self.crate, identifier, properties={"@type": type, **known}))
 
     def file(self, path: Path) -> Any:
@@ -167,6 +169,12 @@ class Crate:
         """Add those files of a folder that are there."""
         return [self.file(folder / name) for name in names if (folder / name).is_file()]
 
+    def _authors(self, citation: Citation) -> list[Any]:
+        return [self._author(author) for author in citation.authors]
+
+    def _licence(self, citation: Citation) -> Any:
+        return self.add(f"https://spdx.org/licenses/{citation.license}", "CreativeWork", name=citation.license)
+
     def _author(self, author: Author) -> Any:
         name = author.name or f"{author.given_names} {author.family_names}".strip()
         affiliation = author.affiliation and self.add(
@@ -179,9 +187,14 @@ class Crate:
     # ---- what was done -------------------------------------------------------------------------------
 
     def action(
-        self, stage: str, what: str, objects: Sequence[Any], results: Sequence[Any], record: Record | None = None,
+        self,
+        stage: str,
+        what: str,
+        objects: list[Any],
+        results: list[Any],
+        record: Record | None = None,
         times: tuple[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add the execution of a stage, with the step of the workflow that it was, and what its record tells."""
         if not results:
             return
@@ -209,7 +222,7 @@ class Crate:
     def _tool(self, stage: str) -> Any:
         if stage not in self.tools:
             about = {"name": f"dlscale {stage}", "description": STAGES[stage].text}
-            at = {"url": self.citation.repository_code, "softwareVersion": version("dlscale")}
+            at = {"url": self.software.repository_code, "softwareVersion": version("dlscale")}
             self.tools[stage] = self.add(f"#dlscale-{stage}", "SoftwareApplication", **about, **at)
             self.steps[stage] = self.add(
                 f"#step-{stage}",
@@ -302,29 +315,29 @@ class Crate:
                 self.action(stage, name, own, [dataset])
         return dataset
 
-    def _workflow(self, objects: Sequence[Any], results: Sequence[Any]) -> None:
+    def _workflow(self, objects: list[Any], results: list[Any]) -> None:
         """Add the workflow with its execution, and say of the crate as a whole what is known then."""
         if not Path("Snakefile").is_file():
             raise UserError("Snakefile: no such file here; call this in the workflow's folder, as snakemake")
         if not self.times:
             raise UserError(f"{self.plan.name}: no record says when a stage ran; run the plan again")
         begun, ended = min(first for first, _ in self.times), max(last for _, last in self.times)
-        title = self.plan.title
-        kinds = ["File", "SoftwareSourceCode", "ComputationalWorkflow", "HowTo"]
-        plain = {"encodingFormat": "text/plain"}
-        rules = [self.crate.add_file(path, path, properties=plain) for path in sorted(Path("rules").glob("*.smk"))]
-        engine = next((run.provenance.packages.get("snakemake") for run in self.plan.trained if run.provenance), None)
-        workflow = self.crate.add_workflow("Snakefile", "Snakefile", main=True, lang="snakemake", properties={
-            **plain,
-            "@type": kinds,
+        for path in sorted(Path("rules").glob("*.smk")):
+            self.crate.add_file(path, path, properties={"name": str(path), "encodingFormat": "text/plain"})
+        at = {"url": self.software.repository_code} if self.software.repository_code else {}
+        about = {
+            "@type": ["File", "SoftwareSourceCode", "ComputationalWorkflow", "HowTo"],
             "name": "dlscale",
             "version": version("dlscale"),
-            "license": {"@id": f"https://spdx.org/licenses/{self.citation.license}"},
-            "hasPart": [*rules, *self.tools.values()],
+            "license": self._licence(self.software),
+            "author": _one(self._authors(self.software)),
+            "encodingFormat": "text/plain",
+            "hasPart": list(self.tools.values()),
             "step": list(self.steps.values()),
-            **({"url": self.citation.repository_code} if self.citation.repository_code else {}),
-        })  # fmt: skip
-        whole_run = self.add(
+            **at,
+        }
+        workflow = self.crate.add_workflow("Snakefile", "Snakefile", main=True, lang="snakemake", properties=about)
+        done = self.add(
             f"#plan_{self.plan.name}",
             "CreateAction",
             name=f"plan {self.plan.name}",
@@ -336,36 +349,34 @@ class Crate:
             endTime=ended,
             agent=self.agents,
         )
-        about = {"name": "Snakemake", "url": "https://snakemake.github.io", "softwareVersion": engine}
-        self.add(
-            "#snakemake-run",
-            "OrganizeAction",
-            name=f"Snakemake, plan {self.plan.name}",
-            instrument=self.add("https://snakemake.github.io", "SoftwareApplication", **about),
-            object=self.controls,
-            result=whole_run,
-            agent=self.agents,
-        )
-        spdx = f"https://spdx.org/licenses/{self.citation.license}"
+        engine = next((run.provenance.packages.get("snakemake") for run in self.plan.trained if run.provenance), None)
+        home = "https://snakemake.github.io"
+        snakemake = self.add(home, "SoftwareApplication", name="Snakemake", url=home, softwareVersion=engine)
+        about = {"name": f"Snakemake, plan {self.plan.name}", "instrument": snakemake, "agent": self.agents}
+        self.add("#snakemake-run", "OrganizeAction", **about, object=self.controls, result=done)
         root = self.crate.root_dataset
-        root["name"] = title
+        root["name"] = self.plan.title
         root["description"] = (
             f"{many(len(self.plan.runs), 'run')} of plan {self.plan.name}, study {self.plan.record.study}: settings, "
-            "records, tables, and the data they are from; measured by dlscale."
+            "records and tables, and what data they are from."
         )
-        root["datePublished"] = ended
-        root["license"] = self.add(spdx, "CreativeWork", name=self.citation.license)
-        root["author"] = self.authors
-        root["mentions"] = [whole_run, *self.actions]
+        root["datePublished"], root["license"] = ended, self._licence(self.citation)
+        root["author"] = _one(self.authors)
+        root["mentions"] = [done, *self.actions]
         root["conformsTo"] = [
             self.add(place, "CreativeWork", name=name, version=place.rpartition("/")[2])
             for place, name in PROFILES.items()
         ]
 
 
+def _one(value: Any) -> Any:
+    """Return the value of a list of one, as RO-Crate 1.1 has it."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 def _read_citation(path: Path) -> Citation:
     if not path.is_file():
-        raise UserError(f"{path}: no such file; name a CITATION.cff with --citation: it has authors and licence")
+        raise UserError(f"{path}: no such file; expected a CITATION.cff, which names authors and a licence")
     return validate(Citation, read_yaml(path), str(path))
 
 
@@ -396,4 +407,6 @@ def _pack(folder: Path, file: Path) -> None:
     """Write the files of a folder as a ZIP archive, which is the same whenever it is written."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            archive.writestr(zipfile.ZipInfo(path.relative_to(folder).as_posix()), path.read_bytes(), zipfile.ZIP_DEFLATED)
+            member = zipfile.ZipInfo(path.relative_to(folder).as_posix())  # of 1980
+            member.external_attr = 0o644 << 16
+            archive.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from dlscale.core.settings import Raw
-from dlscale.core.urls import hidden
 from dlscale.data.manifest import FieldInfo, Manifest
 
 VERSION = "http://mlcommons.org/croissant/1.1"
@@ -33,7 +32,7 @@ def croissant(name: str, manifest: Manifest) -> Raw:
             mlc.FileObject(
                 id=f"{split}-file-{number}",
                 name=file.path,
-                content_url=hidden(file.path),
+                content_url=file.path,
                 content_size=f"{file.bytes} B",
                 encoding_formats=HDF5,
                 sha256=file.digest,
@@ -51,7 +50,9 @@ def croissant(name: str, manifest: Manifest) -> Raw:
             mlc.Field(
                 id=f"{split}/{key}",
                 name=key,
-                description=", ".join(map("{} ({})".format, info.channels, info.units)),
+                description=", ".join(
+                    f"{channel} ({unit or 1})" for channel, unit in zip(info.channels, info.units, strict=True)
+                ),
                 data_types=[getattr(mlc.DataType, info.dtype.upper())],
                 source=mlc.Source(extract=mlc.Extract(column=key), **source),
                 **_shape(info),

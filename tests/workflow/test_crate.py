@@ -1,0 +1,155 @@
+"""`dlscale crate`: what it packs is valid, the same each time, and is what the results are."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlscale.core.files import sha256
+from dlscale.data.manifest import Manifest
+from dlscale.report.collect import summary_csv
+from dlscale.report.results import read_plan
+from tests.conftest import ROOT
+from tests.workflow.conftest import Outcome, Tree
+
+CITATION = {
+    "cff-version": "1.2.0",
+    "title": "Measured",
+    "license": "CC-BY-4.0",
+    "authors": [
+        {
+            "given-names": "Ada",
+            "family-names": "Lovelace",
+            "orcid": "https://orcid.org/0000-0000-0000-0001",
+            "affiliation": "A University",
+        }
+    ],
+}
+
+#: Of what the profiles recommend, all that crates lack.
+LACKING = {
+    "The Application SHOULD have a url",  # of this repository, which names none
+    "The SoftwareApplication id SHOULD be an absolute URI",  # nor has each of its commands a page
+    "The Action SHOULD have an endTime in ISO 8601 format",  # no record tells when data, tables and pages were made
+    "The Main Workflow SHOULD comply with Bioschemas ComputationalWorkflow profile version 1.0 or later",
+    "The README.md SHOULD be about the crate",  # there is none
+    "The README.md SHOULD have text/markdown as its encodingFormat",
+    "The `publisher` property of a `Root Data Entity` SHOULD be an `Organization`",  # who packs it is not asked
+    "The organization SHOULD have a URL.",  # a CITATION.cff has none of an affiliation
+    "The minimum recommended properties for a `CreativeWork Author` are `name` and `affiliation`.",
+}
+
+
+def pack(tree: Tree, plan: str, file: Path, *more: str) -> Any:
+    """Pack a plan of the tree as a ZIP archive."""
+    shutil.copy2(ROOT / "CITATION.cff", tree.path)
+    words = ["python", "-P", "-m", "dlscale", "crate", plan, "--configfile", "tiny.yaml", "--zip", str(file), *more]
+    return tree.shell(shlex.join(words))
+
+
+@pytest.fixture(scope="module")
+def crate(finished: tuple[Tree, Outcome], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the crate of the plan cosmo, from its ZIP archive."""
+    tree, folder = finished[0], tmp_path_factory.mktemp("crate")
+    (folder / "CITATION.cff").write_text(yaml.safe_dump(CITATION))
+    for file in (folder / "one.zip", folder / "other.zip"):
+        done = pack(tree, "cosmo", file, "--citation", str(folder / "CITATION.cff"))
+        assert done.returncode == 0, done.stderr
+    assert (folder / "one.zip").read_bytes() == (folder / "other.zip").read_bytes(), "made twice it is the same"
+    with zipfile.ZipFile(folder / "one.zip") as archive:
+        archive.extractall(folder / "crate")
+    return folder / "crate"
+
+
+def entities(crate: Path) -> dict[str, Any]:
+    return {entity["@id"]: entity for entity in json.loads((crate / "ro-crate-metadata.json").read_text())["@graph"]}
+
+
+def test_a_validator_finds_what_the_profile_requires(crate: Path, tmp_path: Path) -> None:
+    """The terms of RO-Crate 1.1 stand in the file here, as those of 1.3 and the four that differ: without a network."""
+    from rocrate import vocabs
+    from rocrate_validator import models, services
+
+    bioschemas, run = "https://bioschemas.org", "https://w3id.org/ro/terms/workflow-run#"
+    own = {name: f"{bioschemas}/{name}" for name in ("ComputationalWorkflow", "FormalParameter")}
+    own |= {name: f"{bioschemas}/ComputationalWorkflow#{name}" for name in ("input", "output")}
+    own |= {
+        name: run + name for name in ("environment", "containerImage", "ContainerImage", "registry", "tag", "sha256")
+    }
+    shutil.copytree(crate, tmp_path / "crate")
+    file = tmp_path / "crate/ro-crate-metadata.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "@context": {**vocabs.RO_CRATE["@context"], **own}}))
+    asked = services.ValidationSettings(
+        rocrate_uri=str(tmp_path / "crate"),
+        profile_identifier="provenance-run-crate",
+        requirement_severity=models.Severity.RECOMMENDED,
+        offline=True,
+        cache_path=tmp_path / "cache",
+    )
+    found = services.validate(asked).get_issues()
+    assert [issue.message for issue in found if issue.severity == models.Severity.REQUIRED] == []
+    assert {issue.message for issue in found} <= LACKING
+
+
+def test_its_files_are_those_of_the_results(crate: Path, finished: tuple[Tree, Outcome]) -> None:
+    results, known = finished[0].results, entities(crate)
+    files = {name: entity for name, entity in known.items() if "sha256" in entity and entity["@type"] == "File"}
+    assert {
+        f"plans/cosmo/unet/{name}" for name in ("config.yaml", "throughput.json", "provenance.json")
+    } <= files.keys()
+    for name, entity in files.items():
+        assert entity["sha256"] == sha256(crate / name) == sha256(results / name)
+    packed = read_plan(crate / "plans/cosmo/plan.yaml")
+    assert summary_csv(packed) == (results / "plans/cosmo/summary.csv").read_text(), "it is a folder of results, too"
+
+
+def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, Outcome]) -> None:
+    known, results = entities(crate), finished[0].results
+    made = json.loads((results / "plans/cosmo/unet/provenance.json").read_text())
+    trained = known["#train/cosmo.unet"]
+    assert (trained["startTime"], trained["endTime"]) == (made["started"], made["finished"])
+    assert known[trained["agent"]["@id"]]["name"] == "Ada Lovelace"
+    told = {known[each["@id"]]["name"]: known[each["@id"]]["value"] for each in trained["environment"]}
+    assert told["host"] == made["host"] and told["packages.torch"] == made["packages"]["torch"]
+    assert told["device.name"] == made["device"]["name"]
+    timed = known["#throughput/cosmo.unet"]
+    assert made["finished"] <= timed["startTime"] <= timed["endTime"] <= known["./"]["datePublished"]
+    assert known["./"]["license"]["@id"].endswith("CC-BY-4.0")
+    assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), "which is not the results' own"
+
+
+def test_its_data_are_described_by_croissant(crate: Path, finished: tuple[Tree, Outcome]) -> None:
+    import mlcroissant
+
+    folder = finished[0].results / "data/boxes"
+    described = mlcroissant.Dataset(jsonld=str(crate / "data/boxes/croissant.json")).metadata
+    manifest = Manifest.read(folder / "manifest.json")
+    assert {file.content_url: file.sha256 for file in described.distribution} == {
+        file.path: sha256(folder / file.path) for files in manifest.splits.values() for file in files
+    }
+    assert {(split.name, each.name) for split in described.record_sets for each in split.fields} == {
+        (split, key) for split, files in manifest.splits.items() for key in manifest.fields if files
+    }
+
+
+def test_an_address_with_a_login_is_not_packed(finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
+    """The workflow hides them; records of stages that ran by hand may have them."""
+    tree, kept = finished[0], tmp_path / "results"
+    for place in ("plans/mnist_cnn", "data/mnist_cnn"):
+        shutil.copytree(tree.results / place, kept / place)
+    settings = kept / "plans/mnist_cnn/tiny/config.yaml"
+    settings.write_text(settings.read_text() + "from: https://me:pa55@example.org/images?sig=t0ken\n")
+    refused = pack(tree, "mnist_cnn", tmp_path / "crate.zip", "--config", f"results={kept}")
+    assert (
+        refused.returncode == 2 and "plans/mnist_cnn/tiny/config.yaml: holds an address with a login" in refused.stderr
+    )
+    assert not (tmp_path / "crate.zip").exists() and "pa55" not in refused.stderr
+    settings.write_text(settings.read_text().replace("me:pa55@", "").replace("t0ken", "***"))
+    assert pack(tree, "mnist_cnn", tmp_path / "crate.zip", "--config", f"results={kept}").returncode == 0
