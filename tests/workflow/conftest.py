@@ -23,7 +23,7 @@ from tests.waiting import PATIENCE
 #: What runs inside of Snakemake and of the stages, for the tests to see what they do.
 INSIDE = Path(__file__).parent / "inside"
 #: What of the repository a run of the workflow needs.
-TREE = ["Snakefile", "config.yaml", "README.md", "rules", "profiles", "perlmutter", "workflow_scripts"]
+TREE = ["Snakefile", "config.yaml", "README.md", "CITATION.cff", "rules", "profiles", "perlmutter", "workflow_scripts"]
 #: Names that would do harm, or break, where a command is not quoted; none of the files in them may ever appear.
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""

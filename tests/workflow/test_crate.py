@@ -16,7 +16,6 @@ from dlscale.core.files import sha256
 from dlscale.data.manifest import Manifest
 from dlscale.report.collect import summary_csv
 from dlscale.report.results import read_plan
-from tests.conftest import ROOT
 from tests.workflow.conftest import Outcome, Tree
 
 CITATION = {
@@ -49,7 +48,6 @@ LACKING = {
 
 def pack(tree: Tree, plan: str, file: Path, *more: str) -> Any:
     """Pack a plan of the tree as a ZIP archive."""
-    shutil.copy2(ROOT / "CITATION.cff", tree.path)
     words = ["python", "-P", "-m", "dlscale", "crate", plan, "--configfile", "tiny.yaml", "--zip", str(file), *more]
     return tree.shell(shlex.join(words))
 
@@ -120,7 +118,7 @@ def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, 
     assert told["host"] == made["host"] and told["packages.torch"] == made["packages"]["torch"]
     assert told["device.name"] == made["device"]["name"]
     timed = known["#throughput/cosmo.unet"]
-    assert made["finished"] <= timed["startTime"] <= timed["endTime"] <= known["./"]["datePublished"]
+    assert timed["startTime"] <= timed["endTime"] <= known["./"]["datePublished"]
     assert known["./"]["license"]["@id"].endswith("CC-BY-4.0")
     assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), "which is not the results' own"
 
@@ -139,17 +137,44 @@ def test_its_data_are_described_by_croissant(crate: Path, finished: tuple[Tree, 
     }
 
 
-def test_an_address_with_a_login_is_not_packed(finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
-    """The workflow hides them; records of stages that ran by hand may have them."""
-    tree, kept = finished[0], tmp_path / "results"
+@pytest.fixture
+def kept(finished: tuple[Tree, Outcome], tmp_path: Path) -> Path:
+    """Return a folder with a copy of the results of the plan mnist_cnn, to change at will."""
     for place in ("plans/mnist_cnn", "data/mnist_cnn"):
-        shutil.copytree(tree.results / place, kept / place)
-    settings = kept / "plans/mnist_cnn/tiny/config.yaml"
+        shutil.copytree(finished[0].results / place, tmp_path / "results" / place)
+    return tmp_path / "results"
+
+
+def test_what_is_large_is_named_by_its_digest_and_so_is_an_image(
+    kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path
+) -> None:
+    run, file = kept / "plans/mnist_cnn/tiny", tmp_path / "crate.zip"
+    (run / "model.pt").write_bytes(bytes(11_000_000))
+    image = {"engine": "podman-hpc", "name": "ghcr.io/dlscale/dlscale:gpu-0.1.0", "identity": f"sha256:{'ab' * 32}"}
+    made = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps({**made, "image": image}))
+    assert pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}").returncode == 0
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(tmp_path / "crate")
+    known = entities(tmp_path / "crate")
+    (large,) = [entity for name, entity in known.items() if name.startswith("ni:")]
+    assert large["sha256"] == sha256(run / "model.pt") and large["name"] == "plans/mnist_cnn/tiny/model.pt"
+    assert not (tmp_path / "crate/plans/mnist_cnn/tiny/model.pt").exists()
+    trained = known["#train/mnist_cnn.tiny"]
+    assert {"@id": large["@id"]} in trained["result"]
+    held = known[trained["containerImage"]["@id"]]
+    assert [held[key] for key in ("registry", "name", "tag")] == ["ghcr.io", "dlscale/dlscale", "gpu-0.1.0"]
+    assert held["sha256"] == "ab" * 32
+
+
+def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
+    """The workflow hides them; records of stages that ran by hand may have them."""
+    settings, file = kept / "plans/mnist_cnn/tiny/config.yaml", tmp_path / "crate.zip"
     settings.write_text(settings.read_text() + "from: https://me:pa55@example.org/images?sig=t0ken\n")
-    refused = pack(tree, "mnist_cnn", tmp_path / "crate.zip", "--config", f"results={kept}")
+    refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")
     assert (
         refused.returncode == 2 and "plans/mnist_cnn/tiny/config.yaml: holds an address with a login" in refused.stderr
     )
-    assert not (tmp_path / "crate.zip").exists() and "pa55" not in refused.stderr
+    assert not file.exists() and "pa55" not in refused.stderr
     settings.write_text(settings.read_text().replace("me:pa55@", "").replace("t0ken", "***"))
-    assert pack(tree, "mnist_cnn", tmp_path / "crate.zip", "--config", f"results={kept}").returncode == 0
+    assert pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}").returncode == 0

@@ -114,6 +114,8 @@ def test_secrets_reach_what_fetches_and_nothing_else(
         done = tree.snakemake("--cores", "2", "--printshellcmds", "--", "all")
     assert done.status == 0, done.output[-3000:]
     assert len(asked) == 2
+    crate = tree.shell("python -P -m dlscale crate p --configfile tiny.yaml")
+    assert crate.returncode == 0, crate.stderr
     assert not _with_secrets(done.output.encode()) and outside_of_the_users_own(tree) == []
     assert host in (tree.results / "report/p.html").read_text(), "the page says where the data are from"
     assert lines == set()
