@@ -242,14 +242,16 @@ class Crate:
         if not image:
             return None
         known, digest = image["name"], image["identity"].removeprefix("sha256:")
-        registry, _, rest = known.rpartition("://")[2].partition("/")
-        name, _, tag = rest.partition(":")
+        file, (host, _, rest) = image["engine"] == "apptainer", known.partition("/")
+        # The first word of a name is a registry where it can be a host, as Docker has it.
+        registry = host if rest and not file and (host == "localhost" or set(host) & set(".:")) else ""
+        name, _, tag = (known, "", "") if file else known.removeprefix(f"{registry}/").partition("@")[0].partition(":")
         return self.add(
             f"#image-{digest[:12]}",
             "ContainerImage",
-            additionalType={"@id": f"{TERMS}#{'SIFImage' if image['engine'] == 'apptainer' else 'DockerImage'}"},
-            name=name or known,
-            registry=registry if name else None,
+            additionalType={"@id": f"{TERMS}#{'SIFImage' if file else 'DockerImage'}"},
+            name=name,
+            registry=registry,
             tag=tag,
             sha256=digest,
         )
