@@ -6,6 +6,8 @@ import copy
 import itertools
 import json
 import logging
+import socket
+import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, Metric
+from dlscale.core.settings import flat
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.data.manifest import Manifest
 from dlscale.data.sampling import evenly
@@ -497,3 +500,73 @@ def test_a_tracker_that_is_not_installed(
     capfd.readouterr()
     era5(status=2, training={"epochs": 1, "trackers": ["wandb"]})
     assert "training.trackers: wandb is not installed; pip install 'dlscale[trackers]'" in said(capfd)
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'dlscale[trackers]'")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
+    mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a database that MLflow's client reads; interrupted, gone on with, and finished once more."""
+    settings = {"epochs": 3, "trackers": ["mlflow"]}
+    with monkeypatch.context() as patched:
+        pretend(patched, [3.0, 2.0], stop=2)
+        era5(status=130, training=settings)
+    with monkeypatch.context() as patched:
+        pretend(patched, [2.5])
+        folder = era5(training=settings)
+    era5(training=settings)  # it was done: nothing is trained
+    assert provenance(folder)["resumed_from_step"] == 30
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
+    place = client.get_experiment_by_name(folder.parent.name).experiment_id
+    (run,) = client.search_runs([place])
+    assert (run.info.run_name, run.info.status) == (f"{folder.parent.name}.run", "FINISHED")
+    expected = flat(load_run(folder / "config.yaml", "train").model_dump(mode="json"))
+    assert run.data.params == {key: str(value) for key, value in expected.items()}
+    assert run.data.params["optimizer.lr"] == "0.001" and run.data.params["study"] == "era5_vit"
+    board = scalars(folder)
+    assert {"loss/train", "learning_rate", "valid/rmse/u10", "best/valid_loss"} < run.data.metrics.keys() < board.keys()
+    for tag in run.data.metrics:
+        logged = client.get_metric_history(run.info.run_id, tag)
+        assert len(logged) == len(board[tag]), f"{tag}: each epoch once"
+        assert {each.step: each.value for each in logged} == pytest.approx(board[tag], rel=1e-6), tag
+
+
+def test_an_mlflow_server_that_is_not_there(
+    mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{SECRET}@127.0.0.1:{deaf.getsockname()[1]}")
+        era5(status=2, training={"epochs": 1, "trackers": ["mlflow"]})
+    told = said(capfd)
+    assert "training.trackers: mlflow: " in told and "else leave mlflow out" in told and SECRET not in told
+
+
+@pytest.mark.slow
+def test_an_mlflow_database_that_is_lost_for_an_epoch(
+    mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training goes on; at its end all epochs are there."""
+    database = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
+
+    def losses() -> Iterator[float]:
+        yield 3.0
+        database.execute("BEGIN EXCLUSIVE")
+        yield 2.0
+        database.execute("ROLLBACK")
+        yield 1.0
+
+    pretend(monkeypatch, losses())
+    folder = era5(training={"epochs": 3, "trackers": ["mlflow"]})
+    assert [line for line in caplog.messages if "training.trackers: mlflow" in line and "locked" in line]
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name(folder.parent.name).experiment_id])
+    logged = client.get_metric_history(run.info.run_id, "loss/valid")
+    assert {each.step: each.value for each in logged} == {10: 3.0, 20: 2.0, 30: 1.0}

@@ -167,10 +167,11 @@ class Training(Lawful):
         None,
         description="Weights to start from: another run's model.pt, a checkpoint's folder, or a published state dict.",
     )
-    trackers: list[Literal["wandb"]] = Field(
+    trackers: list[Literal["wandb", "mlflow"]] = Field(
         [],
         description="Experiment trackers to log to beside TensorBoard. wandb: Weights & Biases, into the run's folder, "
-        "offline unless WANDB_MODE says otherwise; needs dlscale[trackers].",
+        "offline unless WANDB_MODE says otherwise. mlflow: MLflow, into mlflow.db of the plan's folder, or where "
+        "MLFLOW_TRACKING_URI says. Both need dlscale[trackers].",
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (

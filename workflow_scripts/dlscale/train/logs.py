@@ -1,21 +1,16 @@
-"""The logs of a training, which grow epoch by epoch: `metrics.jsonl`, TensorBoard's event file, and trackers.
+"""The logs of a training, which grow epoch by epoch: `metrics.jsonl` and TensorBoard's event file.
 
-docs/tensorboard.md lists TensorBoard's tags. Trackers are optional dependencies, imported where a run asks for them.
+docs/tensorboard.md lists TensorBoard's tags. Trackers are in `trackers.py`.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
-from dlscale.core.errors import UserError, brief
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Best, Epoch, Untrained, epoch_lines
 from dlscale.core.settings import flat
@@ -53,7 +48,7 @@ class RunLogs:
     def begin(self, untrained: Untrained, wall_time: float) -> None:
         """Add the scores before the first step, unless an earlier try did."""
         if not self._begun:
-            self._scalars(_validation(untrained), 0, 0, wall_time)
+            self._scalars(validation(untrained), 0, 0, wall_time)
             self._begun = True
             self._board.flush()
 
@@ -112,70 +107,10 @@ def quantities(record: Epoch, steps: int) -> dict[str, float]:
         "learning_rate": record.learning_rate,
         "samples_per_second": record.samples_per_second,
         "steps_per_second": steps / record.epoch_seconds,
-        **_validation(record),
+        **validation(record),
     }
 
 
-def _validation(record: Epoch | Untrained) -> dict[str, float]:
+def validation(record: Epoch | Untrained) -> dict[str, float]:
+    """Return the numbers of a validation, by TensorBoard's tags."""
     return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}
-
-
-#: Settings that switch off what Weights & Biases would collect by itself.
-UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
-
-
-class Wandb:
-    """Weights & Biases, in `wandb/` of the run's folder: offline unless WANDB_MODE says otherwise.
-
-    Only settings and numbers are logged: no output, code, host, or environment. An earlier try's epochs come again.
-    """
-
-    def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch]) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes online whatever the mode
-        try:
-            import wandb
-        except ImportError:
-            raise UserError(
-                "training.trackers: wandb is not installed; pip install 'dlscale[trackers]', or leave it out"
-            ) from None
-        wandb.finish()  # what a training of this process left that failed
-        shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try
-        out.mkdir(parents=True, exist_ok=True)
-        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb says which there are
-        self._wandb = wandb
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "dlscale"),
-                group=os.environ.get("WANDB_RUN_GROUP", out.parent.name),
-                name=f"{out.parent.name}.{out.name}",
-                dir=str(out),
-                mode=mode,
-                config=run,
-                settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
-            )
-        except Exception as error:  # it has many, of its own and of pydantic
-            raise UserError(
-                f"training.trackers: wandb: {brief(error)}; WANDB_MODE=online needs a network and WANDB_API_KEY; "
-                "else leave it out"
-            ) from error
-        for record in history:
-            self.add(record)
-
-    def add(self, record: Epoch) -> None:
-        if record.untrained:
-            self._log(0, record.untrained)
-        self._log(record.step, record)
-
-    def _log(self, step: int, record: Epoch | Untrained) -> None:
-        numbers = record.model_dump(exclude={"metrics", "made_with", "untrained"})
-        metrics = {f"valid/{name}": value for name, value in record.metrics.items()}
-        finite = {name: value for name, value in (numbers | metrics).items() if math.isfinite(value)}
-        self._run.log(finite, step=step)
-
-    def finish(self, picture: Path, best: Best | None) -> None:
-        """Add the picture of a prediction and what was best, and close."""
-        self._run.log({"valid/prediction": self._wandb.Image(str(picture))})
-        if best:
-            self._run.summary.update({"best": best.model_dump()})
-        self._run.finish()
-        self._wandb.teardown()  # waits for its service, which writes the file on after a run's end

@@ -40,9 +40,10 @@ from dlscale.train import provenance
 from dlscale.train.around import entered
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
-from dlscale.train.logs import RunLogs, Wandb
+from dlscale.train.logs import RunLogs
 from dlscale.train.loop import Batch, Hook, Request
 from dlscale.train.memory import total
+from dlscale.train.trackers import TRACKERS
 from dlscale.train.trainer import Trainer, training
 from dlscale.train.weight_files import weights_digest
 
@@ -111,7 +112,8 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         (out / name).unlink(missing_ok=True)
     logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
     settings = run.model_dump(mode="json")
-    tracked = [Wandb(out, settings, trainer.history) for name in run.training.trackers if name == "wandb"]
+    kept = trainer.checkpoints.folder
+    tracked = [TRACKERS[name](out, settings, trainer.history, kept) for name in run.training.trackers]
     shown = _Shown(session, trainer.epochs)
 
     def on_epoch(record: Epoch) -> None:

@@ -1,0 +1,177 @@
+"""Experiment trackers beside TensorBoard: optional dependencies, imported where a run asks for them.
+
+A tracker decides no weight: what it cannot do at the start is a `UserError`, and later a warning at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.errors import UserError, brief
+from dlscale.core.files import write_text
+from dlscale.core.metrics import Best, Epoch, Untrained
+from dlscale.core.settings import flat
+from dlscale.core.urls import hidden_in
+from dlscale.train.logs import quantities, validation
+
+
+def _client(name: str) -> Any:
+    """Import a tracker's client."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(
+            f"training.trackers: {name} is not installed; pip install 'dlscale[trackers]', or leave it out"
+        ) from None
+
+
+#: Settings that switch off what Weights & Biases would collect by itself.
+UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
+
+
+class Wandb:
+    """Weights & Biases, in `wandb/` of the run's folder: offline unless WANDB_MODE says otherwise.
+
+    Only settings and numbers are logged: no output, code, host, or environment. An earlier try's epochs come again.
+    """
+
+    def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes online whatever the mode
+        wandb = _client("wandb")
+        wandb.finish()  # what a training of this process left that failed
+        shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try
+        out.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb says which there are
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "dlscale"),
+                group=os.environ.get("WANDB_RUN_GROUP", out.parent.name),
+                name=f"{out.parent.name}.{out.name}",
+                dir=str(out),
+                mode=mode,
+                config=run,
+                settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
+            )
+        except Exception as error:  # it has many, of its own and of pydantic
+            raise UserError(
+                f"training.trackers: wandb: {brief(error)}; WANDB_MODE=online needs a network and WANDB_API_KEY; "
+                "else leave it out"
+            ) from error
+        for record in history:
+            self.add(record)
+
+    def add(self, record: Epoch) -> None:
+        if record.untrained:
+            self._log(0, record.untrained)
+        self._log(record.step, record)
+
+    def _log(self, step: int, record: Epoch | Untrained) -> None:
+        numbers = record.model_dump(exclude={"metrics", "made_with", "untrained"})
+        metrics = {f"valid/{name}": value for name, value in record.metrics.items()}
+        finite = {name: value for name, value in (numbers | metrics).items() if math.isfinite(value)}
+        self._run.log(finite, step=step)
+
+    def finish(self, picture: Path, best: Best | None) -> None:
+        """Add the picture of a prediction and what was best, and close."""
+        self._run.log({"valid/prediction": self._wandb.Image(str(picture))})
+        if best:
+            self._run.summary.update({"best": best.model_dump()})
+        self._run.finish()
+        self._wandb.teardown()  # waits for its service, which writes the file on after a run's end
+
+
+class Mlflow:
+    """MLflow, at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the plan's folder.
+
+    Only settings and numbers are logged, under TensorBoard's tags. A training that goes on appends to its run, whose id
+    is in the file `mlflow` of the folder `kept`; what that run has already is not logged again.
+    """
+
+    def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which goes online
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # else a lost server is waited for: minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds
+        self._mlflow = _client("mlflow")
+        self._id_file, self._waiting, self._lost, self._last = kept / "mlflow", list[Any](), False, (0, 0.0)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out.parent / 'mlflow.db').absolute()}"
+        try:
+            self._client = self._mlflow.MlflowClient(tracking_uri=address)
+            self._run = self._same_run() or self._new_run(out, run)
+            logged = self._client.get_metric_history(self._run, "loss/valid")
+        except Exception as error:  # it has many: its own, SQLAlchemy's, those of a store's packages
+            raise UserError(
+                f"training.trackers: mlflow: {hidden_in(brief(error))}; MLFLOW_TRACKING_URI names a server or a "
+                "database, which must be there; else leave mlflow out"
+            ) from None
+        self._logged = {metric.step for metric in logged}
+        for record in history:
+            self.add(record)
+
+    def _same_run(self) -> str | None:
+        """Return the id of the run that an earlier try began, if the store has it."""
+        if not self._id_file.exists():
+            return None
+        found = self._id_file.read_text(encoding="utf-8")
+        try:
+            self._client.update_run(found, status="RUNNING")
+        except self._mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        return found
+
+    def _new_run(self, out: Path, run: dict[str, Any]) -> str:
+        name, entities = os.environ.get("MLFLOW_EXPERIMENT_NAME") or out.parent.name, self._mlflow.entities
+        with contextlib.suppress(self._mlflow.MlflowException):  # it is there: another run may make it right now
+            self._client.create_experiment(name)
+        experiment = self._client.get_experiment_by_name(name).experiment_id
+        found: str = self._client.create_run(experiment, run_name=f"{out.parent.name}.{out.name}").info.run_id
+        params = [entities.Param(key, str(value)) for key, value in flat(run).items()]
+        self._client.log_batch(found, params=params)
+        write_text(self._id_file, found)
+        return found
+
+    def add(self, record: Epoch) -> None:
+        if record.untrained and 0 not in self._logged:
+            scores = {"loss/train": record.untrained.train_loss, **validation(record.untrained)}
+            self._add(scores, 0, record.begin)
+        if record.step not in self._logged:
+            self._add(quantities(record, record.step - self._last[0]), record.step, record.wall_time)
+        self._last = record.step, record.wall_time
+        if not self._lost:
+            self._send()
+
+    def _add(self, numbers: dict[str, float], step: int, wall_time: float) -> None:
+        time = round(1000 * wall_time)
+        self._waiting += [self._mlflow.entities.Metric(name, value, time, step) for name, value in numbers.items()]
+
+    def _send(self) -> None:
+        """Log what waits. After a failure all waits for the training's end, or its next try: no epoch shall wait."""
+        try:
+            self._client.log_batch(self._run, metrics=self._waiting)
+            self._waiting = []
+        except Exception as error:
+            self._lost = True
+            logging.warning(f"training.trackers: mlflow: {hidden_in(brief(error))}; the training goes on without it")
+
+    def finish(self, picture: Path, best: Best | None) -> None:
+        """Add what was best, and close."""
+        if best:
+            self._add({f"best/{best.metric}": best.value}, best.step, self._last[1])
+        self._send()
+        if not self._waiting:
+            self._client.set_terminated(self._run)
+
+
+#: Trackers by the names that `training.trackers` gives them.
+TRACKERS: dict[str, Callable[..., Wandb | Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}
