@@ -22,7 +22,7 @@ remember(Path(".snakemake/parsed.json"))
 
 
 def layers():
-    """The user's configuration: config.yaml, then --configfile, then --config."""
+    """The user's configuration, each with its folder: config.yaml, then --configfile, then --config."""
     settings = workflow.config_settings
     if urls.has_secret(settings.config):
         raise UserError(
@@ -30,7 +30,7 @@ def layers():
             "write it into a file, and name that with --configfile"
         )
     files = [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]
-    return [*map(read_yaml, files), settings.config]
+    return [*([read_yaml(file), str(Path(file).parent)] for file in files), [settings.config, "."]]
 
 
 def own_settings():
@@ -89,7 +89,7 @@ try:
         BASE, LAYERS = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"), layers()
     AS_CALLED = json.dumps([BASE, LAYERS], default=str)
     # The profile's site, and the layers over it; another `kind` replaces a section.
-    CONFIG = resolve.load(functools.reduce(resolve.merge, LAYERS, BASE))
+    CONFIG = resolve.load(functools.reduce(resolve.merge, [resolve.placed(*layer) for layer in LAYERS], BASE))
     urls.publish(CONFIG.secrets)
     ASKED = asked_targets()
     FETCHED = [name for name, dataset in CONFIG.workflow.datasets.items() if parts.fetched(dataset)]
@@ -100,7 +100,7 @@ except Exception as error:
 
 RESULTS = CONFIG.workflow.results
 #: The page of all targets.
-PAGE = f"{RESULTS}/{resolve.report_page(LAYERS)}"
+PAGE = f"{RESULTS}/{resolve.report_page(settings for settings, _ in LAYERS)}"
 STUDIES = studies(CONFIG)
 ASKED_DATASETS = [name for name in CONFIG.workflow.datasets if any(name in each.datasets for each in ASKED)]
 ASKED_PLANS = [plan for plan in CONFIG.plans if any(plan in each.plans for each in ASKED)]

@@ -28,6 +28,7 @@ from dlscale.config import resolve as config
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.data.parts import load_dataset
+from dlscale.studies.new_study import TEMPLATE
 from tests import changed
 from tests.nsys import real_nsys as real_nsys  # a fixture
 
@@ -213,9 +214,9 @@ def shared() -> Callable[[str], Path]:
 
 @pytest.fixture(autouse=True)
 def _no_outside_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forget what was imported of a test's own folder, or of the examples: the next has one of that name elsewhere."""
+    """Forget what was imported of a test's own folder, or of the template: the next has one of that name elsewhere."""
     yield
-    places = (str(tmp_path_factory.getbasetemp()), str(ROOT / "docs/examples"))
+    places = (str(tmp_path_factory.getbasetemp()), str(TEMPLATE / "waves"))
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(places):
             del sys.modules[name]

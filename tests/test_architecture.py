@@ -20,6 +20,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.loaders import LOADERS as LOADER_SETTINGS
+from dlscale.studies.new_study import TEMPLATE
 from tests.conftest import ROOT, TINY
 
 MODULES = {
@@ -384,8 +385,8 @@ def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:
 def test_data_of_a_study_from_outside_stand_on_their_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the model, nor on what that imports."""
     monkeypatch.setattr(registry, "_added", {})
-    monkeypatch.syspath_prepend(ROOT / "docs/examples")
-    registry.add("waves", ROOT / "docs/examples/waves.py")
+    monkeypatch.syspath_prepend(TEMPLATE)
+    registry.add("waves", TEMPLATE / "waves.py")
     for stage in ("preprocess", "describe"):
         reached = reachable(data_modules(stage, "waves"))
         assert {"waves_data", "dlscale.data.source"} <= set(reached) and not below("studies", reached)

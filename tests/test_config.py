@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
+from dlscale.studies import new_study
 from dlscale.studies.cosmo_unet.model import UNet3D
+from dlscale.studies.new_study import TEMPLATE
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 
@@ -1065,9 +1068,9 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
 def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its YAML file is as much a place for an address as the user's own."""
     monkeypatch.setattr(registry, "_added", {})  # other tests know the shipped studies alone
-    (tmp_path / "secretive.py").write_text((ROOT / "docs/examples/waves.py").read_text())
-    (tmp_path / "waves_data.py").write_text((ROOT / "docs/examples/waves_data.py").read_text())
-    given = read_yaml(ROOT / "docs/examples/waves.yaml")
+    (tmp_path / "secretive.py").write_text((TEMPLATE / "waves.py").read_text())
+    (tmp_path / "waves_data.py").write_text((TEMPLATE / "waves_data.py").read_text())
+    given = read_yaml(TEMPLATE / "waves.yaml")
     arrays = {"input": "https://me:s3cret@h.org/x.npy?sig=s3cret", "target": "https://h.org/y.npy"}
     source = {"kind": "arrays", "all": arrays, "shares": {"train": 0.5, "valid": 0.5}}
     given["datasets"]["fetched"] = {"kind": "starter", "source": source}
@@ -1076,6 +1079,33 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
     found = config.load({"targets": ["cosmo_published"], "studies": {"secretive": str(tmp_path / "secretive.py")}})
     assert "s3cret" not in repr(found.workflow)
     assert found.secrets == {"https://h.org/x.npy?sig=***": "https://me:s3cret@h.org/x.npy?sig=s3cret"}
+
+
+@pytest.mark.parametrize(
+    ("here", "seen"), [("tmp", "its place/"), ("its place", ""), ("elsewhere", "{tmp}/its place/")]
+)
+def test_paths_count_from_the_file_that_they_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, seen: str
+) -> None:
+    """A study's, and those of datasets, of the file that is given and of the study's own; addresses stay."""
+    monkeypatch.setattr(registry, "_added", {})
+    place = tmp_path / "its place"
+    new_study.write("ripples", place, images=False)
+    given = {name: read_yaml(place / f"ripples{name}.yaml") for name in ("", "_run")}
+    for name, folder in {"": "own", "_run": "given"}.items():
+        files = {"input": f"{folder}/x.npy", "target": "https://h.org/y.npy"}
+        source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
+        given[name].setdefault("datasets", {})[folder] = {"kind": "starter", "source": source}
+        (place / f"ripples{name}.yaml").write_text(yaml.safe_dump(given[name]))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir({"tmp": tmp_path}.get(here, tmp_path / here))
+    found = config.load_files(os.path.relpath(place / "ripples_run.yaml"))
+    assert registry.added()["ripples"].file == place / "ripples.py"
+    for name in ("own", "given"):
+        files = found.workflow.datasets[name].source.all
+        assert files.input == seen.format(tmp=tmp_path) + f"{name}/x.npy" and files.target == "https://h.org/y.npy"
+    typed = config.load_files(over=[{**given["_run"], "studies": {"ripples": str(place / "ripples.py")}}])
+    assert typed.workflow.datasets["given"].source.all.input == "given/x.npy", "what is typed is as it is"
 
 
 def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:

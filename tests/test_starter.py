@@ -6,6 +6,7 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 from __future__ import annotations
 
 import contextlib
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -418,7 +419,7 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     ("name", "message"),
     [
         *((name, "expected up to 40 lower-case letters") for name in ("my-study", "2d", "class", "on", "", "a" * 41)),
-        *((name, "a study of dlscale or a module of Python has this name") for name in ("starter_cnn", "numpy")),
+        *((name, "a module of Python, has this name") for name in ("starter_cnn", "mnist", "numpy")),
     ],
 )
 def test_names_that_cannot_be(name: str, message: str) -> None:
@@ -438,30 +439,56 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {path.name for path in (tmp_path / "ripples").iterdir()} == {p.name for p in before} - {"ripples.py"}
 
 
-@pytest.mark.slow
-def test_a_new_study_is_the_shipped_one_under_its_name(tmp_path: Path) -> None:
-    """In another folder: its style is kept, its tests pass, its configuration resolves."""
-    folder = tmp_path / "it's FILE & all"
-    done = dlscale("dlscale", "new-study", "steep_fields", "--at", str(folder))
+@pytest.mark.parametrize(
+    ("more", "words", "tested", "plan"),
+    [
+        ([], ("waves", "Waves"), "4 passed, 2 skipped", "baseline fused train throughput"),
+        pytest.param(
+            *(["--images"], ("starter_cnn", "StarterCNN"), "7 passed", "baseline fused bf16 train throughput profile"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_new_study_is_the_example_under_its_name(
+    tmp_path: Path, more: list[str], words: tuple[str, str], tested: str, plan: str
+) -> None:
+    """In another folder: its style is kept, what is told next works from there, its configuration resolves."""
+    done = dlscale("dlscale", "new-study", "steep_fields", *more, "--at", "it's FILE & all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    folder = tmp_path / "it's FILE & all"
     texts = {path.name: path.read_text() for path in folder.iterdir()}
-    assert len(texts) == 5 and not any(
-        word in text for text in texts.values() for word in ("starter_cnn", "StarterCNN")
-    )
+    assert len(texts) == 5 and not any(word in text for text in texts.values() for word in words)
     assert "class SteepFieldsStudy(Study)" in texts["steep_fields.py"]
-    assert "from steep_fields_model import SteepFields" in texts["steep_fields.py"]
+    part = "model import SteepFields" if more else "data import KINDS"
+    assert f"from steep_fields_{part}" in texts["steep_fields.py"]
     for check in (["check"], ["format", "--check"]):
         command = [*check, "--config", str(ROOT / "pyproject.toml"), str(folder)]
         found = subprocess.run([Path(sys.executable).with_name("ruff"), *command], capture_output=True, text=True)
         assert found.returncode == 0, found.stdout
-    tested = dlscale("pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_steep_fields.py"), cwd=tmp_path)
-    assert tested.returncode == 0 and "6 passed" in tested.stdout, tested.stdout
+    test, change, dry, run = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("  ")]
+    checked = dlscale(*test[2:], "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert checked.returncode == 0 and tested in checked.stdout, checked.stdout
+    assert change == ["cd", str(ROOT)] and dry == [*run, "-n"]
+    assert run == ["dlscale", "run", "--configfile", str(folder / "steep_fields_run.yaml")]
     code = (
         "import sys; from dlscale.config import resolve\n"
         "loaded = resolve.load_files(sys.argv[1])\n"
         "plan = loaded.workflow.plans['steep_fields_ladder']\n"
         "print(*plan.runs, *plan.measure, *loaded.workflow.targets)\n"
     )
-    words = [sys.executable, "-c", code, str(folder / "steep_fields_run.yaml")]
-    told = subprocess.run(words, env=variables(), capture_output=True, text=True)
-    assert told.stdout == "baseline fused bf16 train throughput profile steep_fields_ladder\n", told.stderr
+    told = subprocess.run([sys.executable, "-c", code, run[-1]], env=variables(), capture_output=True, text=True)
+    assert told.stdout == f"{plan} steep_fields_ladder\n", told.stderr
+
+
+def test_the_guide_shows_what_a_new_study_is(tmp_path: Path) -> None:
+    """docs/adding.md names the files that are written, and holds the one that is no copy of a file it links to."""
+    guide = (ROOT / "docs/adding.md").read_text()
+    new_study.write("waves", tmp_path, images=False)
+    for path in tmp_path.iterdir():
+        linked = ROOT / "docs" / f"../workflow_scripts/dlscale/studies/template/{path.name}"
+        if linked.exists():
+            assert path.read_text() == linked.read_text()
+            assert f"[`{path.name}`]({linked.relative_to(ROOT / 'docs')})" in guide
+        else:
+            assert f"| `{path.name}` |" in guide
+            assert path.read_text().split("\n", 1)[1] in guide, "but for its first line, which has the place"

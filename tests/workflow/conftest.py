@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from dlscale.preflight.run import ASKED
+from dlscale.studies.new_study import TEMPLATE
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 
@@ -28,7 +29,7 @@ TREE = ["Snakefile", "config.yaml", "README.md", "CITATION.cff", "rules", "profi
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: The folder of a study from outside (that of the docs), beside the copy of the repository.
+#: The folder of a study from outside (that of `dlscale new-study`), beside the copy of the repository.
 OUTSIDE = "a study's place"
 
 #: Few steps for each profiler; one that is not installed is told in the profile.
@@ -268,7 +269,7 @@ class Tree:
 def copy_tree(path: Path) -> None:
     """Copy what the workflow needs, links as links, without results and caches; beside it the study from outside."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    shutil.copytree(ROOT / "docs/examples", path.parent / OUTSIDE, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(TEMPLATE, path.parent / OUTSIDE, ignore=ignored, dirs_exist_ok=True)
     path.mkdir(parents=True)
     for name in TREE:
         source = ROOT / name

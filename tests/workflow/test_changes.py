@@ -228,7 +228,7 @@ ROWS = [
     Row("a study outside", append(f"../{OUTSIDE}/waves.py"), runs("waves")),
     Row(
         "its data",
-        replace(f"../{OUTSIDE}/waves_data.py", "wave += dataset.noise", "wave += 2 * dataset.noise"),
+        replace(f"../{OUTSIDE}/waves_data.py", "curve += dataset.noise", "curve += 2 * dataset.noise"),
         since("preprocess", "waves"),
     ),
     Row(

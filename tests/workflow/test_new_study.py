@@ -47,15 +47,16 @@ def check_ladder(results: Path, name: str, page: Path) -> None:
 def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..., Tree]) -> None:
     """Untouched; called again it does nothing; its network edited, its trainings run again and its data do not."""
     tree = make_tree()
-    tests, run = told(call(tree, "dlscale new-study gentle_slopes"))
-    assert "6 passed" in call(tree, tests)
+    tests, look, run = told(call(tree, "dlscale new-study gentle_slopes --images"))
+    assert "7 passed" in call(tree, tests)
+    call(tree, look)
     call(tree, run)
     results = tree.path / "results/gentle_slopes"
     check_ladder(results, "gentle_slopes", results / "report/index.html")
     assert "Nothing to be done" in call(tree, run)
     model = tree.path / "gentle_slopes/gentle_slopes_model.py"
     model.write_text(model.read_text().replace("nn.LeakyReLU()", "nn.LeakyReLU(0.1)"))
-    planned = call(tree, f"{run} --dry-run -p")
+    planned = call(tree, f"{run} -n -p")
     assert "Train gentle_slopes_ladder.baseline" in planned and "Preprocess" not in planned
 
 
@@ -72,7 +73,7 @@ def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
     file = "workflow_scripts/dlscale/config/config.schema.json"
     call(tree, f"dlscale schema >{file}.new && mv {file}.new {file}")
     assert '"quokka"' in (tree.path / file).read_text()
-    assert "6 passed" in call(tree, f"{tests} -p no:cacheprovider -n 0")
+    assert "7 passed" in call(tree, f"{tests} -p no:cacheprovider -n 0")
     call(tree, "python -m pytest -n 0 tests/test_architecture.py -k 'quokka or named_outside or tiny'")
     call(tree, run)
     plan = tree.path / "results/plans/quokka_ladder"

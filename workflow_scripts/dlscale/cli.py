@@ -184,11 +184,12 @@ QUERIES = {
     ),
     "new-study": Query(
         "dlscale.studies.new_study",
-        "Write a study of your own, with tests and a configuration to run; yours go into it.",
+        "Write a study of your own, of any shapes, with tests and a configuration to run; yours go into it.",
         (
             ("name", {"metavar": "NAME", "help": "of the study, and of its Python module"}),
             option("--at", "folder to write to; absent: one called NAME", False, metavar="FOLDER"),
-            option("--inside", "write it into this repository, as a study that is shipped", False, action="store_true"),
+            option("--images", "begin with a study of images, with metrics and a figure", False, action="store_true"),
+            option("--inside", "write one of images into this repository, as it ships", False, action="store_true"),
         ),
         configured=False,
     ),

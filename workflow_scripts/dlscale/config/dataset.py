@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import pathlib
 import posixpath
 from collections import Counter
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlsplit
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from dlscale.core import registry
 from dlscale.core.errors import nearest
@@ -17,7 +19,28 @@ from dlscale.core.schema import Extent, Files, Strict
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Path = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Written(str):
+    """A text in a file of settings, with the folder of that file."""
+
+    folder: pathlib.Path
+
+
+def seen(text: Any) -> Any:
+    """Return a path that counts from the folder it was written in as it is called here; any other value as it is.
+
+    It is a path from the working folder, if it leads there, and else absolute.
+    """
+    here = pathlib.Path.cwd()
+    if not isinstance(text, Written) or text.folder == here or "://" in text or text.startswith("~") or not text:
+        return text
+    path = pathlib.Path(os.path.normpath(text.folder / text))
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+#: A file, a folder or a URL.
+Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):

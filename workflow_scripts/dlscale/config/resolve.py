@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.dataset import Written, seen
 from dlscale.config.records import Published, Series
 from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
@@ -99,7 +100,9 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     files = study_files()
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
     for name, file in files.items():
-        datasets = hide(file.datasets, f"(shipped) {name}: datasets", secrets)
+        study = registry.added().get(name)
+        datasets = placed({"datasets": file.datasets}, study.yaml.parent)["datasets"] if study else file.datasets
+        datasets = hide(datasets, f"(shipped) {name}: datasets", secrets)
         own = {"datasets": datasets, "plans": file.plans}
         if twice := [
             f"{each}.{key}" for each in own for key, value in own[each].items() if merged[each].get(key, value) != value
@@ -204,9 +207,34 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
     """Load YAML files over a site (`site_settings`), later over earlier ones, and `over` last."""
     raw = site_settings(site)
-    for settings in [*map(read_yaml, paths), *over]:
+    for settings in [*(placed(read_yaml(path), Path(path).parent) for path in paths), *over]:
         merge(raw, settings)
     return load(raw)
+
+
+def placed(raw: Raw, folder: str | Path) -> Raw:
+    """Return the settings of a file in `folder`, from where its paths count: of studies, and of datasets' sources."""
+
+    def written(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: written(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [written(inner) for inner in value]
+        if not isinstance(value, str):
+            return value
+        found = Written(value)
+        found.folder = Path(folder).absolute()
+        return found
+
+    found = dict(raw)
+    if isinstance(studies := raw.get("studies"), Mapping):
+        found["studies"] = {name: seen(written(its)) if isinstance(its, str) else its for name, its in studies.items()}
+    if isinstance(datasets := raw.get("datasets"), Mapping):
+        found["datasets"] = {
+            name: {**its, "source": written(its["source"])} if isinstance(its, Mapping) and "source" in its else its
+            for name, its in datasets.items()
+        }
+    return found
 
 
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:

@@ -255,8 +255,8 @@ class Workflow(Strict):
     )
     studies: dict[Name, Any] = Field(
         {},
-        description="By study: changes to its default run settings; or, to add a study, the path of its Python file, "
-        "which has a YAML file of the same name beside it.",
+        description="By study: changes to its default run settings; or, to add a study, the path of its Python file "
+        "(from the folder of this file), which has a YAML file of the same name beside it.",
     )
     plans: dict[Name, Plan] = Field({}, description="Plans by name, beside those that the studies ship.")
     report: ReportPage = ReportPage()

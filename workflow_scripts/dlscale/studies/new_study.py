@@ -1,10 +1,12 @@
-"""`dlscale new-study NAME`: a study of one's own begins as `starter_cnn` and the files of `template`."""
+"""`dlscale new-study NAME`: a study of one's own begins as a small example, of any shapes or of images.
+
+That of any shapes is `waves`, in `template`; that of images is the study `starter_cnn`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import keyword
 import os
 import re
@@ -18,7 +20,8 @@ from dlscale.core.files import write_text
 PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = PACKAGE.parents[1]
 TEMPLATE = PACKAGE / "studies/template"
-ORIGINAL, CLASSES = "starter_cnn", "StarterCNN"
+#: Name of the study that is copied, in modules and in classes: with --images, and without.
+ORIGINALS = {True: ("starter_cnn", "StarterCNN"), False: ("waves", "Waves")}
 
 #: What YAML reads as a boolean or as nothing, and not as the name of a study.
 YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
@@ -26,23 +29,30 @@ YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
     """Write the study `args.name`, and say what to do next."""
-    name = args.name
+    name, images = args.name, args.images or args.inside
     check_name(name)
     if args.inside and args.at:
         raise UserError("--inside: the study has its place in the repository; leave --at out")
     folder = None if args.inside else Path(args.at or name)
-    write(name, folder)
-    print(f"\nNext{'' if Path.cwd() == REPOSITORY else f', in {REPOSITORY}'}:")
+    write(name, folder, images)
+    tests = REPOSITORY / f"tests/test_{name}.py" if folder is None else folder / f"test_{name}.py"
+    place = _place()
+    change = [] if place == Path.cwd() else [shlex.join(["cd", str(place)])]
+    calls = [shlex.join(["python", "-m", "pytest", _seen(tests, Path.cwd())]), *change]
     if folder is None:
-        calls = ["make schema", f"python -m pytest tests/test_{name}.py", f"snakemake plan_{name}_ladder"]
+        calls = [*change, "make schema", f"python -m pytest tests/test_{name}.py", f"dlscale run {name}_ladder"]
         page = f"results/plans/{name}_ladder/report.html"
     else:
-        seen = _seen(folder)
-        calls = [shlex.join(["python", "-m", "pytest", str(seen / f"test_{name}.py")]), _call(name, seen)]
+        call = _call(name, folder)
+        calls += [f"{call} -n", call]
         page = f"results/{name}/report/index.html"
-    print(*(f"  {call}" for call in calls), sep="\n")
+    print("\nNext:", *(f"  {call}" for call in calls), sep="\n")
     print("pytest comes with `make install-dev`; the rest works without.")
-    print(f"The last one makes data, trains, measures, profiles, and writes {page}; docs/from_notebook.md leads on.")
+    page, guide = (
+        _seen(path, Path.cwd())
+        for path in (place / page, REPOSITORY / "docs" / ("from_notebook.md" if images else "adding.md"))
+    )
+    print(f"The last one makes data, trains, measures, and writes {page}; {guide} leads on.")
     return 0
 
 
@@ -53,59 +63,71 @@ def check_name(name: str) -> None:
             f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study, and no "
             "word of Python or YAML"
         )
-    specs = [importlib.util.find_spec(module) for module in (name, f"{name}_model")]
-    if name in registry.studies() or any(spec and spec.origin for spec in specs):  # a mere folder has none
-        raise UserError(f"NAME: {name}: a study of dlscale or a module of Python has this name; choose another")
+    specs = [importlib.util.find_spec(module) for module in (name, f"{name}_model", f"{name}_data")]
+    known = {*registry.studies(), *registry.shipped_kinds()}
+    if name in known or any(spec and spec.origin for spec in specs):  # a mere folder has none
+        raise UserError(
+            f"NAME: {name}: a study or kind of dataset of dlscale, or a module of Python, has this name; choose another"
+        )
 
 
-def write(name: str, folder: Path | None) -> None:
+def write(name: str, folder: Path | None, images: bool) -> None:
     """Write a study into a folder, or without one into the repository, over no file."""
-    files = inside(name) if folder is None else outside(name, folder)
+    files = inside(name) if folder is None else outside(name, folder, images)
     for path in files:
         if path.exists():
             raise UserError(f"{path}: is there already, and nothing was written; choose another name or place")
-    words = {ORIGINAL: name, CLASSES: "".join(word.capitalize() for word in name.split("_"))}
+    original, classes = ORIGINALS[images]
+    words = {original: name, classes: "".join(word.capitalize() for word in name.split("_"))}
     if folder is not None:
-        seen = _seen(folder)
-        words |= {"CALL": _call(name, seen), "FILE": json.dumps(str(seen / f"{name}.py"))}
-        words = {f"dlscale.studies.{ORIGINAL}.model": f"{name}_model", **words}  # before its own last word
+        words |= {"CALL": _call(name, folder), "NAME": name}
+        words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}  # before its own last word
     anyone = re.compile("|".join(map(re.escape, words)))
-    for path, original in files.items():
-        write_text(path, anyone.sub(lambda found: words[found[0]], original.read_text(encoding="utf-8")))
+    for path, source in files.items():
+        write_text(path, anyone.sub(lambda found: words[found[0]], source.read_text(encoding="utf-8")))
         print(os.path.relpath(path))
 
 
-def outside(name: str, folder: Path) -> dict[Path, Path]:
+def outside(name: str, folder: Path, images: bool) -> dict[Path, Path]:
     """Return the files of a study in a folder of its own, each with the file that it is a copy of."""
+    original, _ = ORIGINALS[images]
+    shipped = PACKAGE / "studies" / original
+    code = {"": shipped / "study.py", "_model": shipped / "model.py"}
+    if not images:
+        code = {"": TEMPLATE / f"{original}.py", "_data": TEMPLATE / f"{original}_data.py"}
     return {
-        folder / f"{name}.py": PACKAGE / f"studies/{ORIGINAL}/study.py",
-        folder / f"{name}_model.py": PACKAGE / f"studies/{ORIGINAL}/model.py",
-        folder / f"{name}.yaml": TEMPLATE / f"{ORIGINAL}.yaml",
-        folder / f"test_{name}.py": TEMPLATE / f"test_{ORIGINAL}.py",
+        **{folder / f"{name}{part}.py": source for part, source in code.items()},
+        folder / f"{name}.yaml": TEMPLATE / f"{original}.yaml",
+        folder / f"test_{name}.py": TEMPLATE / f"test_{original}.py",
         folder / f"{name}_run.yaml": TEMPLATE / "run.yaml",
     }
 
 
 def inside(name: str) -> dict[Path, Path]:
     """Return the files of a study of the repository, each with the file that it is a copy of."""
-    tests, own = REPOSITORY / "tests", PACKAGE / "studies" / name
+    tests, own, (original, _) = REPOSITORY / "tests", PACKAGE / "studies" / name, ORIGINALS[True]
     if not (tests / "tiny").is_dir():
         raise UserError("--inside: this dlscale is installed without its repository; name a folder with --at")
     return {
-        own / "__init__.py": PACKAGE / f"studies/{ORIGINAL}/__init__.py",
-        own / "study.py": PACKAGE / f"studies/{ORIGINAL}/study.py",
-        own / "model.py": PACKAGE / f"studies/{ORIGINAL}/model.py",
-        own / "study.yaml": TEMPLATE / f"{ORIGINAL}.yaml",
-        tests / f"test_{name}.py": TEMPLATE / f"test_{ORIGINAL}.py",
-        tests / f"tiny/{name}.yaml": tests / f"tiny/{ORIGINAL}.yaml",
+        own / "__init__.py": PACKAGE / f"studies/{original}/__init__.py",
+        own / "study.py": PACKAGE / f"studies/{original}/study.py",
+        own / "model.py": PACKAGE / f"studies/{original}/model.py",
+        own / "study.yaml": TEMPLATE / f"{original}.yaml",
+        tests / f"test_{name}.py": TEMPLATE / f"test_{original}.py",
+        tests / f"tiny/{name}.yaml": tests / f"tiny/{original}.yaml",
     }
 
 
-def _seen(folder: Path) -> Path:
-    """Return a folder as the configuration names it: from the repository, or absolute."""
-    place = folder.absolute()
-    return place.relative_to(REPOSITORY) if place.is_relative_to(REPOSITORY) else place
+def _place() -> Path:
+    """Return the folder where `dlscale run` is called: this one, if it has a Snakefile, or the repository."""
+    return next((place for place in (Path.cwd(), REPOSITORY) if (place / "Snakefile").is_file()), Path.cwd())
 
 
-def _call(name: str, seen: Path) -> str:
-    return shlex.join(["snakemake", "--configfile", str(seen / f"{name}_run.yaml")])
+def _seen(path: Path, place: Path) -> str:
+    """Return a path as it is called in a folder: from there, if it is in that, and else absolute."""
+    whole = path.absolute()
+    return str(whole.relative_to(place) if whole.is_relative_to(place) else whole)
+
+
+def _call(name: str, folder: Path) -> str:
+    return shlex.join(["dlscale", "run", "--configfile", _seen(folder / f"{name}_run.yaml", _place())])

@@ -1,4 +1,4 @@
-"""waves: the frequency of a noisy wave, told by a small network. A study outside of dlscale."""
+"""waves: the frequency of a noisy curve, told by a small network."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dlscale import SampleLoss, Strict, Study
 
 
 class NetSettings(Strict):
-    """The model."""
+    """The model's settings, the key `model` of a run."""
 
     kind: Literal["net"]
     hidden: int = 64
 
 
 class SquareSettings(Strict):
-    """The loss."""
+    """The loss's settings, the key `loss` of a run."""
 
     kind: Literal["square"]
 
@@ -28,13 +28,13 @@ class WavesStudy(Study):
     dataset, Model, Loss = "waves", NetSettings, SquareSettings
 
     def model(self, run: Any, manifest: Any) -> Any:
-        """See `Study`. PyTorch is imported here: the file is read with every call of Snakemake."""
+        """Return the network. PyTorch is imported here: the file is read with every call."""
         from torch import nn
 
         return nn.Sequential(nn.Linear(32, run.model.hidden), nn.ReLU(), nn.Linear(run.model.hidden, 1), nn.Flatten(0))
 
     def loss(self, run: Any) -> SampleLoss:
-        """See `Study`."""
+        """Return a function from predictions and targets [B, ...] to the loss of each sample [B]."""
         return lambda prediction_B, target_B: (prediction_B - target_B) ** 2
 
 

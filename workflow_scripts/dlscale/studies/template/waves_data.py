@@ -1,4 +1,4 @@
-"""Data of the study in waves.py: noisy waves, made in memory. An edit here makes them again, one there does not."""
+"""Data of the study in waves.py, made in memory. An edit here makes them again, one there does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlscale import ArraySource, DatasetKind, DatasetSettings, Part, RowSamples
 
 
 class WavesDataset(DatasetSettings):
-    """How many waves each split has, and how noisy they are."""
+    """How many samples each split has, and how noisy they are."""
 
     kind: Literal["waves"]
     train: int = 512
@@ -25,18 +25,18 @@ class Waves(DatasetKind):
     name, Settings, Samples = "waves", WavesDataset, RowSamples
 
     def parts(self, dataset: WavesDataset) -> list[Part]:
-        """See `DatasetKind`."""
+        """Return one part for each split."""
         return [Part("train", "waves"), Part("valid", "waves")]
 
 
 def open_source(dataset: WavesDataset, part: Part, paths: list[Path]) -> ArraySource:
-    """Make the waves of a split: float32 [N, 32], with their frequencies [N] in Hz."""
+    """Return the arrays of a split, a sample a row, of any shapes: curves [N, 32], and their frequencies [N] in Hz."""
     rng = np.random.default_rng([0, part.split == "valid"])
     count = dataset.train if part.split == "train" else dataset.valid
     frequency = rng.uniform(1, 4, count)
-    wave = np.sin(2 * np.pi * (frequency[:, None] * np.linspace(0, 1, 32) + rng.uniform(0, 1, (count, 1))))
-    wave += dataset.noise * rng.normal(size=wave.shape)
-    return ArraySource({"wave": wave, "frequency": frequency}, units={"frequency": "Hz"})
+    curve = np.sin(2 * np.pi * (frequency[:, None] * np.linspace(0, 1, 32) + rng.uniform(0, 1, (count, 1))))
+    curve += dataset.noise * rng.normal(size=curve.shape)
+    return ArraySource({"curve": curve, "frequency": frequency}, units={"frequency": "Hz"})
 
 
 KINDS = [Waves()]
