@@ -1098,7 +1098,7 @@ def test_paths_count_from_the_file_that_they_stand_in(
         given[name].setdefault("datasets", {})[folder] = {"kind": "starter", "source": source}
         (place / f"ripples{name}.yaml").write_text(yaml.safe_dump(given[name]))
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir({"tmp": tmp_path}.get(here, tmp_path / here))
+    monkeypatch.chdir(tmp_path / here)
     found = config.load_files(os.path.relpath(place / "ripples_run.yaml"))
     assert registry.added()["ripples"].file == place / "ripples.py"
     for name in ("own", "given"):

@@ -1,4 +1,4 @@
-"""`starter_cnn` on a tiny dataset: the tests of any study, and its own; change them with your data and your metrics."""
+"""`starter_cnn` on a tiny dataset: the tests of any study, and one of its own, to change with your metrics."""
 
 from __future__ import annotations
 
