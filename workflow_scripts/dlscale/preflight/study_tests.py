@@ -29,8 +29,8 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def batch(session: Session) -> Batch:
     """Return inputs and targets of the first batch, read sample by sample."""
     samples = session.samples("train")
-    pairs = [samples.read(0, index) for index in range(session.run.batch_size)]
-    x, y = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*pairs, strict=True))
+    read = [samples.read(0, index) for index in range(session.run.batch_size)]
+    x, y = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*read, strict=True))
     return x.float(), y
 
 

@@ -6,12 +6,11 @@ A tracker decides no weight: what it cannot do at the start is a `UserError`, an
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from dlscale.core.urls import hidden_in
 from dlscale.train.logs import quantities, validation
 
 
-def _client(name: str) -> Any:
-    """Import a tracker's client."""
+@contextlib.contextmanager
+def _needed(name: str) -> Iterator[None]:
+    """Turn an import that fails into a message."""
     try:
-        return importlib.import_module(name)
+        yield
     except ImportError:
         raise UserError(
             f"training.trackers: {name} is not installed; pip install 'dlscale[trackers]', or leave it out"
@@ -45,7 +45,8 @@ class Wandb:
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes online whatever the mode
-        wandb = _client("wandb")
+        with _needed("wandb"):
+            import wandb
         wandb.finish()  # what a training of this process left that failed
         shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try
         out.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,9 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which goes online
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # else a lost server is waited for: minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds
-        self._mlflow = _client("mlflow")
+        with _needed("mlflow"):
+            import mlflow
+        self._mlflow: Any = mlflow
         self._id_file, self._waiting, self._lost, self._last = kept / "mlflow", list[Any](), False, (0, 0.0)
         out.parent.mkdir(parents=True, exist_ok=True)
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out.parent / 'mlflow.db').absolute()}"
