@@ -17,6 +17,7 @@ from typing import Any
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Best, Epoch, Untrained
+from dlscale.core.process import turn
 from dlscale.core.settings import flat
 from dlscale.core.urls import hidden_in
 from dlscale.train.logs import quantities, validation
@@ -108,8 +109,9 @@ class Mlflow:
         out.parent.mkdir(parents=True, exist_ok=True)
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out.parent / 'mlflow.db').absolute()}"
         try:
-            self._client = self._mlflow.MlflowClient(tracking_uri=address)
-            self._run = self._same_run() or self._new_run(out, run)
+            with turn(out.parent / ".mlflow.lock"):  # two runs that make the tables of a new database at once fail
+                self._client = self._mlflow.MlflowClient(tracking_uri=address)
+                self._run = self._same_run() or self._new_run(out, run)
             logged = self._client.get_metric_history(self._run, "loss/valid")
         except Exception as error:  # it has many: its own, SQLAlchemy's, those of a store's packages
             raise UserError(
@@ -135,7 +137,7 @@ class Mlflow:
 
     def _new_run(self, out: Path, run: dict[str, Any]) -> str:
         name, entities = os.environ.get("MLFLOW_EXPERIMENT_NAME") or out.parent.name, self._mlflow.entities
-        with contextlib.suppress(self._mlflow.MlflowException):  # it is there: another run may make it right now
+        with contextlib.suppress(self._mlflow.MlflowException):  # it may be there
             self._client.create_experiment(name)
         experiment = self._client.get_experiment_by_name(name).experiment_id
         found: str = self._client.create_run(experiment, run_name=f"{out.parent.name}.{out.name}").info.run_id
