@@ -1,4 +1,4 @@
-"""What the README draws of the workflow is what Snakemake does."""
+"""What the table of rules in docs/fingerprints.md says of the workflow is what Snakemake does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from tests.workflow.conftest import Tree
 Edges = set[tuple[str, str]]
 
 
-def drawn(text: str) -> Edges:
-    """Return the edges of the README's graph, in which a line leads from one rule to several."""
-    (graph,) = re.findall(r"```mermaid\nflowchart LR\n(.*?)```", text, re.DOTALL)
-    lines = [line.split(" --> ") for line in graph.splitlines()]
-    return {(before.strip(), after.strip()) for before, several in lines for after in several.split("&")}
+def told(text: str) -> Edges:
+    """Return the edges of the page's table: from each rule that another one needs to that one."""
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \|([^|]*)\|$", text, re.MULTILINE)
+    return {(before, after) for after, needs in rows for before in re.findall(r"\w+", needs)}
 
 
 def of_snakemake(text: str) -> Edges:
@@ -33,4 +32,4 @@ def test_the_graph_of_rules(make_tree: Callable[..., Tree]) -> None:
     edges = of_snakemake(done.stdout)
     rules = {(before, after) for before, after in edges if after != "all" and not before.startswith("configure_")}
     assert len(rules) < len(edges) and ("train", "report") in rules
-    assert drawn((ROOT / "README.md").read_text()) == rules
+    assert told((ROOT / "docs/fingerprints.md").read_text()) == rules
