@@ -1,6 +1,6 @@
 """The ladders of both studies, a large model, sizes of batches, the loaders alone.
 
-Targets on an H200 are those that docs/ladder.md expects ("On a GPU").
+Targets on an H200 are those that docs/benchmarks.md expects ("On a GPU").
 """
 
 from __future__ import annotations
