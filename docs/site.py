@@ -44,14 +44,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             name += "/README.md"
         if files.get_file_from_path(name):
             return f"{before}{os.path.relpath(name, here.parent)}{anchor})"
-        return f"{before}{config.repo_url}/blob/main/{file.relative_to(ROOT)}{anchor})"
+        return f"{before}{config.extra['repository']}/blob/main/{file.relative_to(ROOT)}{anchor})"
 
     return LINK.sub(moved, markdown)
 
 
 def commands() -> str:
     """Return the page of all commands, as their `--help` has them."""
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "78"
     from dlscale import cli
 
     parser = cli.parser()
