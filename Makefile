@@ -85,6 +85,11 @@ $(VENV)/.installed-dev: pyproject.toml $(LOCK) $(VENV)/.installed
 install: $(VENV)/.installed  ## the environment alone
 install-dev: $(VENV)/.installed-dev  ## the environment with the development tools
 
+$(VENV)/.installed-docs: pyproject.toml $(LOCK) $(VENV)/.installed
+	$(say) 'Installing the tools of the documentation'
+	@$(INSTALL) '.[docs]' $(quietly)
+	@touch $@
+
 # ---- use -----------------------------------------------------------------------------------------
 
 DEMO := dlscale run --profile local $(ARGS)
@@ -235,6 +240,12 @@ format: $(VENV)/.installed-dev  ## put the style right
 	@ruff format .
 	@snakefmt Snakefile rules
 
+.PHONY: docs
+docs: $(VENV)/.installed-docs  ## build the documentation as a site, in .venv/site; a broken link or anchor ends it
+	$(say) 'Building the site'
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --site-dir $(VENV)/site
+	$(say) 'Open $(VENV)/site/index.html; with search: python -m http.server --directory $(VENV)/site'
+
 .PHONY: schema
 schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors, and the reference of its keys
 	@python -P -m dlscale schema >$(VENV)/schema.json
@@ -247,9 +258,9 @@ lock: | $(VENV)/bin/python  ## bring requirements.lock and the images' into step
 	$(say) 'Resolving the dependencies'
 	@[ -x $(BIN)/uv ] || python -m pip install --quiet --disable-pip-version-check uv
 	@cp requirements.lock $(VENV)/lock.txt
-	@uv pip compile --quiet --extra dev --python-version 3.11 --no-header --annotation-style line \
+	@uv pip compile --quiet --extra dev --extra docs --python-version 3.11 --no-header --annotation-style line \
 	    --output-file $(VENV)/lock.txt $(ARGS) pyproject.toml
-	@{ printf '%s\n' '# Written by `make lock` from pyproject.toml: the core and the development tools, for Python 3.11.' \
+	@{ printf '%s\n' '# Written by `make lock` from pyproject.toml: the core, the tools of development and of the site, for Python 3.11.' \
 	        '# Used as constraints (pip install -c), so that torch comes in whatever build the index offers:' \
 	        '# no local version (+cpu, +cu130), and none of the CUDA packages that only some of its builds need.'; \
 	   sed -E -e '/^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|cuda-|pip==|#|$$)/d' -e 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' -e 's/ +# via/  # via/' \

@@ -58,7 +58,13 @@ def commands() -> str:
     (every,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     queries = [name for name in every.choices if name in {"run", "new-study", *cli.QUERIES}]
     stages = [name for name in every.choices if name not in queries]
-    lines = ["# Commands", "", "What `dlscale --help` and `dlscale COMMAND --help` say, of this version.", "", *shown(parser)]
+    lines = [
+        "# Commands",
+        "",
+        "What `dlscale --help` and `dlscale COMMAND --help` say, of this version.",
+        "",
+        *shown(parser),
+    ]
     for title, names in (("For users", queries), ("Stages, which the workflow calls", stages)):
         lines += ["", f"## {title}"]
         for name in names:
@@ -67,4 +73,5 @@ def commands() -> str:
 
 
 def shown(parser: argparse.ArgumentParser) -> list[str]:
+    """Return lines with a parser's help."""
     return ["```text", parser.format_help().rstrip(), "```"]

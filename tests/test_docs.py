@@ -1,0 +1,70 @@
+"""The documents: what a reader may copy is understood, links lead somewhere, what is to be short is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlscale.preflight import run
+from tests import test_coverage
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "profiles").glob("*/README.md"))]
+#: Words that stand for a reader's own.
+PLACEHOLDER = re.compile(r"\b(?:[A-Z]{3,}|mysite|my_study\w*|mine|m1234|unet|vit)\b|[$…]")
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of its bash blocks; one may go on in further lines."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\\\n\s*", " ", "".join(blocks))
+    return re.findall(r"^(?:dlscale|snakemake)\b(?:'[^']*'|[^'#\n])*", text, re.MULTILINE)
+
+
+def names(nav: list) -> list[str]:
+    """Return the pages of a navigation."""
+    return [
+        name
+        for each in nav
+        for value in each.values()
+        for name in ([value] if isinstance(value, str) else names(value))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_command_is_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its program's parser; and plans and runs exist, where none is the reader's own."""
+    monkeypatch.chdir(ROOT)
+    parsers = {"dlscale": test_coverage.of_dlscale(), "snakemake": test_coverage.of_snakemake()}
+    for command in commands(page):
+        program, *words = shlex.split(command, comments=True)
+        theirs = bool(PLACEHOLDER.search(shlex.join(words))) or "--configfile" in words
+        if program == "dlscale" and words[0] == "run":
+            call = run.sort(words[1:])
+            assert theirs or run.configured(call)
+        elif theirs:
+            test_coverage.parsed(parsers[program], words)
+        else:
+            test_coverage.check(shlex.join([program, *words]))
+
+
+def test_links_of_the_readme() -> None:
+    """The site's build holds those of all other pages."""
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_what_is_to_be_short_is_short() -> None:
+    readme, home = (ROOT / "README.md").read_text(), (ROOT / "docs/index.md").read_text()
+    assert len(readme.splitlines()) <= 120 and len(readme.split()) <= 700
+    assert len(home.splitlines()) <= 30
+
+
+def test_the_site_has_all_pages() -> None:
+    """Each page of docs/ has its place in the navigation, once."""
+    nav = names(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert len(nav) == len(set(nav)) and {page.name for page in (ROOT / "docs").glob("*.md")} <= set(nav)
