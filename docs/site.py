@@ -20,6 +20,12 @@ ELSEWHERE += [f"profiles/{name}/README.md" for name in ("docker", "local", "perl
 LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?\)")
 
 
+def on_config(config: Any) -> None:
+    """Show a choice of versions where mike makes one of them."""
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages."""
     for name in ELSEWHERE:

@@ -80,7 +80,7 @@ FILES = {
 
 
 def test_layout(finished: tuple[Tree, Outcome]) -> None:
-    """What the README promises, and nothing half-written beside it."""
+    """What results/README.md promises, and nothing half-written beside it."""
     tree, outcome = finished
     files = {str(path.relative_to(tree.results)) for path in tree.results.rglob("*") if path.is_file()}
     jobs = [job for job in outcome.jobs if job.command]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A first-time user's tour: the commands of README and docs/first_hour.md in the small, in the folder where this is called, a fresh clone.
+# A first-time user's tour: what README and docs/first_hour.md show, in the small, in the folder where this is called, a
+# fresh clone.
 # Each step prints what a user sees, and checks it; the first that is not as it must be ends the tour.
 set -euo pipefail
 
