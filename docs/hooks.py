@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Pages that lie where their readers on GitHub look for them; the site has them under the same paths.
 ELSEWHERE = ["CHANGELOG.md", "CONTRIBUTING.md", "results/README.md", "tests/DEFECTS.md"]
 ELSEWHERE += [f"profiles/{name}/README.md" for name in ("docker", "local", "perlmutter", "slurm")]
-LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?\)")
+#: The end of a link with its target; with all of its text where that is a file's name.
+LINK = re.compile(r"(\[[\w/.]+\.md)?\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> None:
@@ -35,24 +37,37 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Make links between files of the repository links of the site, or to the file in the public repository."""
-    here = Path(page.file.src_uri)
-    folder = (ROOT / here if page.file.src_uri in ELSEWHERE else ROOT / "docs" / here).parent
+    """Make links between files of the repository links of the site, or to the file in the public repository.
+
+    A link whose text is the file's name gets the page's name in the navigation.
+    """
+    here, titles = page.file.src_uri, dict(named(config.nav))
+    folder = (ROOT / here if here in ELSEWHERE else ROOT / "docs" / here).parent
 
     def moved(found: re.Match[str]) -> str:
-        before, target, anchor = found[1], found[2], found[3] or ""
+        text, target, anchor = found[1] or "", found[2], found[3] or ""
         file = Path(os.path.normpath(folder / target))
         if not target or ":" in target or not file.exists():
             return found[0]  # MkDocs says what is not there
-        name = str(file.relative_to(ROOT))
-        name = name.removeprefix("docs/") if name not in ELSEWHERE else name
-        if file.is_dir() and f"{name}/README.md" in ELSEWHERE:
-            name += "/README.md"
-        if files.get_file_from_path(name):
-            return f"{before}{os.path.relpath(name, here.parent)}{anchor})"
-        return f"{before}{config.extra['repository']}/blob/main/{file.relative_to(ROOT)}{anchor})"
+        path = str(file.relative_to(ROOT))
+        name = path if path in ELSEWHERE else path.removeprefix("docs/")
+        name += "/README.md" if f"{name}/README.md" in ELSEWHERE else ""
+        if not files.get_file_from_path(name):
+            return f"{text}]({config.extra['repository']}/blob/main/{path}{anchor})"
+        text = text and f"[{titles.get(name, text[1:])}"
+        return f"{text}]({os.path.relpath(name, Path(here).parent)}{anchor})"
 
     return LINK.sub(moved, markdown)
+
+
+def named(nav: list[Any]) -> Iterator[tuple[str, str]]:
+    """Yield pages of a navigation and their names there."""
+    for each in nav:
+        for title, value in each.items():
+            if isinstance(value, str):
+                yield value, re.sub(r"^\d\. ", "", title)
+            else:
+                yield from named(value)
 
 
 def commands() -> str:
