@@ -52,6 +52,20 @@ def test_a_command_is_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
             test_coverage.check(shlex.join([program, *words]))
 
 
+def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of YAML that begins with a file's name, over config.yaml: keys, plans and runs exist."""
+    monkeypatch.chdir(ROOT)
+    found = 0
+    for page in PAGES:
+        for name, text in re.findall(
+            r"^```yaml\n# (\w+\.yaml)\b[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            (tmp_path / name).write_text(text)
+            assert run.configured(run.sort(["--configfile", str(tmp_path / name)])), f"{page}: {name}"
+            found += 1
+    assert found > 8
+
+
 def test_links_of_the_readme() -> None:
     """The site's build holds those of all other pages."""
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
