@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from dlscale.core.files import sha256
@@ -115,7 +116,7 @@ def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, 
     assert (trained["startTime"], trained["endTime"]) == (made["started"], made["finished"])
     assert known[trained["agent"]["@id"]]["name"] == "Ada Lovelace"
     told = {known[each["@id"]]["name"]: known[each["@id"]]["value"] for each in trained["environment"]}
-    assert told["host"] == made["host"] and told["packages.torch"] == made["packages"]["torch"]
+    assert told["host"] == made["host"] and told["versions.torch"] == torch.__version__
     assert told["device.name"] == made["device"]["name"]
     timed = known["#throughput/cosmo.unet"]
     assert timed["startTime"] <= timed["endTime"] <= known["./"]["datePublished"]

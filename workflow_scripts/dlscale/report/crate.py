@@ -19,6 +19,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field
 
 from dlscale.config.places import check_plans, results_of
+from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256, whole
 from dlscale.core.record import Record
@@ -47,11 +48,8 @@ TERMS = "https://w3id.org/ro/terms/workflow-run"
 #: Greatest file that is copied, bytes; of others the crate has name, size and digest.
 COPIED = 10_000_000
 
-#: What a record says of the machine and the software of its stage, by its keys.
-ENVIRONMENT = (
-    *("environment", "host", "platform", "python", "packages", "git", "slurm"),
-    *("device", "cores", "memory_bytes"),
-)
+#: What a record says of the machine of its stage, by its keys; `Environment` has more of it, and the software.
+MACHINE = ("host", "slurm", "device", "cores", "memory_bytes")
 
 FORMATS = {
     ".csv": "text/csv",
@@ -194,8 +192,9 @@ class Crate:
         results: list[Any],
         record: Record | None = None,
         times: tuple[str, str] | None = None,
+        met: Environment | None = None,
     ) -> None:
-        """Add the execution of a stage, with the step of the workflow that it was, and what its record tells."""
+        """Add the execution of a stage, with the step of the workflow that it was, and what its records tell."""
         if not results:
             return
         told = record.model_dump(mode="json") if record else {}
@@ -211,8 +210,8 @@ class Crate:
             startTime=begun,
             endTime=ended,
             agent=self.agents,
-            environment=[self._value(key, value) for key, value in flat(_environment(told)).items()],
-            containerImage=self._image(told.get("image")),
+            environment=[self._value(key, value) for key, value in flat(_environment(told, met)).items()],
+            containerImage=self._image(met.image if met else None),
         )
         self.times += [times] if times else []
         self.actions.append(action)
@@ -272,10 +271,10 @@ class Crate:
             own = self.file(run.folder / "config.yaml")
             settings.append(own)
             for stage, record in _records(run).items():
-                found = self.files(run.folder, STAGES[stage].outputs)
+                found = self.files(run.folder, [*STAGES[stage].outputs, f"telemetry/{stage}.json"])
                 dataset = data[str(run.settings["dataset"])]
-                times = _times(run, stage)
-                self.action(stage, run.owner.replace("/", "."), [own, dataset], found, record, times)
+                times, met = _times(run, stage), run.environments.get(stage)
+                self.action(stage, run.owner.replace("/", "."), [own, dataset], found, record, times, met)
                 records += found
         summary = self.files(folder, ["summary.csv"])
         page = self.files(folder, ["report.html"])
@@ -351,7 +350,8 @@ class Crate:
             endTime=ended,
             agent=self.agents,
         )
-        engine = next((run.provenance.packages.get("snakemake") for run in self.plan.trained if run.provenance), None)
+        packages = [package for run in self.plan.runs if run.environment for package in run.environment.packages]
+        engine = next((each.partition("==")[2] for each in packages if each.startswith("snakemake==")), None)
         home = "https://snakemake.github.io"
         snakemake = self.add(home, "SoftwareApplication", name="Snakemake", url=home, softwareVersion=engine)
         about = {"name": f"Snakemake, plan {self.plan.name}", "instrument": snakemake, "agent": self.agents}
@@ -388,8 +388,10 @@ def _records(run: RunResult) -> dict[str, Record]:
     return {stage: record for stage in RUN_STAGES if (record := known[stage])}
 
 
-def _environment(told: Raw) -> Raw:
-    return {key: told[key] for key in ENVIRONMENT if told.get(key) not in (None, "", {})}
+def _environment(told: Raw, met: Environment | None) -> Raw:
+    known = {key: told[key] for key in MACHINE if key in told}
+    known |= met.model_dump(mode="json", exclude={"time", "image"}) if met else {}
+    return {key: value for key, value in known.items() if value not in (None, "", {}, [])}
 
 
 def _times(run: RunResult, stage: str) -> tuple[str, str] | None:
