@@ -9,7 +9,7 @@ from pathlib import Path
 from dlscale.config import resolve
 from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
-from dlscale.core.fingerprint import remember
+from dlscale.core.fingerprint import ROOT, remember
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
@@ -17,6 +17,8 @@ from dlscale.preflight.run import read_target, site_words, studies
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
+#: What Snakemake's own report says of its figures and tables.
+CAPTIONS = f"{ROOT}/report/captions"
 
 remember(Path(".snakemake/parsed.json"))
 

@@ -110,7 +110,7 @@ rule preview:
     output:
         report(
             f"{RESULTS}/data/{{dataset}}/preview.png",
-            caption="../workflow_scripts/dlscale/report/captions/preview.rst",
+            caption=f"{CAPTIONS}/preview.rst",
             category="Data",
             labels={"dataset": "{dataset}"},
         ),

@@ -26,7 +26,7 @@ rule collect:
     output:
         report(
             f"{RESULTS}/plans/{{plan}}/summary.csv",
-            caption="../workflow_scripts/dlscale/report/captions/summary.rst",
+            caption=f"{CAPTIONS}/summary.rst",
             category="Tables",
             labels={"plan": "{plan}"},
         ),
@@ -54,7 +54,7 @@ rule report:
         # That of an earlier call, or as far as it was filled, stays until it is whole.
         report(
             update(PAGE),
-            caption="../workflow_scripts/dlscale/report/captions/page.rst",
+            caption=f"{CAPTIONS}/page.rst",
             category="Report",
         ),
     log:
@@ -82,7 +82,7 @@ rule report_plan:
     output:
         report(
             f"{RESULTS}/plans/{{plan}}/report.html",
-            caption="../workflow_scripts/dlscale/report/captions/page.rst",
+            caption=f"{CAPTIONS}/page.rst",
             category="Report",
             labels={"plan": "{plan}"},
         ),

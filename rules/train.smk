@@ -10,7 +10,7 @@ rule train:
         model=f"{RESULTS}/plans/{{plan}}/{{run}}/model.pt",
         prediction=report(
             f"{RESULTS}/plans/{{plan}}/{{run}}/prediction.png",
-            caption="../workflow_scripts/dlscale/report/captions/prediction.rst",
+            caption=f"{CAPTIONS}/prediction.rst",
             category="Predictions",
             subcategory="{plan}",
             labels={"plan": "{plan}", "run": "{run}"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -17,6 +19,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from dlscale.config.site import Site
+from dlscale.core.fingerprint import ROOT as PACKAGE
+from dlscale.core.settings import read_yaml
+from dlscale.launch import launcher
 from dlscale.preflight.doctor import LEAST
 from tests.conftest import ROOT
 
@@ -81,3 +87,105 @@ def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     said = (tmp_path / ".venv/install.log").read_text()
     assert re.findall(r"^Successfully installed (.*)$", said, re.MULTILINE) == [f"dlscale-{PROJECT['version']}"]
+
+
+# ---- a wheel, installed -------------------------------------------------------------------------------
+
+#: Prints where the package is, and digests of what two of its stages reach.
+LOOK = """
+import json, dlscale
+from dlscale.core.fingerprint import data_modules, fingerprint, run_modules
+digests = [fingerprint(run_modules("train", "starter_cnn", "torch")), fingerprint(data_modules("describe", "era5"))]
+print(json.dumps([dlscale.__file__, *digests]))
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel, and a folder that `dlscale init` made in it."""
+
+    place: Path
+    study: Path
+
+    @property
+    def packages(self) -> Path:
+        (folder,) = (self.place / "lib").glob("python*/site-packages")
+        return folder
+
+    def files(self) -> set[Path]:
+        """Return what is in the environment, compiled code left out."""
+        return {path for path in self.place.rglob("*") if "__pycache__" not in path.parts}
+
+    def call(self, *words: str, status: int = 0, folder: Path | None = None) -> str:
+        """Run a command in the folder, as somebody who has no checkout; return what it says."""
+        kept = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+        environment = {**kept, "PATH": f"{self.place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(
+            words, cwd=folder or self.study, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Build the wheel, install it beside the packages that are here, and make a folder to work in."""
+    base = tmp_path_factory.mktemp("installed")
+    source, made = base / "source", Installed(base / "environment", base / "work/a study")
+    source.mkdir()
+    for name in ("Snakefile", "config.yaml", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source)
+    for name in ("rules", "profiles", "workflow_scripts"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made.place], check=True)
+    (made.packages / "site.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # all but the editable dlscale
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+    words = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", base, source]
+    subprocess.run([*pip, "wheel", *words], check=True)
+    words = ["--no-deps", "--no-index", "--ignore-installed", *base.glob("dlscale-*.whl")]
+    subprocess.run([*pip, "--python", made.place / "bin/python", "install", *words], check=True)
+    shutil.rmtree(source)
+    made.study.parent.mkdir()
+    told = made.call("dlscale", "init", made.study.name, folder=made.study.parent)
+    assert f"cd '{made.study.name}'" in told and "dlscale run -n" in told
+    return made
+
+
+def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
+    """In the folder that `dlscale init` made there is all that a call needs, and the code is that of a checkout."""
+    file, *digests = json.loads(installed.call("python", "-P", "-c", LOOK))
+    assert Path(file).is_relative_to(installed.packages)
+    done = subprocess.run([sys.executable, "-P", "-c", LOOK], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)[1:] == digests, "what a checkout made is made again by the same code, installed"
+
+    laid = {path: path.read_text() for path in installed.study.rglob("*") if path.is_file()}
+    said = installed.call("dlscale", "init", ".", status=2)
+    assert "Snakefile: is there already, and nothing was written" in said
+    assert laid == {path: path.read_text() for path in laid}
+    links = [(path, link) for path, text in laid.items() for link in re.findall(r"\]\((\.[^)]*)\)", text)]
+    assert links and not [link for path, link in links if not (path.parent / link).exists()]
+
+    would = installed.call("dlscale", "run", "-n")
+    assert all(target in would for target in read_yaml(ROOT / "config.yaml")["targets"])
+
+
+@pytest.mark.long
+def test_what_a_wheel_makes_is_in_the_users_folder(installed: Installed) -> None:
+    before = installed.files()
+    installed.call("dlscale", "run", "data_starter_small")
+    assert (installed.study / "results/data/starter_small/preview.png").is_file()
+    assert "Nothing to be done" in installed.call("dlscale", "run", "data_starter_small")
+    assert installed.files() == before
+
+
+def test_the_package_alone_is_mounted_in_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an installed one: what else is installed beside it would hide what the image has."""
+    monkeypatch.chdir(tmp_path)
+    assert launcher.sources(Site(engine="podman", image="any")) == PACKAGE.parent
+    monkeypatch.setattr(launcher, "CHECKOUT", None)
+    assert launcher.sources(Site(engine="none")) == PACKAGE.parent
+    for _ in range(2):
+        folder = launcher.sources(Site(engine="podman", image="any"))
+        assert [path.resolve() for path in folder.iterdir()] == [PACKAGE] and folder.is_relative_to(tmp_path)
+        assert launcher.outside([folder / "dlscale"], tmp_path) == (str(PACKAGE),)

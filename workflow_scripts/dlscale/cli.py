@@ -56,6 +56,12 @@ RUN = "Run plans, or make data or files, with settings that are typed: dlscale r
 
 #: In the order of `--help`.
 QUERIES = {
+    "init": Query(
+        "dlscale.preflight.init",
+        "Write a folder to work in, without a clone: Snakefile, config.yaml, profiles.",
+        (("folder", {"metavar": "FOLDER", "help": "to write into, over nothing that is there"}),),
+        configured=False,
+    ),
     "status": Query(
         "dlscale.preflight.status",
         "Show how far runs are: done, running (progress, time left, loss, rate), failed and why, or waiting.",
@@ -211,7 +217,7 @@ _CONFIGURED = (
 
 
 #: Commands that `--help` lists first.
-EVERYDAY = ("run", "status", "why", "explain", "compare", "doctor", "new-study")
+EVERYDAY = ("init", "run", "status", "why", "explain", "compare", "doctor", "new-study")
 
 
 def _overview(texts: Mapping[str, str]) -> str:

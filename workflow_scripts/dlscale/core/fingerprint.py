@@ -22,6 +22,8 @@ from dlscale.core.files import write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  #: Folder of the package.
+#: The repository, where the package is not installed but lies in one.
+CHECKOUT = ROOT.parents[1] if (ROOT.parents[1] / "Snakefile").is_file() else None
 #: Digest of each source file, by fingerprint of this process.
 TABLES: dict[str, dict[str, str]] = {}
 

@@ -53,6 +53,9 @@ def main(args: argparse.Namespace) -> None:
     elif engine == "shifter":
         _run(["shifterimg", "pull", image])
     elif image.startswith(LOCAL):
+        if not Path("docker/Dockerfile").is_file():
+            remedy = "build it in a checkout of dlscale, or name in site.image one that is published"
+            raise UserError(f"{image}: docker/Dockerfile, which it is built from, is not here; {remedy}")
         words = [engine, "build", "--file=docker/Dockerfile", f"--target={args.target}", f"--tag={image}"]
         if engine != "docker":
             words += ["--format=docker", "--network=host"]  # OCI's own form has no place for HEALTHCHECK

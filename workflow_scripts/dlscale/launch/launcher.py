@@ -12,6 +12,7 @@ from pathlib import Path
 from dlscale.config.run import Geometry
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
+from dlscale.core.fingerprint import CHECKOUT, ROOT
 from dlscale.core.machine import LOCAL_DISK, WATCHDOG, answer
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
@@ -39,6 +40,18 @@ class Place:
     gid: int  #: Its group.
     data: tuple[str, ...] = ()  #: Further folders or files that the stage reads.
     results: str | None = None  #: Folder that the stage writes to, if it is outside of `folder`.
+
+
+def sources(site: Site) -> Path:
+    """Return a folder that has the package in it, and nothing else that Python could import in a container."""
+    if CHECKOUT or site.engine == "none":
+        return ROOT.parent
+    link = Path(".snakemake/package").absolute() / ROOT.name
+    if not link.exists() or link.resolve() != ROOT:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(ROOT)
+    return link.parent
 
 
 def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:

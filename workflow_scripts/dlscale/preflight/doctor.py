@@ -24,7 +24,6 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Job, Nodes, Scheduler, Site
 from dlscale.core import registry
-from dlscale.core.fingerprint import ROOT
 from dlscale.core.machine import missing, too_old
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.text import many
@@ -91,7 +90,9 @@ def probe_site(
     if image.status == "FAIL":
         return [image, Finding("environment", "skip", "it is in the image, which is not here")]
     here = any(devices.glob("nvidia[0-9]*"))
-    place = launcher.Place(folder=str(Path.cwd()), sources=str(ROOT.parent), uid=os.getuid(), gid=os.getgid())
+    folder, sources = str(Path.cwd()), launcher.sources(site)
+    data = launcher.outside([sources / "dlscale"], folder)
+    place = launcher.Place(folder, str(sources), os.getuid(), os.getgid(), data)
     words = launcher.launch(site, place, Geometry() if here else None)
     found = probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers, on_gpus)
     if here and site.gpu and any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found):

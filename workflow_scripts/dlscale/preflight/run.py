@@ -287,7 +287,7 @@ def main(words: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
-        raise UserError("Snakefile: no such file here; call it in the folder of the repository")
+        raise UserError("Snakefile: no such file here; call it in the repository, or in a folder of dlscale init")
     _, asked, over = configured(call)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
         signal.signal(number, signal.SIG_DFL)

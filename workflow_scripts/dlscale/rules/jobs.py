@@ -399,12 +399,13 @@ class Jobs:
         folder, results = str(Path.cwd()), Path(self.results).absolute()
         # Commands name it as it was typed, though a link may be on its way; that of a link in the folder is followed.
         results = results.resolve() if results.is_relative_to(folder) else results
+        sources = launcher.sources(self.site)
         place = launcher.Place(
             folder=folder,
-            sources=str(ROOT.parent),
+            sources=str(sources),
             uid=os.getuid(),
             gid=os.getgid(),
-            data=launcher.outside([*paths, ROOT.parent, *registry.roots()], folder, results),
+            data=launcher.outside([*paths, sources / ROOT.name, *registry.roots()], folder, results),
             results=None if results.is_relative_to(folder) else str(results),
         )
         studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]

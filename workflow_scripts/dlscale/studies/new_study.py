@@ -16,9 +16,10 @@ from pathlib import Path
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
+from dlscale.core.fingerprint import CHECKOUT
 
 PACKAGE = Path(__file__).resolve().parents[1]
-REPOSITORY = PACKAGE.parents[1]
+REPOSITORY = CHECKOUT or Path.cwd()  # of an installed dlscale: the folder of `dlscale init`
 TEMPLATE = PACKAGE / "studies/template"
 #: Name of the study that is copied, in modules and in classes: with --images, and without.
 ORIGINALS = {True: ("starter_cnn", "StarterCNN"), False: ("waves", "Waves")}
