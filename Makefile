@@ -267,6 +267,19 @@ lock: | $(VENV)/bin/python  ## bring requirements.lock and the images' into step
 	        $(VENV)/lock.txt; } > requirements.lock
 	@python docker/lock.py
 
+.PHONY: version
+version: | $(VENV)/bin/python  ## write pyproject.toml's version wherever else it stands
+	@python .ci/release.py version
+
+TAG ?=
+.PHONY: release-check
+release-check: $(VENV)/.installed-dev  ## what of a release can be done here: wheel and sdist, version, changelog, with TAG=v0.1.0 the tag
+	$(say) 'Building the wheel and the source distribution into dist'
+	@rm -rf dist
+	@uv build --quiet --out-dir dist
+	@uv tool run --quiet twine@7.0.0 check --strict dist/*
+	@python .ci/release.py check $(addprefix --tag ,$(TAG))
+
 .PHONY: clean
 clean:  ## remove the environment and all caches; results/ stays
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

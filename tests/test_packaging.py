@@ -12,6 +12,7 @@ import sysconfig
 import tomllib
 from dataclasses import dataclass
 from importlib.metadata import distribution
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_the_workflow_asks_for_the_same_snakemake() -> None:
 def test_one_cuda_in_the_gpu_image() -> None:
     (major,) = re.findall(r"^# PyTorch .*CUDA (\d+)\.\d", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
     assert re.findall(r"nvidia-dali-cuda(\d+)0==", (ROOT / "docker/requirements-gpu.txt").read_text()) == [major]
+
+
+def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where else it stands, `make version` writes it, and `make release-check` reads it."""
+    spec = spec_from_file_location("release", ROOT / ".ci/release.py")
+    assert spec and spec.loader
+    release = module_from_spec(spec)
+    spec.loader.exec_module(release)
+    assert list(release.wrong(None)) == []
+    assert [line.split(":")[0] for line in release.wrong("v9.9.9")][:1] == ["tag v9.9.9"]
+    monkeypatch.setattr(release, "VERSION", "9.9.9")
+    assert {line.split(":")[0] for line in release.wrong(None)} == {*release.PLACES, "CHANGELOG.md"}
 
 
 @pytest.mark.slow
