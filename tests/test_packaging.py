@@ -184,11 +184,19 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
 
 
 @pytest.mark.long
-def test_what_a_wheel_makes_is_in_the_users_folder(installed: Installed) -> None:
+def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) -> None:
+    """The commands of AGENTS.md, with a wheel and without a clone; what they make is in the user's folder."""
     before = installed.files()
-    installed.call("dlscale", "run", "data_starter_small")
-    assert (installed.study / "results/data/starter_small/preview.png").is_file()
-    assert "Nothing to be done" in installed.call("dlscale", "run", "data_starter_small")
+    (commands,) = re.findall(
+        r"^```bash\npip install .*\n((?:.*\n)*?)```", (ROOT / "AGENTS.md").read_text(), re.MULTILINE
+    )
+    said = installed.call("bash", "-ec", commands, folder=tmp_path)
+    results = tmp_path / "work/results/my_study"
+    assert (results / "report/index.html").is_file()
+    assert "bound by" in said
+    for name in ("config.yaml", "metrics.jsonl", "throughput.json", "provenance.json"):
+        assert (results / "plans/my_study_ladder/baseline" / name).is_file()
+    assert (results / "logs/train/my_study_ladder/baseline.log").is_file()
     assert installed.files() == before
 
 
