@@ -193,7 +193,7 @@ def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) ->
     said = installed.call("bash", "-ec", commands, folder=tmp_path)
     results = tmp_path / "work/results/my_study"
     assert (results / "report/index.html").is_file()
-    assert "bound by" in said
+    assert "my_study_ladder.baseline: " in said
     for name in ("config.yaml", "metrics.jsonl", "throughput.json", "provenance.json"):
         assert (results / "plans/my_study_ladder/baseline" / name).is_file()
     assert (results / "logs/train/my_study_ladder/baseline.log").is_file()
