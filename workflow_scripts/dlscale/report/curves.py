@@ -134,7 +134,7 @@ def training(plan: PlanResult) -> Section | None:
     notes = [seeds] * any(run.repeats for run in runs)
     every = len(by_settings(plan.trained)) if plan.record.kind == "convergence" else len(plan.trained)
     notes += some(len(runs), every, "runs", "the table has all.")
-    legend = [*(entry(style, run.label) for style, run in enumerate(runs)), Entry("validation")]
+    legend = [*(entry(style, run.called) for style, run in enumerate(runs)), Entry("validation")]
     return Section("Training", legend=[*legend, Entry("training", dashes=DASHED)], plots=plots, notes=notes)
 
 
@@ -204,7 +204,7 @@ def with_references(plan: PlanResult, references: Sequence[Reference]) -> Sectio
         "with their own settings. Time is that since training began, by the clock."
     )
     looks = [(each, _line(style, [])) for style, each in enumerate(mine)]
-    legend = [entry(style, run.label) for style, run in enumerate(runs)]
+    legend = [entry(style, run.called) for style, run in enumerate(runs)]
     legend += [Entry(e.label, look.colour, "", look.dashes, look.width, ", ".join(e.files)) for e, look in looks]
     return Section("Beside other programs' runs", legend=legend, plots=plots, notes=[note]) if plots else None
 

@@ -20,6 +20,8 @@ from dlscale.measure.records import MODES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from dlscale.report.results import PlanResult, RunResult
+
 #: Markers of the runs' lines, so that colour does not stand alone: matplotlib's name and a character for legends.
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("*", "★"), ("P", "✚"), ("X", "✖"))
 
@@ -321,6 +323,11 @@ def cell(value: Any, text: Callable[[Any], str] = number, note: str = "", link: 
     if isinstance(value, str):
         return Cell(value or NONE, value, note, link)
     return Cell(text(value), value, note, link) if math.isfinite(value) else Cell(number(value))
+
+
+def heading(plan: PlanResult, run: RunResult, place: int) -> Cell:
+    """Return the first cell of a run's row."""
+    return Cell(run.name, place, "" if run.label == run.name else run.label, plan.anchor(run))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from dlscale.report.figures import (
     MUTED,
     RUN_COLOURS,
     Bar,
-    Cell,
     Entry,
     Section,
     Strip,
@@ -26,6 +25,7 @@ from dlscale.report.figures import (
     View,
     bars,
     cell,
+    heading,
     strips,
     table,
 )
@@ -83,12 +83,12 @@ def step(run: RunResult) -> StepTime | None:
     )
     tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
     if tool:
-        return StepTime(f"{run.label} ({tool.name})", of_tool(tool), full, batch)
+        return StepTime(f"{run.called} ({tool.name})", of_tool(tool), full, batch)
     if not (full and computing):
         return None
     # A step waits no longer than its batch takes to load. Nothing measured explains the rest.
     parts = {"data": min(max(0.0, full - computing), loading or 0.0), "compute": min(full, computing)}
-    return StepTime(run.label, {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
+    return StepTime(run.called, {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
 
 
 def of_tool(tool: ProfiledTool) -> dict[str, float]:
@@ -165,7 +165,7 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
     top = [each for each in profile.top if each.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
     return {
         "id": plan.anchor(run),
-        "label": run.label,
+        "label": run.called,
         "tools": [
             (tool, [(title, (folder / name).as_posix()) for title, name in tool.files.items()])
             for tool in profile.tools
@@ -189,7 +189,7 @@ def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
         ("", "calls a step", [cell(row.calls, lambda calls: f"{round(calls, 2):,.12g}") for row in top]),
         ("", "kind", [cell(row.kind) for row in top]),
     ]
-    about = f"Where the time of a step goes, {run.label}"
+    about = f"Where the time of a step goes, {run.called}"
     return table(columns, "Where the time of a step goes: the first rows of the summary.", about, style="top")
 
 
@@ -246,7 +246,7 @@ def efficiency(plan: PlanResult) -> Section | None:
         return None
     every = list(jobs.values())
     columns = [
-        ("", "run", [Cell(run.label, place, link=plan.anchor(run)) for place, run in enumerate(jobs)]),
+        ("", "run", [heading(plan, run, place) for place, run in enumerate(jobs)]),
         ("", "stage", [cell(each.stage) for each in every]),
         ("", "wall-clock", [cell(each.seconds, text.duration) for each in every]),
         ("", "cores", [cell(each.cores, str) for each in every]),
@@ -281,7 +281,7 @@ def watched(plan: PlanResult) -> Section | None:
         stage, nodes = next((stage, nodes) for stage, nodes in run.telemetry.items() if nodes)
         if series := of_node(nodes[0]):
             said = "on its first node: once a second; each strip from 0 to the value at its right."
-            plots.append((strips(f"{plan.name}-{run.name}-watched", series), f"{run.label}, stage {stage}, {said}"))
+            plots.append((strips(f"{plan.name}-{run.name}-watched", series), f"{run.called}, stage {stage}, {said}"))
     return Section("What the machine did meanwhile", plots=plots, few=True) if plots else None
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from dlscale.config.records import PUBLISHED_KINDS, Published
-from dlscale.core.metrics import Metric
 from dlscale.core.text import NONE, count, number, unit
 
 
@@ -44,25 +43,6 @@ def quoted(known: dict[str, Published], run: str) -> str:
     figure, times = known[run], ratio(known, run)
     compared = f", {number(times)}× {next(iter(known.values())).label}" if times and times != 1 else ""
     return f"{digits(figure.speed)} samples/s on {figure.devices} ({figure.label}{compared}; {figure.source})"
-
-
-def summary(figures: Sequence[Published], metrics: Mapping[str, Metric]) -> list[str]:
-    """Return the published figures of a study in short.
-
-    These are the range of throughputs on each hardware, on the fewest devices, and the first two qualities, which are
-    figures of `metrics`.
-    """
-    fewest = min((figure.gpus for figure in figures if figure.speed), default=1)
-    by_hardware: dict[str, list[float]] = {}
-    for figure in figures:
-        if figure.speed and figure.gpus == fewest:
-            by_hardware.setdefault(figure.devices, []).append(figure.speed)
-    ranges = {hardware: dict.fromkeys(map(digits, (min(all_), max(all_)))) for hardware, all_ in by_hardware.items()}
-    qualities = [figure for figure in figures if figure.metric in metrics][:2]
-    return [
-        *(f"{' to '.join(range_)} samples/s on {hardware}" for hardware, range_ in ranges.items()),
-        *(f"{metrics[each.metric].full_title} {shown(each)} ({each.label}; {each.source})" for each in qualities),
-    ]
 
 
 def what(figure: Published) -> str:

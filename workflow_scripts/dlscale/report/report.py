@@ -100,9 +100,12 @@ def page(
     environment.filters |= {"joules": joules, "paint": lambda colour: PAINT.get(colour, "")}
     named = {folder.absolute().name: folder for folder in folders}  # a link is called as it is here
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
+    guides = Path("docs")  # of the folder that the workflow is called in
+    docs = Path(os.path.relpath(guides, place)).as_posix() if (guides / "measuring.md").exists() else ""
     shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)
     return environment.from_string(template).render(
         title=title,
+        docs=docs,
         to_come=to_come,
         style=Markup(style),
         script=Markup(script),

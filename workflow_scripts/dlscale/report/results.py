@@ -78,6 +78,11 @@ class RunResult:
     repeats: list[list[Epoch]] = field(default_factory=list)  #: The same training with other seeds.
 
     @property
+    def called(self) -> str:
+        """Name, which commands take, and label."""
+        return self.name if self.label == self.name else f"{self.name} · {self.label}"
+
+    @property
     def last(self) -> Epoch | None:
         return self.epochs[-1] if self.epochs else None
 

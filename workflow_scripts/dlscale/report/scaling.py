@@ -25,6 +25,7 @@ from dlscale.report.figures import (
     Table,
     cell,
     entry,
+    heading,
     joules,
     lines,
     run_line,
@@ -154,7 +155,7 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
 
     nodes = [int(point.run.setting("geometry.nodes", 1)) for point in rows]
     columns: list[tuple[str, str, list[Cell]]] = [
-        ("Run", "run", [Cell(point.run.label, n, link=plan.anchor(point.run)) for n, point in enumerate(rows)]),
+        ("Run", "run", [heading(plan, point.run, n) for n, point in enumerate(rows)]),
         ("Run", "devices", [cell(p.devices, str, f"{n} nodes" * (n > 1)) for p, n in zip(rows, nodes, strict=True)]),
         ("Run", "samples a step", [cell(point.batch, count) for point in rows]),
     ]
@@ -290,7 +291,7 @@ def parallelism(plan: PlanResult) -> Section | None:
     full, speeds = [run.trials("FULL") for run in runs], plan.record.published
     memories = [published.values(speeds, plan.name, run.name, "memory") for run in runs]
     columns = [
-        ("Run", "run", [Cell(run.label, n, link=plan.anchor(run)) for n, run in enumerate(runs)]),
+        ("Run", "run", [heading(plan, run, n) for n, run in enumerate(runs)]),
         column("Devices", "in all", lambda run: run.devices, count),
         *(("Devices", axis, [cell(value, count) for value in values]) for axis, values in {**axes, "dp": dp}.items()),
         ("Devices", "weights", [_weights(run, tp) for run, tp in zip(runs, axes["tp"], strict=True)]),

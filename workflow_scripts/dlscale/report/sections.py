@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 import os
 import statistics
@@ -26,7 +27,20 @@ from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference
-from dlscale.report.figures import MODE_COLOURS, Bar, Cell, Section, Table, View, bars, cell, joules, some, table
+from dlscale.report.figures import (
+    MODE_COLOURS,
+    Bar,
+    Cell,
+    Section,
+    Table,
+    View,
+    bars,
+    cell,
+    heading,
+    joules,
+    some,
+    table,
+)
 from dlscale.report.results import (
     PlanResult,
     Reached,
@@ -43,6 +57,9 @@ from dlscale.report.verdict import bound, disturbance, of
 
 #: Most runs, or metrics, of a card.
 CARD = 6
+
+#: Greatest size of a plan's picture in the first table, pixels: shown at half of it.
+THUMBNAIL = (280, 120)
 
 #: Most trials in the table of a sweep.
 TRIALS = 40
@@ -82,14 +99,14 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "datasets": [{"name": name, "linked": name in page.datasets} for name in used],
         "devices": profiles.devices(plan.runs),
         "speed": speed(plan),
-        "bound": fastest_bound(plan),
+        "bound": fastest_bound(plan, page.call),
         "quality": quality(plan),
         "targets": targets(plan),
         "scales": scaling.glance(plan),
         "tuned": tuning_verdicts(plan),
         "swept": sweep_view(plan),
         "loss": plan.loss,
-        "published": published.summary(plan.record.published, plan.described),
+        "picture": thumbnail(plan),
         "sections": [section for make in SECTIONS if (section := make(plan, page))],
     }
 
@@ -148,14 +165,18 @@ def speed(plan: PlanResult) -> View | None:
         return None
     (fastest, like, groups), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
-    figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
-    greatest = max(group.speed for group in groups)
+    known = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
+    # Those of the same step at another size, as in a demo, stand in the table alone.
+    figures = {run: figure for run, figure in known.items() if f"{plan.name}.{run}" in figure.runs}
+    # As they were timed, in turns: quotients of the runs' own speeds would contradict them.
+    base = first.speed or fastest.speed
+    ratios = {id(group): group.gain.ratio if group.gain else group.speed / base for group in groups}
+    greatest = max(ratios.values())
     # The fastest in turns need not be so by itself.
     shown = first_and_least(groups, CARD, lambda group: -math.inf if group is fastest else -group.speed)
     return {
-        "what": "FULL: loading and computing together"
-        if fastest.runs[0].throughput
-        else "Training, median over epochs",
+        "full": bool(fastest.runs[0].throughput),
+        "what": "loading and computing together" if fastest.runs[0].throughput else "median over epochs",
         "fastest": _label(fastest),
         "alone": len(groups) == 1,
         "pooled": any(len(group.runs) > 1 for group in groups),
@@ -164,13 +185,14 @@ def speed(plan: PlanResult) -> View | None:
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
         "like": [_label(group) for group in like],
-        "first": next((_label(group) for group in groups if first in group.runs), first.label),
+        "first": next((_label(group) for group in groups if first in group.runs), first.called),
         "bars": [
             {
                 "label": _label(group),
                 "id": plan.anchor(group.runs[0]),
                 "speed": group.speed,
-                "share": group.speed / greatest,
+                "share": ratios[id(group)] / greatest,
+                "ratio": ratios[id(group)],
                 "gain": group.gain,
                 "fastest": group is fastest,
                 "published": published.quoted(figures, group.runs[0].name),
@@ -183,12 +205,12 @@ def speed(plan: PlanResult) -> View | None:
 
 def _label(group: Group) -> str:
     if len(group.runs) == 1:
-        return group.runs[0].label
+        return group.runs[0].called
     labels = list(dict.fromkeys(map(without_seed, group.runs)))
     return ", ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} like it"
 
 
-def fastest_bound(plan: PlanResult) -> View | None:
+def fastest_bound(plan: PlanResult, call: str) -> View | None:
     """Return the bound of the run that `speed` calls the fastest; None if that was not measured."""
     if (found := _fastest(plan)) is None:
         return None
@@ -200,9 +222,20 @@ def fastest_bound(plan: PlanResult) -> View | None:
         "bound": judged.bound,
         "finding": next(iter(judged.findings), None),
         "todo": judged.todo,
-        "run": run.label,
+        "command": judged.rung and next_plan(plan, run, judged.rung, call),
+        "run": run.called,
         "bars": [(mode, mean, mean / max(means.values())) for mode, mean in means.items()],
     }
+
+
+def next_plan(plan: PlanResult, run: RunResult, rung: str, call: str) -> str:
+    """Return lines of a shell that time a run beside the same with the settings `rung`, YAML."""
+    own, name = f"{plan.name}.{run.name}", f"{plan.name}_next"
+    runs = {"before": {"use": own}, "next": yaml.safe_load(rung)}
+    added = {"study": plan.record.study, "from": own, "measure": ["throughput"], "runs": runs}
+    content = yaml.safe_dump({"plans": {name: added}}, sort_keys=False)
+    flag = "" if "--configfile" in call else " --configfile"
+    return f"cat > next.yaml <<'END'\n{content}END\n{call}{flag} next.yaml -- plan_{name}"
 
 
 def quality(plan: PlanResult) -> View | None:
@@ -225,7 +258,7 @@ def quality(plan: PlanResult) -> View | None:
             "answer": plan.lead.answer,
         }
     return {
-        "run": plan.best.label,
+        "run": plan.best.called,
         "last": last,
         "seeds": 1 + len(plan.best.repeats),
         "lead": lead,
@@ -243,9 +276,9 @@ def targets(plan: PlanResult) -> list[View]:
     views = []
     for aim, all_ in by_aim.items():
         there = [(run, found) for run, found in all_ if found.epoch]
-        missed = [(run.label, found.nearest) for run, found in all_ if not found.epoch]
+        missed = [(run.called, found.nearest) for run, found in all_ if not found.epoch]
         first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
-        told = first and ({"label": first[0].label, "hours": first[0].hours}, first[1])  # pages are made by processes
+        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])  # pages are made by processes
         views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": told})
     return views
 
@@ -285,7 +318,7 @@ def runs_table(plan: PlanResult) -> Table:
 
     scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
     columns: list[tuple[str, str, Make]] = [
-        ("Run", "run", lambda run, row: Cell(run.label, order[run], link=plan.anchor(run))),
+        ("Run", "run", lambda run, row: heading(plan, run, order[run])),
         ("Run", "what it changes", changed),
         ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
         ("Throughput (samples/s)", "training", column("train_samples_per_second")),
@@ -404,7 +437,7 @@ def _channel_table(
     naive = {name: _shared(finished, keys) for name, keys in answers}
     if all(value is None for value in naive[answers[0][0]]):
         naive = {}
-    labels = [*map(cell, naive), *(Cell(run.label, n) for n, run in enumerate(shown))]
+    labels = [*map(cell, naive), *(Cell(run.called, n) for n, run in enumerate(shown))]
     rows = dict(zip(plan.runs, rows_of(plan), strict=True)) if plan.repeats else {}
     columns = [("", "run", labels)]
     for place, metric in enumerate(metrics):
@@ -454,7 +487,7 @@ def throughput(plan: PlanResult, page: Page) -> Section | None:
         plots=[(rates(f"{plan.name}-throughput", shown), words)],
         notes=some(len(shown), len(measured), "runs", "the first and the fastest. The table has all."),
         form="throughput",
-        own=[{"run": run.label, "id": plan.anchor(run), "verdict": of(run)} for run in shown],
+        own=[{"run": run.called, "id": plan.anchor(run), "verdict": of(run)} for run in shown],
         few=True,
     )
 
@@ -465,7 +498,7 @@ def rates(name: str, runs: Sequence[RunResult]) -> str:
     for run in runs:
         known = [(mode, each) for mode in MODES if (each := run.trials(mode))]
         drawn = [Bar([(t.mean, MODE_COLOURS[mode])], text.number(t.mean), mode, t.std) for mode, t in known]
-        groups.append((run.label, drawn))
+        groups.append((run.called, drawn))
     return bars(name, groups, "throughput (samples/s)")
 
 
@@ -480,7 +513,7 @@ def sweep_view(plan: PlanResult) -> View | None:
     return {
         "metric": sweep_metric(plan),
         "better": better,
-        "best": plan.best.label,
+        "best": plan.best.called,
         "score": text.number(score),
         "of": len(plan.trained),
         "method": _method(plan.record.sweep),
@@ -498,7 +531,7 @@ def sweep(plan: PlanResult, page: Page) -> Section | None:
     keys, shown = list(dict.fromkeys(key for each in values.values() for key in each)), ranked[:TRIALS]
     scores = [plan.score(run)[0] for run in shown]
     columns = [
-        ("", "trial", [Cell(run.label, rank, link=plan.anchor(run)) for rank, run in enumerate(shown)]),
+        ("", "trial", [heading(plan, run, rank) for rank, run in enumerate(shown)]),
         *(("", key, [_setting(values[run.name].get(key)) for run in shown]) for key in keys),
         ("", "epochs", [cell(run.epochs[-1].epoch, text.count) for run in shown]),
         ("", sweep_metric(plan), [cell(score) if math.isfinite(score) else Cell("diverged") for score in scores]),
@@ -534,14 +567,14 @@ def _setting(value: Any) -> Cell:
 
 def tuning_verdicts(plan: PlanResult) -> list[View]:
     """Return the verdict of each tuned run."""
-    return [{"run": r.label, "id": plan.anchor(r), "verdict": r.tuning.verdict()} for r in plan.runs if r.tuning]
+    return [{"run": r.called, "id": plan.anchor(r), "verdict": r.tuning.verdict()} for r in plan.runs if r.tuning]
 
 
 def tunings(plan: PlanResult, page: Page) -> Section | None:
     """Return the settings that were tried of each tuned run; None if none was tuned."""
     own = [
         {
-            "run": run.label,
+            "run": run.called,
             "id": plan.anchor(run),
             "verdict": run.tuning.verdict(),
             "command": run.tuning.command,
@@ -550,7 +583,7 @@ def tunings(plan: PlanResult, page: Page) -> Section | None:
             "batch": "batch_size" in run.tuning.changes,
             "tried": len(run.tuning.candidates),
             "time": text.duration(run.tuning.seconds),
-            "table": tried(run.tuning, run.label),
+            "table": tried(run.tuning, run.called),
         }
         for run in plan.runs
         if run.tuning
@@ -605,10 +638,30 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
     drawn.sort(key=lambda pair: pair[0] is not plan.best)
     judge = sweep_metric(plan) if plan.record.sweep else plan.judge and plan.judge.title
     best = f", the run with {f'the best {judge}' if judge else 'the least validation loss'}" * (len(plan.runs) > 1)
-    shown = [{"label": run.label, "best": best * (run is plan.best), **picture(p)} for run, p in drawn[: page.pictures]]
+    shown = [
+        {"label": run.called, "best": best * (run is plan.best), **picture(p)} for run, p in drawn[: page.pictures]
+    ]
     rest = "the others are prediction.png in their runs' folders."
     notes = some(len(shown), len(drawn), "figures", rest)
     return Section("Predictions", form="predictions", own=shown, notes=notes)
+
+
+def thumbnail(plan: PlanResult) -> str | None:
+    """Return the upper part of the best run's prediction, or another's, as a small JPEG file in base 64."""
+    from PIL import Image
+
+    run = next((run for run in (plan.best, *plan.trained) if run and run.prediction), None)
+    if run is None or run.prediction is None:
+        return None
+    picture(run.prediction)  # which refuses half of a file
+    small = io.BytesIO()
+    with Image.open(run.prediction) as image:
+        top = image.convert("RGB").crop(
+            (0, 0, image.width, min(image.height, int(THUMBNAIL[1] / THUMBNAIL[0] * image.width)))
+        )
+    top.thumbnail(THUMBNAIL)
+    top.save(small, "JPEG", quality=80)
+    return base64.b64encode(small.getvalue()).decode()
 
 
 def picture(path: Path) -> View:
@@ -641,7 +694,7 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     shown = owner in page.plans and (owner != plan.name or any(each.name == name for each in plan.runs))
     return {
         "id": plan.anchor(run),
-        "label": run.label,
+        "label": run.called,
         "owner": run.owner if run.owner != f"{plan.name}/{run.name}" else None,
         "owner_id": f"run.{owner}.{name}" if shown else None,
         "command": record.command if record else None,

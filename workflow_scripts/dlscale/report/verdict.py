@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 #: Bound of a run that was disturbed.
 UNKNOWN = "not known"
 
+#: Rungs that several remedies name, as YAML.
+COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
+
 #: FULL may seem faster than its slower part by this share, however quiet the trials were: they were timed apart.
 ABOVE = 0.1
 
@@ -99,7 +102,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | Non
     if not shares:
         return None
     ends = dict.fromkeys(map(percent, (min(shares.values()), max(shares.values()))))
-    labels = [run.label for run in shares]
+    labels = [run.called for run in shares]
     which = "; ".join(labels) if len(labels) <= 3 else f"{len(labels)} of {len(runs)} runs"
     files = [str(run.folder / "throughput.json") for run in shares if run.throughput]
     again = f": {call} --force {shlex.join(files)}" if files else "."
@@ -191,6 +194,7 @@ class Finding:
     why: str  #: Figures that show it, in a sentence or two.
     todo: str  #: Remedy.
     share: float | None  #: Share of the run's time that it costs, about; None where unknown.
+    rung: str = ""  #: Settings of the remedy, as YAML, where it is one.
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ class Verdict:
     findings: list[Finding]  #: Causes, the dearest first.
     limit: str  #: Distance from the device's limit, in words; empty if that was not measured.
     todo: str  #: Remedy of the dearest cause, or else of the bound.
+    rung: str = ""  #: Its settings.
 
 
 def of(run: RunResult) -> Verdict:
@@ -221,8 +226,8 @@ def verdict(evidence: Evidence) -> Verdict:
         again = "Measure again with nothing else running, or on nodes of your own: none of these rates hold."
         return Verdict(bounding, found, "", again)
     costs = [finding for finding in found if finding.share is not None or finding.cause == "neighbour"]
-    todo = costs[0].todo if costs else _next(evidence, bounding)
-    return Verdict(bounding, found, limit(evidence), todo if costs or not found else f"{found[0].todo} {todo}")
+    todo, rung = (costs[0].todo, costs[0].rung) if costs else _next(evidence, bounding)
+    return Verdict(bounding, found, limit(evidence), todo if costs or not found else f"{found[0].todo} {todo}", rung)
 
 
 # ---- causes: loading ---------------------------------------------------------------------------------
@@ -247,8 +252,9 @@ def loading(evidence: Evidence) -> Finding | None:
             f"{delivers} with {with_}, which {'is' if count == ranks == 1 else 'are'} busy, while "
             f"{number(idle, 2)} of {usage.cores} cores are idle."
         )
-        todo = f"loader: {{workers: {more}}}; `dlscale tune` finds how many are best.{faster}"
-        return Finding("workers", "too few workers", why, todo, evidence.loading)
+        rung = f"loader: {{workers: {more}}}"
+        todo = f"{rung}; `dlscale tune` finds how many are best.{faster}"
+        return Finding("workers", "too few workers", why, todo, evidence.loading, rung)
     # Other programs took cores that the run would have used, which had none to spare: whether it is slow nobody knows.
     if others(usage) > 0.25 and idle < max(0.5, LEAST * usage.cores):
         return None
@@ -256,7 +262,7 @@ def loading(evidence: Evidence) -> Finding | None:
         cores = number(usage.cpu_seconds / usage.seconds, 2)
         why = f"{delivers}, and keeps {cores} of {usage.cores} cores busy with it."
         todo = faster.strip() or "Store the data as the model takes them: float16, channels last, no compression."
-        return Finding("loader", "the loader's work", why, todo, evidence.loading)
+        return Finding("loader", "the loader's work", why, todo, evidence.loading, DIRECT if faster else "")
     read = usage.read_bytes
     disk = f", in which {size(read / usage.seconds)}/s came from disks" if read else ""
     return Finding(
@@ -286,6 +292,7 @@ def overlap(evidence: Evidence) -> Finding | None:
         ("loader: {workers: 1} or more." if turns else "More workers, or a longer prefetch.")
         + _faster_loader(evidence),
         share,
+        "loader: {workers: 1}" if turns else "",
     )
 
 
@@ -376,7 +383,8 @@ def launches(evidence: Evidence) -> Finding | None:
             f"its {1e3 * seconds:.1f} ms."
         )
     fuse = [rung for rung in _rungs(evidence) if "precision" not in rung]
-    return Finding("launches", "tiny operators", why, f"{', '.join([*fuse, 'a larger batch_size'])}.", share)
+    todo = f"{', '.join([*fuse, 'a larger batch_size'])}."
+    return Finding("launches", "tiny operators", why, todo, share, next(iter(fuse), ""))
 
 
 def sync(evidence: Evidence) -> Finding | None:
@@ -422,7 +430,7 @@ def memory(evidence: Evidence) -> Finding | None:
     if moving < 1.5 * computing or used < 0.4 or launches(evidence) or evidence.loading:
         return None
     half = [] if "16" in str(evidence.setting("precision", "")) else ["precision: bf16 (half the bytes)"]
-    rungs = ["compile: {mode: default} (one pass for many)", *half, "memory_format: channels_last for convolutions"]
+    rungs = [f"{COMPILED} (one pass for many)", *half, "memory_format: channels_last for convolutions"]
     return Finding(
         "memory",
         "memory bandwidth",
@@ -430,6 +438,7 @@ def memory(evidence: Evidence) -> Finding | None:
         f"the memory can move in that time; their arithmetic alone would take {percent(computing / moving)} of it.",
         f"{', '.join(rungs)}.",
         min(used, 1.0) - min(used, 1.0) * computing / moving,
+        COMPILED,
     )
 
 
@@ -447,6 +456,7 @@ def copies(evidence: Evidence) -> Finding | None:
         f"{percent(activity.copy_seconds / seconds)} of the step, and nothing overlaps such copies.",
         "loader: {pin_memory: true}, or loader: {kind: direct}, which copies from page-locked buffers.",
         max(activity.copy_seconds / seconds, 0.0),
+        "loader: {pin_memory: true}",
     )
 
 
@@ -523,13 +533,16 @@ def limit(evidence: Evidence) -> str:
     )
 
 
-def _next(evidence: Evidence, bounding: Bound | None) -> str:
+def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
+    """Return what to try next, and its settings."""
     if bounding is None:
-        return "Measure throughput: it says what bounds the run."
+        return "Measure throughput: it says what bounds the run.", ""
     if bounding.key == "io":
-        return _faster_loader(evidence).strip() or "The loader is the fastest there is: store less, or use more nodes."
-    rungs = ", ".join(_rungs(evidence))
-    return f"{rungs}." if rungs else "All rungs are taken: a larger batch, or more devices."
+        faster = _faster_loader(evidence).strip()
+        return faster or "The loader is the fastest there is: store less, or use more nodes.", DIRECT if faster else ""
+    if not (rungs := _rungs(evidence)):
+        return "All rungs are taken: a larger batch, or more devices.", ""
+    return f"{', '.join(rungs)}.", rungs[0]
 
 
 def _rungs(evidence: Evidence) -> list[str]:
@@ -537,7 +550,7 @@ def _rungs(evidence: Evidence) -> list[str]:
     strategy, captures = evidence.setting("parallel.kind"), evidence.setting("compile.mode", "none")
     lacks = {
         "precision: bf16": "16" not in str(evidence.setting("precision", "")),
-        "compile: {mode: default}": not evidence.compiled and strategy != "dp",
+        COMPILED: not evidence.compiled and strategy != "dp",
         "optimizer: {fused: true}": not evidence.setting("optimizer.fused")
         and evidence.setting("optimizer.kind") != "adadelta",
         "cuda_graph: true": evidence.cuda
@@ -553,7 +566,7 @@ def _faster_loader(evidence: Evidence) -> str:
     return (
         ""
         if kind in ("direct", "synthetic")
-        else " loader: {kind: direct} loads fields on grids, rows and images with far less work."
+        else f" {DIRECT} loads fields on grids, rows and images with far less work."
     )
 
 

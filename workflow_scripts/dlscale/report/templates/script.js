@@ -6,10 +6,32 @@ try {
   if (theme === "light" || theme === "dark") root.dataset.theme = theme;
 } catch (error) { /* the system's theme, then */ }
 
-// A link to a run opens its details.
+// A link opens what it leads to, and all around it.
 function reveal() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  if (target && target.tagName === "DETAILS") { target.open = true; target.scrollIntoView(); }
+  for (let fold = target && target.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
+  if (target) target.scrollIntoView();
+}
+
+// Paper has no folds: printing opens them, and closes them again.
+let folded = [];
+addEventListener("beforeprint", () => {
+  folded = Array.from(document.querySelectorAll("details:not([open])"));
+  for (const fold of folded) fold.open = true;
+});
+addEventListener("afterprint", () => { for (const fold of folded) fold.open = false; });
+
+// A block of commands has a button that copies it.
+function copyable(block) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "button";
+  button.textContent = "Copy";
+  button.addEventListener("click", async () => {
+    getSelection().selectAllChildren(block.querySelector("pre")); // which a page without a clipboard leaves to copy
+    try { await navigator.clipboard.writeText(block.textContent.trim()); button.textContent = "Copied"; } catch (error) { /* selected, then */ }
+  });
+  block.append(button);
 }
 
 // A heading sorts by its column, numbers as numbers; what has no value stays last.
@@ -45,6 +67,7 @@ document.addEventListener("DOMContentLoaded", () => {
     try { localStorage.setItem("theme", root.dataset.theme); } catch (error) { /* for this visit only */ }
   });
   document.querySelectorAll("table.sortable").forEach(sortable);
+  document.querySelectorAll(".copy").forEach(copyable);
   addEventListener("hashchange", reveal);
   reveal();
 });
