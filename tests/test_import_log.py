@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dlscale.report.curves import Over, Reference
 from tests.conftest import COSMO, COSMO_RUN, make_run, said, stage, train
-from tests.test_report import Page, Results, points
+from tests.test_report import Results
 
 START = 1_600_000_000.0
 Values = dict[str, float]
@@ -78,7 +79,7 @@ def test_a_log_becomes_a_reference(results: Path, tmp_path: Path, capfd: pytest.
         "time": [(0, 0.5), (11, 0.25), (21, 0.125), (31, 0.25 / 3)],
     }
     for over, curve in expected.items():
-        assert found.points("loss/valid", over) == [pytest.approx(point) for point in curve]
+        assert points(found, "loss/valid", over) == [pytest.approx(point) for point in curve]
     assert (results / "references/theirs" / log.name).read_bytes() == log.read_bytes()
 
 
@@ -98,8 +99,8 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
     log = write(tmp_path / "events.out.tfevents.1", rows)
     assert bring(log, "--epoch-samples", 1000, "--batch-size", 50, study="imagenet_resnet50") == 0
     found = Reference.read(results / "references/theirs/reference.json")
-    assert found.points("valid/top1", "step") == [(20, pytest.approx(0.2)), (40, pytest.approx(0.4))]
-    assert found.points("loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
+    assert points(found, "valid/top1", "step") == [(20, pytest.approx(0.2)), (40, pytest.approx(0.4))]
+    assert points(found, "loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
 
 
 # ---- damaged and hostile ------------------------------------------------------------------------------------
@@ -166,6 +167,10 @@ def test_plans_of_another_study_would_not_show_it(
     assert "--plans: mnist_sweep is of study mnist_cnn, not of cosmo_unet" in said(capfd)
 
 
+def points(reference: Reference, quantity: str, over: Over) -> list[tuple[float, float]]:
+    return [(row[over], row["value"]) for row in reference.rows(quantity)]
+
+
 # ---- the page -----------------------------------------------------------------------------------------------
 
 
@@ -185,19 +190,15 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     assert bring(tmp_path / "other", name="other") == 0
     made.references.append(tmp_path / "results/references/other/reference.json")
     html = made.report()
-    assert "Beside other programs" in html and "elsewhere" not in html and "<small>events.out" in html
-    assert "<b></span>" not in html and "&lt;b&gt;" in html
-    for over in ("optimiser step", "training samples", "time, validation included"):
-        assert f"over {over}" in Page(html).text
-
-    svg = re.findall(r"<svg.*?</svg>", html[html.index("Beside other programs") :], re.S)
-    drawn = next(each for each in svg if "optimiser step" in each)
-    paths = re.findall(r'<path d="([^"]*)"[^>]*style="([^"]*)"', drawn)
-    (ours,) = [points(path) for path, style in paths if "var(--s0)" in style and len(points(path)) == 3]
-    (theirs,) = [points(path) for path, style in paths if "dash" in style and len(points(path)) == 4]
+    assert "Beside other programs" in html and "elsewhere" not in html and "&lt;b&gt;: events.out" in html
+    spec = re.search(r'(?s)Beside other programs.*?json">(.*?)</script>', html)
+    assert spec
+    rows = json.loads(spec[1])["layer"][0]["data"]["values"]
+    ours, theirs = ([row for row in rows if row["run"] == run] for run in ("a · ours", "<b>"))
+    assert all({"step", "samples", "time"} <= row.keys() for row in rows)
     # Ours has 8, 16, 24 steps, as theirs has after its step 0.
-    assert ours[:, 0] == pytest.approx(theirs[1:, 0])
-    assert theirs[:, 1].argmin() == 0 and (theirs[1:, 1] > theirs[0, 1]).all()
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs[1:]] == [8, 16, 24]
+    assert max(theirs, key=lambda row: row["value"]) is theirs[0]
 
 
 # ---- TensorBoard --------------------------------------------------------------------------------------------
@@ -226,10 +227,10 @@ def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
         assert board.Scalars(ours, tag)[0].step == board.Scalars(theirs, tag)[0].step == 0
     found = Reference.read(beside / "references/sc22_base/reference.json")
     # 10 epochs of 65,536 crops in about two hours; 4.84e-3 is what was published.
-    assert [x for x, _ in found.points("loss/valid", "samples")] == [65536 * epoch for epoch in range(11)]
-    assert found.points("loss/valid", "step")[-1] == (10240, pytest.approx(4.84e-3, abs=1e-4))
-    assert 1.5 < found.points("loss/valid", "time")[-1][0] / 3600 < 2.5
-    assert found.points("steps_per_second", "step")[-1][1] == pytest.approx(1.34, abs=0.1)
+    assert [x for x, _ in points(found, "loss/valid", "samples")] == [65536 * epoch for epoch in range(11)]
+    assert points(found, "loss/valid", "step")[-1] == (10240, pytest.approx(4.84e-3, abs=1e-4))
+    assert 1.5 < points(found, "loss/valid", "time")[-1][0] / 3600 < 2.5
+    assert points(found, "steps_per_second", "step")[-1][1] == pytest.approx(1.34, abs=0.1)
 
 
 @pytest.mark.parametrize(("gpus", "top1", "rate"), [(8, 0.763, 5735), (64, 0.751, None)])
@@ -241,8 +242,8 @@ def test_the_published_logs_of_resnet50(
     assert bring(log, *arguments, name=f"gpux{gpus}", study="imagenet_resnet50") == 0
     found = Reference.read(results / f"references/gpux{gpus}/reference.json")
     assert len(found.curves["loss/valid"]) == 90
-    curve = found.points("valid/top1", "samples")
+    curve = points(found, "valid/top1", "samples")
     assert curve[-1][0] == 90 * 1_281_167 and max(value for _, value in curve) == pytest.approx(top1, abs=2e-3)
     if rate:
-        rates = [value for _, value in found.points("samples_per_second", "step")]
+        rates = [value for _, value in points(found, "samples_per_second", "step")]
         assert sum(rates) / len(rates) == pytest.approx(rate, rel=0.05)

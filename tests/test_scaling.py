@@ -19,10 +19,11 @@ from dlscale.config.resolve import ResolvedRun
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.text import number
-from dlscale.measure.records import Throughput, Trials
+from dlscale.measure.records import MODES, Throughput, Trials
 from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, scaling, sections
-from dlscale.report.figures import DASHED, DOTTED, Table
+from dlscale.report.charts import Chart
+from dlscale.report.figures import Table
 from dlscale.report.results import PlanResult, read_plan, took
 from dlscale.report.speedup import series as series_of
 from tests.test_report import Results
@@ -278,7 +279,7 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     view = scaling.section(weak)
     assert view
     row = cells(view.tables[0], 2)
-    assert row["Run", "run"][0] == "b16 ddp 8"
+    assert row["Run", "run"] == ("b16_ddp_8", "b16 ddp 8")
     expected = {
         ("Run", "devices"): ("8", "2 nodes"),
         ("Run", "samples a step"): ("128", ""),
@@ -342,44 +343,33 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
     assert [share and pytest.approx(share.value) for share in shares] == [0.2, 0.1]
 
 
-def test_the_figures_draw_what_was_measured_and_what_is_ideal(
-    weak: PlanResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[str, Any] = {}
-    whiskers: dict[str, Any] = {}
-
-    def note(name: str, lines: Any, label: str, y: Any) -> str:
-        drawn[name] = [(list(line.points), line.dashes) for line in lines], label
-        whiskers[name] = [line.whiskers for line in lines]
-        return draw(name, lines, label, y)
-
-    draw = scaling.over_devices
-    monkeypatch.setattr(scaling, "over_devices", note)
+def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -> None:
     view = scaling.section(weak)
-    assert view and [text.split(":")[0] for _, text in view.plots] == [
+    assert view and [chart.about.split(":")[0] for chart in view.charts] == [
         "16 samples a device",
         "Overhead of communication",
         "Efficiency",
     ]
-    rates, label = drawn["plan-scaling-0"]
-    assert label == "throughput (samples/s)"
-    for place, column in enumerate((2, 1, 0)):  # FULL first
-        assert rates[2 * place] == ([(n, TOGETHER[n][column]) for n in (1, 2, 8)], "")
-        assert rates[2 * place + 1] == ([(n, TOGETHER[1][column] * n) for n in (1, 2, 8)], DASHED)
-    (with_, without), label = drawn["plan-overhead"]
-    assert with_ == ([(1, 100.0), (2, 180.0), (8, 600.0)], "") and label == "SYNTHETIC (samples/s)"
-    assert [point for point in without[0] if point[1]] == [(1, 100.0), (2, 200.0), (8, 800.0)]
-    assert without[1] == DOTTED, "no ideal, but measured"
+    rates, overhead, scaled = view.charts
+
+    def points(chart: Chart, **which: str) -> list[tuple[int, float]]:
+        rows = [row for row in chart.rows if which.items() <= row.items()]
+        return [(row["devices"], row["value"]) for row in rows if "value" in row]
+
+    for column, mode in enumerate(MODES):
+        assert points(rates, mode=mode, what="measured") == [(n, TOGETHER[n][column]) for n in (1, 2, 8)]
+        assert points(rates, mode=mode, what="ideal") == [(n, TOGETHER[1][column] * n) for n in (1, 2, 8)]
+    assert points(overhead, what="with") == [(1, 100.0), (2, 180.0), (8, 600.0)]
+    assert points(overhead, what="without") == [(1, 100.0), (2, 200.0), (8, 800.0)]
     efficiencies = [found for point in series_of(weak)[0].points if (found := point.efficiency("FULL"))]
-    assert whiskers["plan-scaled"][1] == pytest.approx([100 * each.noise for each in efficiencies])
+    for row, each in zip(scaled.rows, efficiencies, strict=True):
+        assert (row["high"] - row["low"]) / 2 == pytest.approx(100 * each.noise, rel=1e-4)
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
-    for svg, _ in view.plots:
-        assert svg.startswith("<svg") and ">devices<" in svg
 
 
 def test_its_card_leaves_twins_out(weak: PlanResult) -> None:
     speed = sections.speed(weak)
-    assert speed and (speed["fastest"], speed["of"]) == ("b16 ddp 8", 3)
+    assert speed and (speed["fastest"], speed["of"]) == ("b16_ddp_8 · b16 ddp 8", 3)
 
 
 def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -> None:
@@ -427,25 +417,17 @@ def converged(results: Results, seeds: tuple[int, ...] = (0, 1), **training: Any
 
 def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> None:
     plan = converged(results, seeds=(0, 1, 2))
-    merged = curves.shown(plan)
+    merged = curves.drawn(plan)
     assert [(run.label, 1 + len(run.repeats)) for run in merged] == [
         ("batch 64, sqrt", 3),
         ("batch 256, sqrt", 3),
         ("batch 256, linear", 3),
     ]
     for over, step in (("step", 8), ("samples", 128), ("time", 2.0 + 1.5)):  # 128 at 64 a second; validation
-        line = curves.curve(0, merged[0], over, lambda epoch: epoch.valid_loss)  # type: ignore[arg-type]
-        for epoch, ((place, mean), ends) in enumerate(zip(line.points, line.band, strict=True)):
+        for epoch, row in enumerate(curves.curve(merged[0], "", lambda epoch: epoch.valid_loss)):
             losses = [run.epochs[epoch].valid_loss for run in plan.runs[:3]]
-            assert (place, mean) == (pytest.approx(step * (epoch + 1)), pytest.approx(sum(losses) / 3))
-            assert ends == (min(losses), max(losses)) and ends[0] < ends[1]
-
-
-def test_lines_that_are_not_drawn_are_counted(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = converged(results)
-    monkeypatch.setattr(curves, "LINES", 2)
-    view = curves.training(plan)
-    assert view and view.notes[-1] == "2 of 3 runs: the table has all."
+            assert (row[over], row["value"]) == (pytest.approx(step * (epoch + 1)), pytest.approx(sum(losses) / 3))
+            assert (row["low"], row["high"]) == (min(losses), max(losses)) and row["low"] < row["high"]
 
 
 def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:
@@ -473,7 +455,7 @@ def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: R
     epochs = [*plan.runs[-1].epochs[:2], plan.runs[-1].epochs[2].model_copy(update={"valid_loss": math.nan})]
     path.write_text(epoch_lines(epochs))
     plan = read_plan(results.plans[0])
-    assert len(curves.curve(0, curves.shown(plan)[-1], "step", lambda epoch: epoch.valid_loss).points) == 2
+    assert len(curves.curve(curves.drawn(plan)[-1], "", lambda epoch: epoch.valid_loss)) == 2
     view = scaling.convergence(plan)
     (kept,) = (run.final_loss for run in plan.runs[-2:-1])
     assert view and cells(view.tables[0], 2)["Training", "validation loss"] == (number(kept), "1 of 2 diverged")

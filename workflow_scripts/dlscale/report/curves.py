@@ -14,40 +14,21 @@ from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.core.record import Number, Record
 from dlscale.core.schema import Name
 from dlscale.report import published
-from dlscale.report.figures import (
-    DASHED,
-    DASHES,
-    INK,
-    MARKERS,
-    MUTED,
-    RUN_COLOURS,
-    Entry,
-    Line,
-    Section,
-    entry,
-    lines,
-    run_line,
-    some,
-)
-from dlscale.report.results import PlanResult, RunResult, by_settings, first_and_least
+from dlscale.report.charts import Chart, View, lines, time_unit
+from dlscale.report.figures import Section
+from dlscale.report.results import PlanResult, RunResult, by_settings
 
-#: Most runs that are drawn.
-LINES = len(MARKERS)
-
-#: Axes of curves: label and meaning. Time is that of training and validation, without pauses.
+#: Axes of curves. Time is that of training and validation, without pauses.
 Over = Literal["epoch", "step", "samples", "time"]
-AXES: dict[Over, tuple[str, str]] = {
-    "epoch": ("epoch", "what each pass teaches"),
-    "step": ("optimiser step", "what each update teaches"),
-    "samples": ("training samples", "what each sample teaches"),
-    "time": ("time, validation included", "what waiting buys"),
+AXES: dict[Over, str] = {
+    "epoch": "epoch",
+    "step": "optimiser steps",
+    "samples": "training samples",
+    "time": "time, validation included",
 }
 
 #: A value of an epoch, or of a model before its first step.
 Value = Callable[[Epoch | Untrained], float | None]
-
-#: A figure and its caption.
-Plot = tuple[str, str]
 
 
 class Reference(Record):
@@ -71,82 +52,107 @@ class Reference(Record):
         steps = self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
         return 1.0 if self.counts == "step" else steps
 
-    def points(self, quantity: str, over: Over) -> list[tuple[float, float]]:
-        """Return a curve, empty where the quantity or the scale is not known."""
-        curve, scale = self.curves.get(quantity, []), self.scale(over)
-        if over == "time":
-            return [(seconds, value) for _, seconds, value in curve]
-        return [(scale * step, value) for step, _, value in curve] if scale else []
+    def rows(self, quantity: str) -> list[View]:
+        """Return the points of a curve; without places along an axis whose scale is not known."""
+        scales = {over: scale for over in ("step", "samples") if (scale := self.scale(over)) is not None}
+        return [
+            {"run": self.label, "what": "other program", "value": value, "time": seconds}
+            | {over: scale * step for over, scale in scales.items()}
+            for step, seconds, value in self.curves.get(quantity, [])
+        ]
 
 
-def shown(plan: PlanResult) -> list[RunResult]:
-    """Return the trained runs that are drawn; of a convergence one for all seeds."""
+def drawn(plan: PlanResult) -> list[RunResult]:
+    """Return the trained runs; of a convergence one for all seeds."""
     if plan.record.kind != "convergence":
-        return first_and_least(plan.trained, LINES, lambda run: run.final_loss)
-    groups = by_settings(plan.trained)[:LINES]
-    return [replace(runs[0], label=label, repeats=[each.epochs for each in runs[1:]]) for label, runs in groups]
+        return plan.trained
+    groups = by_settings(plan.trained)
+    return [
+        replace(runs[0], name=label, label=label, repeats=[each.epochs for each in runs[1:]]) for label, runs in groups
+    ]
 
 
-def curve(style: int, run: RunResult, over: Over, value: Value) -> Line:
-    """Return the line of a value after each epoch, and before the first if it is known; of several seeds mean and ends.
+def curve(run: RunResult, what: str, value: Value) -> list[View]:
+    """Return the rows of a value after each epoch, and before the first if it is known; of several seeds mean and ends.
 
-    It has no points in time where geometry or loader changed on the way.
+    They have no place in time where geometry or loader changed on the way.
     """
     seeds = [[epochs[0].untrained, *epochs] for epochs in (run.epochs, *run.repeats)]
-    known = []
-    for place, epochs in zip(places(run, over), zip(*seeds, strict=False), strict=False):
+    rows = []
+    for place, epochs in zip(places(run), zip(*seeds, strict=False), strict=False):
         values = [y for epoch in epochs if epoch and (y := value(epoch)) is not None]
         if values and all(map(math.isfinite, values)):
-            known.append((place, values))
-    points = [(place, sum(values) / len(values)) for place, values in known]
-    return run_line(style, points, band=[(min(values), max(values)) for _, values in known] if run.repeats else ())
+            ends = {"low": min(values), "high": max(values)} if run.repeats else {}
+            rows.append({"run": run.called, "what": what, **place, "value": sum(values) / len(values), **ends})
+    return rows
 
 
-def places(run: RunResult, over: Over) -> list[float]:
-    """Return 0, and the places of a run's epochs on an axis."""
-    if over != "time":
-        return [0.0, *(getattr(epoch, over) for epoch in run.epochs)]
+def places(run: RunResult) -> list[View]:
+    """Return the places on each axis of the begin, and of a run's epochs."""
     times = accumulate((epoch.epoch_seconds + epoch.valid_seconds for epoch in run.epochs), initial=0.0)
-    return list(times) if run.training_seconds is not None else []
+    begin: View = {"epoch": 0, "step": 0, "samples": 0}
+    found = [begin, *({over: getattr(epoch, over) for over in begin} for epoch in run.epochs)]
+    known = run.training_seconds is not None
+    return [{**place, "time": time if known else None} for place, time in zip(found, times, strict=True)]
 
 
-def draw(name: str, drawn: Sequence[Line], over: Over, label: str, **more: Any) -> str:
-    """Draw lines over one of `AXES`."""
-    return lines(name, drawn, AXES[over][0], label, time=over == "time", whole=over == "epoch", **more)
+def over(rows: Sequence[View], first: Over) -> tuple[list[View], dict[str, str]]:
+    """Return rows with times in a unit that suits them, and the axes that they have places on, one of them first."""
+    seconds, unit = time_unit(max((row["time"] for row in rows if row.get("time") is not None), default=0.0))
+    rows = [{**row, "time": row["time"] / seconds} if row.get("time") is not None else row for row in rows]
+    there = [axis for axis in (first, *AXES) if any(row.get(axis) is not None for row in rows)]
+    return rows, {axis: AXES[axis] + f" ({unit})" * (axis == "time") for axis in there}
 
 
 def training(plan: PlanResult) -> Section | None:
     """Return the curves of loss, learning rate, and the metric that is followed."""
-    runs = shown(plan)
+    runs = drawn(plan)
     if not runs:
         return None
-    axes: tuple[Over, ...] = ("step", "samples", "time") if plan.record.kind == "convergence" else ("epoch", "time")
-    plots = [loss(plan, runs, over) for over in axes]
-    rates = [run_line(n, [(each.epoch, each.learning_rate) for each in run.epochs]) for n, run in enumerate(runs)]
-    drawing = draw(f"{plan.name}-rate", rates, "epoch", "learning rate", y="zero", height=1.5)
-    plots.append((drawing, "Learning rate at the end of each epoch."))
+    first: Over = "step" if plan.record.kind == "convergence" else "epoch"
+    losses = [row for run in runs for row in curve(run, "validation", lambda epoch: epoch.valid_loss)]
+    alone = [replace(run, repeats=[]) for run in runs]
+    losses += [row for run in alone for row in curve(run, "training", lambda epoch: getattr(epoch, "train_loss", None))]
+    charts = [
+        _chart(plan, "loss", "Loss; training is dashed.", losses, first, plan.loss.label, ["validation", "training"])
+    ]
     if metric := followed(plan):
-        plots += metric_curves(plan, runs, metric)
+        rows = [row for run in runs for row in curve(run, "validation", lambda epoch: epoch.metrics.get(metric.name))]
+        about = f"{metric.full_title} on the validation data; {metric.better} is better."
+        charts.append(_chart(plan, "metric", about, rows, first, metric.label, levels=_levels(plan, metric)))
+    rates = [row for run in alone for row in curve(run, "", lambda epoch: getattr(epoch, "learning_rate", None))]
+    about = "Learning rate at the end of each epoch."
+    charts.append(_chart(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False))
     seeds = (
-        "Trainings are repeated with other seeds: lines are means, bands reach from the least to the greatest. Dashed: "
-        "the first one. In the table ± is the standard deviation."
+        "Trainings are repeated with other seeds: lines are means, upright lines reach from the least to the greatest. "
+        "Dashed: the first one. In the table ± is the standard deviation."
     )
-    notes = [seeds] * any(run.repeats for run in runs)
-    every = len(by_settings(plan.trained)) if plan.record.kind == "convergence" else len(plan.trained)
-    notes += some(len(runs), every, "runs", "the table has all.")
-    legend = [*(entry(style, run.called) for style, run in enumerate(runs)), Entry("validation")]
-    return Section("Training", legend=[*legend, Entry("training", dashes=DASHED)], plots=plots, notes=notes)
+    return Section("Training", charts=charts, notes=[seeds] * any(run.repeats for run in runs))
 
 
-def loss(plan: PlanResult, runs: Sequence[RunResult], over: Over) -> Plot:
-    """Return the figure of training (dashed) and validation loss."""
-    drawn = []
-    for style, run in enumerate(runs):
-        drawn.append(curve(style, run, over, lambda epoch: epoch.valid_loss))
-        trained = list(zip(places(run, over)[1:], [epoch.train_loss for epoch in run.epochs], strict=False))
-        drawn.append(Line(trained, RUN_COLOURS[style], dashes=DASHED, width=1.1))
-    axis, what = AXES[over]
-    return draw(f"{plan.name}-{over}", drawn, over, plan.loss.label, height=3.0), f"Loss over {axis}: {what}."
+def _chart(
+    plan: PlanResult,
+    name: str,
+    about: str,
+    rows: Sequence[View],
+    first: Over,
+    label: str,
+    dashes: Sequence[str] = (),
+    **more: Any,
+) -> Chart:
+    rows, axes = over(rows, first)
+    return lines(f"{plan.name}-{name}", about, rows, axes, {"value": label}, dashes=dashes, facts=plan.facts, **more)
+
+
+def _levels(plan: PlanResult, metric: Metric) -> list[tuple[float, str]]:
+    """Return the values of a metric that were published for the plan's runs."""
+    mine = {f"{plan.name}.{run.name}" for run in plan.runs}
+    known = {
+        figure.value: f"published: {published.shown(figure)}"
+        for figure in plan.record.published
+        if figure.metric == metric.name and figure.value is not None and mine.intersection(figure.runs)
+    }
+    return list(known.items())
 
 
 def followed(plan: PlanResult) -> Metric | None:
@@ -159,30 +165,9 @@ def followed(plan: PlanResult) -> Metric | None:
     return None if all(math.isclose(*both, rel_tol=1e-5) for both in values) else metric
 
 
-def metric_curves(plan: PlanResult, runs: Sequence[RunResult], metric: Metric) -> list[Plot]:
-    """Return the figures of a metric over epochs, steps and time, with the values published for the plan's runs."""
-    mine = {f"{plan.name}.{run.name}" for run in plan.runs}
-    levels = {
-        figure.value: f"published: {published.shown(figure)}"
-        for figure in plan.record.published
-        if figure.metric == metric.name and figure.value is not None and mine.intersection(figure.runs)
-    }
-    captions: dict[Over, str] = {
-        "epoch": f"{metric.full_title} on the validation data; {metric.better} is better.",
-        "step": "The same over optimiser steps.",
-        "time": "The same over time.",
-    }
-    plots = []
-    for over, words in captions.items():
-        drawn = [curve(n, run, over, lambda epoch: epoch.metrics.get(metric.name)) for n, run in enumerate(runs)]
-        more = {"levels": list(levels.items()), "height": 2.2}
-        plots.append((draw(f"{plan.name}-metric-{over}", drawn, over, metric.label, **more), words))
-    return plots
-
-
 def with_references(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
     """Return loss and followed metric beside the references of a plan; None if it has none."""
-    runs, metric, study = shown(plan), followed(plan), plan.record.study
+    runs, metric, study = drawn(plan), followed(plan), plan.record.study
     mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]
     quantities: list[tuple[str, str, str, Value]] = [
         ("loss/valid", "Validation loss", plan.loss.label, lambda epoch: epoch.valid_loss)
@@ -190,25 +175,21 @@ def with_references(plan: PlanResult, references: Sequence[Reference]) -> Sectio
     if metric:
         name = metric.name
         quantities.append((f"valid/{name}", metric.full_title, metric.label, lambda epoch: epoch.metrics.get(name)))
-    plots = []
+    charts = []
     for quantity, title, label, value in quantities if runs else []:
-        for over in ("step", "samples", "time"):
-            theirs = [_line(style, each.points(quantity, over)) for style, each in enumerate(mine)]
-            ours = [replace(curve(style, run, over, value), band=()) for style, run in enumerate(runs)]
-            if any(line.points for line in theirs):
-                name, (axis, what) = f"{plan.name}-beside-{quantity.replace('/', '-')}-{over}", AXES[over]
-                drawing = draw(name, [*ours, *theirs], over, label, x="wide", height=2.6)
-                plots.append((drawing, f"{title} over {axis}: {what}."))
+        theirs = [row for each in mine for row in each.rows(quantity)]
+        ours = [row for run in runs for row in curve(replace(run, repeats=[]), "dlscale", value)]
+        if theirs:
+            about = f"{title}, beside that of other programs, which is dashed."
+            shared = [axis for axis in AXES if any(axis in row for row in theirs)]
+            rows = [
+                {key: each for key, each in row.items() if key not in AXES or key in shared} for row in (*ours, *theirs)
+            ]
+            name = f"beside-{quantity.replace('/', '-')}"
+            charts.append(_chart(plan, name, about, rows, shared[0], label, ["dlscale", "other program"]))
+    files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
     note = (
         "The dashed lines are logs that dlscale import brought in: of other programs, on their own data and hardware, "
-        "with their own settings. Time is that since training began, by the clock."
+        f"with their own settings. Time is that since training began, by the clock. {files}"
     )
-    looks = [(each, _line(style, [])) for style, each in enumerate(mine)]
-    legend = [entry(style, run.called) for style, run in enumerate(runs)]
-    legend += [Entry(e.label, look.colour, "", look.dashes, look.width, ", ".join(e.files)) for e, look in looks]
-    return Section("Beside other programs' runs", legend=legend, plots=plots, notes=[note]) if plots else None
-
-
-def _line(style: int, points: Sequence[tuple[float, float]]) -> Line:
-    colour, width = (INK, MUTED)[style // 4 % 2], (1.4, 3.0)[style // 8 % 2]
-    return Line(points, colour, dashes=DASHES[style % 4], width=width)
+    return Section("Beside other programs' runs", charts=charts, notes=[note]) if charts else None

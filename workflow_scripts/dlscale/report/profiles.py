@@ -12,37 +12,22 @@ from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.report import published
-from dlscale.report.figures import (
-    GRID,
-    MODE_COLOURS,
-    MUTED,
-    RUN_COLOURS,
-    Bar,
-    Entry,
-    Section,
-    Strip,
-    Table,
-    View,
-    bars,
-    cell,
-    heading,
-    strips,
-    table,
-)
-from dlscale.report.results import PlanResult, RunResult, first_and_least, slowness
+from dlscale.report.charts import COLOURS, GRID, MODE_COLOURS, MUTED, Chart, View, bars, lines, time_unit
+from dlscale.report.figures import Section, Table, cell, heading, table
+from dlscale.report.results import PlanResult, RunResult
 
-#: How many runs, and rows of a profile, are shown.
-BARS, TOP = 8, 10
+#: How many rows of a profile are shown.
+TOP = 10
 
 #: Parts of a step in their order, with name and colour: those of loading and computing as in other figures. `other` is
 #: covered by no range, `unexplained` by no measurement.
 PARTS = {
     "data": ("waiting for data", MODE_COLOURS["IO"]),
-    "copy": ("copy to the device", RUN_COLOURS[6]),
+    "copy": ("copy to the device", COLOURS[6]),
     "forward": ("forward", MODE_COLOURS["SYNTHETIC"]),
-    "backward": ("backward", RUN_COLOURS[3]),
-    "optimizer": ("optimiser", RUN_COLOURS[5]),
-    "compute": ("computing", RUN_COLOURS[4]),
+    "backward": ("backward", COLOURS[3]),
+    "optimizer": ("optimiser", COLOURS[5]),
+    "compute": ("computing", COLOURS[4]),
     "other": ("the rest", GRID),
     "unexplained": ("not explained", MUTED),
 }
@@ -67,7 +52,7 @@ def devices(runs: Iterable[RunResult]) -> list[str]:
 class StepTime:
     """A step, and where its time goes."""
 
-    label: str
+    label: str  #: What measured it.
     parts: dict[str, float]  #: Seconds by part (of `PARTS`).
     full: float | None  #: Seconds of a step of FULL; None if it was not measured.
     samples: int | None  #: Samples over all processes.
@@ -83,12 +68,12 @@ def step(run: RunResult) -> StepTime | None:
     )
     tool = next((tool for tool in profile.tools if tool.ranges), None) if profile else None
     if tool:
-        return StepTime(f"{run.called} ({tool.name})", of_tool(tool), full, batch)
+        return StepTime(tool.name, of_tool(tool), full, batch)
     if not (full and computing):
         return None
     # A step waits no longer than its batch takes to load. Nothing measured explains the rest.
     parts = {"data": min(max(0.0, full - computing), loading or 0.0), "compute": min(full, computing)}
-    return StepTime(run.called, {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
+    return StepTime("throughput", {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
 
 
 def of_tool(tool: ProfiledTool) -> dict[str, float]:
@@ -116,35 +101,39 @@ def of_tool(tool: ProfiledTool) -> dict[str, float]:
 def section(plan: PlanResult, page: Path) -> Section | None:
     """Return where the time of a step goes, run by run, and the profilers' files; None if nothing tells."""
     known = {run: found for run in plan.runs if (found := step(run))}
-    steps = [known[run] for run in first_and_least(list(known), BARS, slowness)]
+    steps = list(known.values())
     if not steps:
         return None
     # Steps of different batches compare by the sample.
     sample = len({each.samples for each in steps}) > 1 and all(each.samples for each in steps)
     return Section(
         "Where a step's time goes",
-        legend=[
-            Entry(words, colour, "■")
-            for part, (words, colour) in PARTS.items()
-            if any(each.parts.get(part) for each in steps)
-        ],
-        plots=[(timeline(f"{plan.name}-timeline", steps, sample), _about(sample, steps))],
+        charts=[timeline(plan, known, sample)],
         form="profiles",
         own=[_profile(plan, run, run.profile, page) for run in plan.runs if run.profile],
-        few=True,
     )
 
 
-def timeline(name: str, steps: Sequence[StepTime], sample: bool = False) -> str:
-    """Draw where the milliseconds of a step go, or those of a `sample`."""
-    groups = []
-    for each in steps:
+def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = False) -> Chart:
+    """Return where the milliseconds of a step go, or those of a `sample`."""
+    rows = []
+    for run, each in known.items():
         scale = 1e3 / ((each.samples or 1) if sample else 1)
-        parts = [(scale * each.parts[part], colour) for part, (_, colour) in PARTS.items() if part in each.parts]
-        mark = None if each.full is None else scale * each.full
-        end = sum(length for length, _ in parts) if mark is None else mark
-        groups.append((each.label, [Bar(parts, f"{text.number(end)} ms", mark=mark)]))
-    return bars(name, groups, f"time of a {'sample' if sample else 'step'} (ms)")
+        parts = {part: scale * each.parts[part] for part in PARTS if part in each.parts}
+        full = None if each.full is None else scale * each.full
+        end = sum(parts.values()) if full is None else full
+        said = {"end": max(end, sum(parts.values())), "said": f"{text.number(end)} ms"}
+        begin = 0.0
+        for part, length in parts.items():
+            row = {"run": run.called, "part": PARTS[part][0], "from": begin, "to": begin + length, "time": length}
+            rows.append({**row, "of": each.label, "full": full, **said})
+            said, begin = {}, begin + length
+    shown = {"time": "time (ms)", "full": "FULL (ms)", "of": "measured by"}
+    title = f"time of a {'sample' if sample else 'step'} (ms)"
+    colours = dict(PARTS.values())
+    about = _about(sample, list(known.values()))
+    more: View = {"colours": colours, "by": "part", "stacked": True, "marked": "full", "shown": shown}
+    return bars(f"{plan.name}-timeline", about, rows, title, facts=plan.facts, **more)
 
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
@@ -276,41 +265,43 @@ def efficiency(plan: PlanResult) -> Section | None:
 
 def watched(plan: PlanResult) -> Section | None:
     """Return the machine's telemetry while runs trained, or were measured; None without any."""
-    plots = []
-    for run in first_and_least([run for run in plan.runs if any(run.telemetry.values())], BARS, slowness):
-        stage, nodes = next((stage, nodes) for stage, nodes in run.telemetry.items() if nodes)
-        if series := of_node(nodes[0]):
-            said = "on its first node: once a second; each strip from 0 to the value at its right."
-            plots.append((strips(f"{plan.name}-{run.name}-watched", series), f"{run.called}, stage {stage}, {said}"))
-    return Section("What the machine did meanwhile", plots=plots, few=True) if plots else None
+    rows = list[View]()
+    for run in plan.runs:
+        nodes = next((nodes for nodes in run.telemetry.values() if nodes), None)
+        rows += [{"run": run.called, **row} for row in of_node(nodes[0])] if nodes else []
+    there = {column: label for column, (label, _) in WATCHED.items() if any(row.get(column) for row in rows)}
+    if not there:
+        return None
+    seconds, unit = time_unit(max(row["time"] for row in rows))
+    rows = [{**row, "time": row["time"] / seconds} for row in rows]
+    about = "On the first node, once a second, while a run trained, or else was measured. Choose what is drawn."
+    chart = lines(f"{plan.name}-watched", about, rows, {"time": f"time ({unit})"}, there, zero=True, logarithmic=False)
+    return Section("What the machine did meanwhile", charts=[chart])
 
 
-#: Quantities that are drawn: column, and factor to the unit in the label; None is the number of cores.
+#: Quantities that are drawn, by column: name, and factor to its unit; None is the number of cores.
 WATCHED: dict[str, tuple[str, float | None]] = {
-    "processors: the run (cores)": ("cpu_run", None),
-    "processors: others (cores)": ("cpu_others", None),
-    "memory of the run (GiB)": ("rss_bytes", 2**-30),
-    "reading, system calls (MB/s)": ("read_bytes_per_second", 1e-6),
-    "reading, system calls (thousand/s)": ("reads_per_second", 1e-3),
-    "reading, from disks (MB/s)": ("disk_read_bytes_per_second", 1e-6),
-    "GPUs, mean (% of time with a kernel)": ("utilization", 100.0),
-    "GPUs, mean (W)": ("watts", 1.0),
-    "GPUs, mean memory (GiB)": ("memory_bytes", 2**-30),
+    "cpu_run": ("processors: the run (cores)", None),
+    "cpu_others": ("processors: others (cores)", None),
+    "rss_bytes": ("memory of the run (GiB)", 2**-30),
+    "read_bytes_per_second": ("reading, system calls (MB/s)", 1e-6),
+    "reads_per_second": ("reading, system calls (thousand/s)", 1e-3),
+    "disk_read_bytes_per_second": ("reading, from disks (MB/s)", 1e-6),
+    "utilization": ("GPUs, mean (% of time with a kernel)", 100.0),
+    "watts": ("GPUs, mean (W)", 1.0),
+    "memory_bytes": ("GPUs, mean memory (GiB)", 2**-30),
 }
 
 
-def of_node(samples: Sequence[Sample]) -> list[Strip]:
-    """Return the strips of the quantities that are known of a node."""
-    drawn: list[Strip] = []
-    for label, (column, factor) in WATCHED.items():
-        points = []
-        for sample in samples:
+def of_node(samples: Sequence[Sample]) -> list[View]:
+    """Return what is known of a node at each time."""
+    rows = []
+    for sample in samples:
+        row: View = {"time": sample.time - begin(samples)}
+        for column, (_, factor) in WATCHED.items():
             sources = [sample] if hasattr(sample, column) else sample.gpus
             known = [value for source in sources if (value := getattr(source, column)) is not None]
             if known:
-                value = statistics.fmean(known) * (sample.cores if factor is None else factor)
-                points.append((sample.time - begin(samples), value))
-        top = samples[0].cores if factor is None and points else 100 if column == "utilization" else None
-        if points and (top or any(y > 0 for _, y in points)):
-            drawn.append((label, [x for x, _ in points], [y for _, y in points], top))
-    return drawn
+                row[column] = statistics.fmean(known) * (sample.cores if factor is None else factor)
+        rows.append(row)
+    return rows

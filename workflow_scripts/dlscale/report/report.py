@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
@@ -26,8 +27,9 @@ from dlscale.core.files import OLDEST, write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
+from dlscale.report.charts import CONFIG, View, library
 from dlscale.report.curves import Reference
-from dlscale.report.figures import PAINT, Table, View, cell, joules, table
+from dlscale.report.figures import Table, cell, joules, table
 from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import Page, picture, plan_view
@@ -45,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
     folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
     references = [Reference.read(path) for path in dict.fromkeys(args.references)]
     place = Path(args.out).parent
-    write_text(args.out, page(args.title, plans, folders, place, references, args.call, args.to_come))
+    write_text(args.out, page(args.title, plans, folders, place, references, args.call, args.to_come, not args.to_come))
 
 
 def fill(options: str) -> None:
@@ -80,10 +82,11 @@ def page(
     references: Sequence[Reference] = (),
     call: str = "snakemake",
     to_come: Sequence[str] = (),
+    exported: bool = False,
 ) -> str:
     """Return the report as HTML for the folder `place`; `call` are words that call the workflow.
 
-    With plans `to_come` browsers reload it every few seconds.
+    With plans `to_come` browsers reload it every few seconds. Charts are `exported` into `figures` there.
     """
     import jinja2
     from markupsafe import Markup
@@ -97,21 +100,29 @@ def page(
     environment.filters |= {
         key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent", "duration")
     }
-    environment.filters |= {"joules": joules, "paint": lambda colour: PAINT.get(colour, "")}
+    environment.filters["joules"] = joules
     named = {folder.absolute().name: folder for folder in folders}  # a link is called as it is here
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     guides = Path("docs")  # of the folder that the workflow is called in
     docs = Path(os.path.relpath(guides, place)).as_posix() if (guides / "measuring.md").exists() else ""
     shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)
+    views = _views(plans, shown)
+    charts = [(chart, view["chosen"]) for view in views for section in view["sections"] for chart in section.charts]
+    scripts = [script, *([library()] if charts else [])]
+    for chart, chosen in charts if exported else ():
+        chart.write(place / "figures", [run for run in chosen if chosen[run]])
     return environment.from_string(template).render(
         title=title,
         docs=docs,
         to_come=to_come,
         style=Markup(style),
         script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        svg=Markup,  # what `figures` draws is safe: matplotlib escapes the labels
-        plans=_views(plans, shown),
+        library=Markup(scripts[1] if charts else ""),
+        hashes=[base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts],
+        config=Markup(json.dumps(CONFIG, separators=(",", ":"))),
+        safe=Markup,
+        exported=exported,
+        plans=views,
         datasets=[dataset(folder, name) for name, folder in named.items()],
         studies=[_study(name, plans) for name in dict.fromkeys(plan.record.study for plan in plans)],
         runs=sum(len(plan.runs) for plan in plans),

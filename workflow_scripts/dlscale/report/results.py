@@ -305,6 +305,18 @@ class PlanResult:
         losses = {run.provenance.loss if run.provenance else LossInfo() for run in self.trained}
         return losses.pop() if len(losses) == 1 else LossInfo(title="losses of several kinds")
 
+    def changed(self, run: RunResult) -> str:
+        """Return the settings that a run changes, in words: in a ladder from the run before, else from the first."""
+        before = dict(zip(self.runs[1:], self.runs, strict=False)) if self.record.kind == "ladder" else {}
+        other = before.get(run, self.runs[0])
+        named = [f"{key}: {new}" for key, (_, new) in changes(other.settings, run.settings).items() if new is not None]
+        return ", ".join(named[:4]) + " …" * (len(named) > 4)
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """What each run changes, by what it is called: for those who point at it in a chart."""
+        return {run.called: said for run in self.runs if (said := self.changed(run))}
+
     def anchor(self, run: RunResult) -> str:
         """Return the identifier of a run in the page; names have no dots, so it is unique."""
         return f"run.{self.name}.{run.name}"
@@ -327,7 +339,7 @@ def without_seed(run: RunResult) -> str:
     return run.label.removesuffix(f", seed {run.settings.get('seed')}")
 
 
-def first_and_least(runs: Sequence[T], limit: int, key: Callable[[T], float]) -> list[T]:
+def first_and_least(runs: Sequence[T], limit: int, key: Callable[[T], Any]) -> list[T]:
     """Return at most `limit` runs in the plan's order: the first, and those of the least `key`."""
     ranked = sorted(range(1, len(runs)), key=lambda index: (key(runs[index]), index))[: limit - 1]
     return [runs[index] for index in sorted([*ranked, 0])] if runs else []

@@ -5,42 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from dlscale.config.records import Published
 from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.figures import (
-    DASHED,
-    DOTTED,
-    MARKERS,
-    MODE_COLOURS,
-    MUTED,
-    Cell,
-    Entry,
-    Line,
-    Section,
-    Table,
-    cell,
-    entry,
-    heading,
-    joules,
-    lines,
-    run_line,
-    some,
-    table,
-)
+from dlscale.report.charts import MODE_COLOURS, SHAPES, Chart, View, lines
+from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, table
 from dlscale.report.results import PlanResult, Reached, RunResult, asked, by_settings, took
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
-#: How many series the figures show; the table has all.
-LINES = 4
-
-#: The modes as this section has them, and their markers, which no series has.
+#: The modes as this section has them.
 ORDER = tuple(reversed(MODES))
-MODE_MARKERS = dict(zip(ORDER, MARKERS[LINES:], strict=False))
 
 
 # ---- scaling -----------------------------------------------------------------------------------------
@@ -68,79 +46,75 @@ def section(plan: PlanResult) -> Section | None:
     if not found:
         return None
     several = [each for each in found if len(each.points) > 1]
-    shown, twins = several[:LINES], any(point.twin for each in several[:LINES] for point in each.points)
     weak = plan.record.kind == "weak_scaling"
     batch = "the batch of each device" if weak else "the batch of all devices together"
-    legend = [
-        *(Entry(mode, MODE_COLOURS[mode], MODE_MARKERS[mode][1]) for mode in ORDER),
-        *(entry(style, each.label) for style, each in enumerate(shown)),
-        *(Entry("measured"), Entry("ideal", dashes=DASHED)),
-        *[Entry("without averaged gradients", dashes=DOTTED)] * twins,
-    ]
-    notes = some(len(shown), len(several), "series are drawn", "the table has all.")
     alone = [f"{each.label} ({many(each.points[0].devices, 'device')})" for each in found if each not in several]
-    notes += [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
+    notes = [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
     return Section(
         "Scaling",
         f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. Ideal is the rate of the fewest devices, "
         "times as many; efficiency is the share of it that is reached. Communication is the share of a step's time "
         "that is gone where gradients are not averaged, 1 − time without / time with. ± is what noise leaves: the 95 % "
         "interval over the trials, and 5 % at least between two processes.",
-        legend if shown else [],
-        _plots(plan.name, shown, twins) if shown else [],
+        _charts(plan.name, several) if several else [],
         [_table(plan, [point for each in found for point in each.points])],
         notes,
     )
 
 
-def _plots(plan: str, shown: Sequence[Series], twins: bool) -> list[tuple[str, str]]:
-    words = "throughput, solid, and ideal, dashed, of both (FULL), computing (SYNTHETIC) and loading (IO)."
-    plots = [(rates(f"{plan}-scaling-{place}", each), f"{each.label}: {words}") for place, each in enumerate(shown)]
-    if twins:
-        overhead = []
-        for style, each in enumerate(shown):
-            together = [(point.devices, point.rate("SYNTHETIC")) for point in each.points]
-            apart = [(point.devices, _apart(point)) for point in each.points]
-            overhead += [run_line(style, together), run_line(style, apart, dashes=DOTTED)]
-        words = "Overhead of communication: computing with (solid) and without (dotted) averaged gradients."
-        plots.append((over_devices(f"{plan}-overhead", overhead, "SYNTHETIC (samples/s)", "log"), words))
-    words = "Efficiency: the share of the ideal that FULL reaches; whiskers are what noise leaves."
-    plots.append((over_devices(f"{plan}-scaled", _reached(shown), "efficiency of FULL (%)", "zero"), words))
-    return plots
+def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
+    axis = {"devices": "devices"}
+    charts = [
+        lines(
+            f"{plan}-scaling{'-' * bool(place)}{place or ''}",
+            f"{each.label}: both together (FULL), computing (SYNTHETIC) and loading (IO). The ideal is dashed.",
+            [row for mode in ORDER for row in _rates(each, mode)],
+            axis,
+            {"value": "throughput (samples/s)"},
+            by="mode",
+            looks={mode: (MODE_COLOURS[mode], shape) for mode, shape in zip(ORDER, SHAPES, strict=False)},
+            dashes=["measured", "ideal"],
+            doubling=True,
+            logarithmic=True,
+        )
+        for place, each in enumerate(several)
+    ]
+    apart = [
+        {"series": each.label, "what": what, "devices": point.devices, "value": rate}
+        for each in several
+        for point in each.points
+        for what, rate in (("with", point.rate("SYNTHETIC")), ("without", _apart(point)))
+    ]
+    if any(point.twin for each in several for point in each.points):
+        about = "Overhead of communication: computing with (solid) and without (dashed) averaged gradients."
+        y = {"value": "SYNTHETIC (samples/s)"}
+        looks: View = {"by": "series", "dashes": ["with", "without"], "doubling": True, "logarithmic": True}
+        charts.append(lines(f"{plan}-overhead", about, apart, axis, y, **looks))
+    reached = [
+        {"series": each.label, "devices": point.devices, "value": 100 * found.value}
+        | {"low": 100 * (found.value - found.noise), "high": 100 * (found.value + found.noise)}
+        for each in several
+        for point in each.points
+        if (found := point.efficiency("FULL"))
+    ]
+    about = "Efficiency: the share of the ideal that FULL reaches; upright lines are what noise leaves."
+    y = {"value": "efficiency of FULL (%)"}
+    more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False, "levels": [(100.0, "ideal")]}
+    return [*charts, lines(f"{plan}-scaled", about, reached, axis, y, **more)]
+
+
+def _rates(each: Series, mode: str) -> list[View]:
+    return [
+        {"mode": mode, "what": what, "devices": point.devices, "value": rate}
+        for point in each.points
+        for what, rate in (("measured", point.rate(mode)), ("ideal", point.ideal(mode)))
+    ]
 
 
 def _apart(point: Point) -> float | None:
     run = point.run if point.devices == 1 else point.twin  # one device has none to wait for
     trials = run.trials("SYNTHETIC") if run else None
     return trials.mean if trials else None
-
-
-def rates(name: str, each: Series) -> str:
-    """Draw the rates of a series by mode, and their ideals."""
-    drawn = []
-    for mode in ORDER:
-        measured = [(point.devices, point.rate(mode)) for point in each.points]
-        ideal = [(point.devices, point.ideal(mode)) for point in each.points]
-        drawn.append(Line(measured, MODE_COLOURS[mode], MODE_MARKERS[mode][0]))
-        drawn.append(Line(ideal, MODE_COLOURS[mode], dashes=DASHED, width=1.2))
-    return over_devices(name, drawn, "throughput (samples/s)", "log")
-
-
-def _reached(shown: Sequence[Series]) -> list[Line]:
-    counts = [point.devices for each in shown for point in each.points]
-    drawn = [Line([(min(counts), 100.0), (max(counts), 100.0)], MUTED, dashes=DASHED)]
-    for style, each in enumerate(shown):
-        known = [(point.devices, ratio) for point in each.points if (ratio := point.efficiency("FULL"))]
-        points = [(devices, 100 * ratio.value) for devices, ratio in known]
-        noise = [100 * ratio.noise for _, ratio in known]
-        drawn.append(run_line(style, points, whiskers=noise))
-    return drawn
-
-
-def over_devices(name: str, drawn: Sequence[Line], label: str, y: Literal["zero", "log"]) -> str:
-    """Draw lines over numbers of devices, by doublings."""
-    counts = sorted({int(place) for line in drawn for place, value in line.points if value is not None})
-    return lines(name, drawn, "devices", label, x="doubling", y=y, ticks=counts)
 
 
 #: Metrics of published figures, by mode and heading: efficiency of real training, communication of computing alone.

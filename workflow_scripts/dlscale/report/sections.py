@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import os
 import statistics
@@ -20,32 +21,19 @@ from dlscale.core import text
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Metric
-from dlscale.core.settings import nested
+from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES
 from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.report import curves, profiles, published, scaling
+from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, WORSE, Chart, View, bars
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference
-from dlscale.report.figures import (
-    MODE_COLOURS,
-    Bar,
-    Cell,
-    Section,
-    Table,
-    View,
-    bars,
-    cell,
-    heading,
-    joules,
-    some,
-    table,
-)
+from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, some, table
 from dlscale.report.results import (
     PlanResult,
     Reached,
     RunResult,
-    changes,
     environment_changes,
     first_and_least,
     reached,
@@ -57,6 +45,9 @@ from dlscale.report.verdict import bound, disturbance, of
 
 #: Most runs, or metrics, of a card.
 CARD = 6
+
+#: Most runs that the charts of a plan show at first.
+DRAWN = 8
 
 #: Greatest size of a plan's picture in the first table, pixels: shown at half of it.
 THUMBNAIL = (280, 120)
@@ -83,6 +74,11 @@ class Page:
 def plan_view(plan: PlanResult, page: Page) -> View:
     """Return a plan for the template."""
     used = dict.fromkeys(str(run.settings.get("dataset")) for run in plan.runs)
+    sections = [section for make in SECTIONS if (section := make(plan, page))]
+    names = list(dict.fromkeys(run for section in sections for chart in section.charts for run in chart.runs))
+    least = first_and_least(plan.runs, DRAWN, lambda run: (run.final_loss, slowness(run)))
+    # Those of a convergence are groups of runs.
+    first = {run.called for run in least} & set(names) or set(names[:DRAWN])
     lacking: dict[str, list[str]] = {}
     for run, what in plan.record.left_out.items():
         lacking.setdefault(what, []).append(run)
@@ -107,7 +103,8 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "swept": sweep_view(plan),
         "loss": plan.loss,
         "picture": thumbnail(plan),
-        "sections": [section for make in SECTIONS if (section := make(plan, page))],
+        "sections": sections,
+        "chosen": {name: name in first for name in names},
     }
 
 
@@ -292,19 +289,24 @@ Make = Callable[[RunResult, Row], Cell]
 def all_runs(plan: PlanResult, page: Page) -> Section:
     """Return the table of all runs, and its CSV file."""
     csv = base64.b64encode(summary_csv(plan).encode()).decode()
-    return Section("All runs", tables=[runs_table(plan)], form="download", own={"plan": plan.name, "csv": csv})
+    runs = {run.name: run.called for run in plan.runs}
+    settings = json.dumps(differing(plan), ensure_ascii=False).replace("<", "\\u003c")
+    own = {"plan": plan.name, "csv": csv, "runs": runs, "settings": settings}
+    return Section("All runs", tables=[runs_table(plan)], form="runs", own=own)
+
+
+def differing(plan: PlanResult) -> dict[str, dict[str, str]]:
+    """Return the settings in which any two runs differ, by run."""
+    every = {run.name: {key: str(value) for key, value in flat(run.settings).items()} for run in plan.runs}
+    keys = list(dict.fromkeys(key for settings in every.values() for key in settings if key != "label"))
+    keys = [key for key in keys if len({settings.get(key) for settings in every.values()}) > 1]
+    return {run: {key: settings.get(key, text.NONE) for key in keys} for run, settings in every.items()}
 
 
 def runs_table(plan: PlanResult) -> Table:
     """Return the table of all runs, without empty columns."""
     ladder, order = plan.record.kind == "ladder", {run: index for index, run in enumerate(plan.runs)}
     speeds, before = SpeedUps(plan.runs), dict(zip(plan.runs[1:], plan.runs, strict=False))
-
-    def changed(run: RunResult, row: Row) -> Cell:
-        """Return the settings that it changes: in a ladder from the run before, else from the first."""
-        other = before.get(run, run) if ladder else plan.runs[0]
-        named = [f"{key}: {new}" for key, (_, new) in changes(other.settings, run.settings).items() if new is not None]
-        return cell(", ".join(named[:4]) + " …" * (len(named) > 4))
 
     def column(name: str, shown: Callable[[Any], str] = text.number, note: Callable[..., str] = _spread) -> Make:
         return lambda run, row: cell(row.get(name), shown, note(run, row, name))
@@ -319,7 +321,7 @@ def runs_table(plan: PlanResult) -> Table:
     scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
     columns: list[tuple[str, str, Make]] = [
         ("Run", "run", lambda run, row: heading(plan, run, order[run])),
-        ("Run", "what it changes", changed),
+        ("Run", "what it changes", lambda run, row: cell(plan.changed(run))),
         ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
         ("Throughput (samples/s)", "training", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
@@ -472,6 +474,39 @@ def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> li
     ]
 
 
+# ---- the ladder --------------------------------------------------------------------------------------
+
+#: What a rung does, and its colour.
+STEPS = {"first": COLOURS[0], "faster": MODE_COLOURS["FULL"], "within noise": MUTED, "slower": WORSE}
+
+
+def waterfall(plan: PlanResult, page: Page) -> Section | None:
+    """Return what each rung gave, and what bounded the one before; None of other plans."""
+    speeds = SpeedUps(plan.runs)
+    runs = speeds.runs if plan.record.kind == "ladder" else []
+    if len(runs) < 2:
+        return None
+    rows, reached = list[View](), 1.0
+    for run, before in zip(runs, [None, *runs], strict=False):
+        over, gain = speeds.over(run, speeds.first), speeds.over(run, before) if before else None
+        if over is None:
+            continue
+        step = "first" if gain is None else "within noise" if gain.noise else "faster" if gain.log > 0 else "slower"
+        was = bound(before.throughput) if before else None
+        said = "" if gain is None else gain.words + (f"; before it: {was.what}" if was else "")
+        begin = reached if before else 0.0
+        rows.append({"run": run.called, "step": step, "from": begin, "to": over.ratio, "said": said})
+        rows[-1] |= {"end": max(begin, over.ratio), "ratio": over.words, "was": was.what if was else text.NONE}
+        reached = over.ratio
+    words = (
+        "What each rung gave: its speed as a multiple of the first one's. A bar begins where the rung before came to; "
+        "beside it its own ratio to that one, and what bounded that one."
+    )
+    shown = {"ratio": "over the first", "said": "over the rung before", "was": "that was bound by"}
+    more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
+    return Section("The ladder", charts=[bars(f"{plan.name}-ladder", words, rows, "speed over the first run", **more)])
+
+
 # ---- throughput --------------------------------------------------------------------------------------
 
 
@@ -480,26 +515,28 @@ def throughput(plan: PlanResult, page: Page) -> Section | None:
     measured = [run for run in plan.runs if run.throughput]
     if not measured:
         return None
-    shown = first_and_least(measured, profiles.BARS, slowness)
-    words = "Samples per second of each run: mean over the trials, whiskers one standard deviation."
     return Section(
         "Throughput",
-        plots=[(rates(f"{plan.name}-throughput", shown), words)],
-        notes=some(len(shown), len(measured), "runs", "the first and the fastest. The table has all."),
+        charts=[rates(plan, measured)],
         form="throughput",
-        own=[{"run": run.called, "id": plan.anchor(run), "verdict": of(run)} for run in shown],
-        few=True,
+        own=[{"run": run.called, "id": plan.anchor(run), "verdict": of(run)} for run in measured],
     )
 
 
-def rates(name: str, runs: Sequence[RunResult]) -> str:
-    """Draw IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
-    groups = []
-    for run in runs:
-        known = [(mode, each) for mode in MODES if (each := run.trials(mode))]
-        drawn = [Bar([(t.mean, MODE_COLOURS[mode])], text.number(t.mean), mode, t.std) for mode, t in known]
-        groups.append((run.called, drawn))
-    return bars(name, groups, "throughput (samples/s)")
+def rates(plan: PlanResult, runs: Sequence[RunResult]) -> Chart:
+    """Return IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
+    rows = [
+        {"run": run.called, "mode": mode, "from": 0.0, "to": trials.mean, "end": trials.mean + trials.std}
+        | {"low": trials.mean - trials.std, "high": trials.mean + trials.std, "said": text.number(trials.mean)}
+        | {"value": f"{text.number(trials.mean)} ± {text.number(trials.std, 2)}", "trials": len(trials.trial_time)}
+        for run in runs
+        for mode in MODES
+        if (trials := run.trials(mode))
+    ]
+    words = "Samples per second of each run: mean over the trials, with one standard deviation to each side."
+    shown = {"value": "samples/s", "trials": "trials"}
+    more: View = {"colours": MODE_COLOURS, "by": "mode", "shown": shown, "facts": plan.facts}
+    return bars(f"{plan.name}-throughput", words, rows, "throughput (samples/s)", **more)
 
 
 # ---- sweeps and tunings ------------------------------------------------------------------------------
@@ -681,6 +718,7 @@ def provenance(plan: PlanResult, page: Page) -> Section:
 def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     record = run.provenance
     facts = record.model_dump(exclude={"command", "loss", "metrics", "links"}, exclude_unset=True) if record else {}
+    traces = [file for tool in (run.profile.tools if run.profile else []) for file in tool.files.items()]
     links = next((each.links for each in (run.throughput, record) if each and each.links), None)
     rows = {
         **(_met(run.environment) if run.environment else {}),
@@ -688,7 +726,9 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
         "device": run.device.model_dump(exclude_defaults=True),
         "links": links.line() if links else None,
     }
-    logs = {stage: run.folder.parents[2] / f"logs/{stage}/{run.owner}.log" for stage in RUN_STAGES}
+    files = {f"log of {stage}": run.folder.parents[2] / f"logs/{stage}/{run.owner}.log" for stage in RUN_STAGES}
+    files |= {"configuration": run.folder / "config.yaml", "epochs": run.folder / "metrics.jsonl"}
+    files |= {title: run.folder / "profile" / name for title, name in traces}
     owner, _, name = run.owner.partition("/")
     # The folder of a rung is no run that the page shows.
     shown = owner in page.plans and (owner != plan.name or any(each.name == name for each in plan.runs))
@@ -700,8 +740,10 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
         "command": record.command if record else None,
         "facts": [(key, _plain(value)) for key, value in rows.items() if value not in (None, "", {}, [])],
         "settings": yaml.safe_dump(run.settings, sort_keys=False, allow_unicode=True),
-        "logs": [
-            (stage, Path(os.path.relpath(log, page.folder)).as_posix()) for stage, log in logs.items() if log.exists()
+        "files": [
+            (title, Path(os.path.relpath(file, page.folder)).as_posix())
+            for title, file in files.items()
+            if file.exists()
         ],
     }
 
@@ -720,6 +762,7 @@ def _plain(value: Any) -> str:
 #: The sections of a plan, in the page's order.
 SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     sweep,
+    waterfall,
     lambda plan, page: scaling.section(plan),
     lambda plan, page: scaling.convergence(plan),
     lambda plan, page: scaling.parallelism(plan),

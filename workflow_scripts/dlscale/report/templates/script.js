@@ -16,8 +16,9 @@ function reveal() {
 // Paper has no folds: printing opens them, and closes them again.
 let folded = [];
 addEventListener("beforeprint", () => {
-  folded = Array.from(document.querySelectorAll("details:not([open])"));
+  folded = Array.from(document.querySelectorAll("details:not([open], .values)"));
   for (const fold of folded) fold.open = true;
+  for (const figure of document.querySelectorAll(".chart")) if (!figure.view) draw(figure);
 });
 addEventListener("afterprint", () => { for (const fold of folded) fold.open = false; });
 
@@ -58,6 +59,115 @@ function sortable(table) {
   });
 }
 
+// A table of runs has a field that leaves rows out, and a box for each group of its columns.
+function filterable(table) {
+  const box = document.createElement("p"), rows = Array.from(table.tBodies[0].rows), heads = table.tHead.rows;
+  box.className = "choices";
+  const add = (type, words) => {
+    const label = box.appendChild(document.createElement("label")), input = document.createElement("input");
+    Object.assign(input, { type, checked: true, autocomplete: "off" });
+    label.append(...(type === "search" ? [words, input] : [input, words]));
+    return input;
+  };
+  const sought = add("search", "Rows with ");
+  sought.addEventListener("input", () => {
+    const words = sought.value.toLowerCase().split(" ");
+    for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+  });
+  let end = 0;
+  for (const group of heads.length > 1 ? heads[0].cells : []) {
+    const begin = end;
+    end += group.colSpan;
+    const last = end;
+    if (begin) add("checkbox", group.textContent).addEventListener("change", (event) => {
+      for (const row of [heads[1], ...rows]) for (let n = begin; n < last; n += 1) row.cells[n].hidden = !event.target.checked;
+      group.hidden = !event.target.checked;
+    });
+  }
+  table.closest(".scroll").before(box);
+}
+
+// What differs between two runs: settings, and figures of the table of all runs.
+function compare(box) {
+  const settings = JSON.parse(box.querySelector("script").textContent), body = box.querySelector("tbody");
+  const all = box.parentElement.querySelector("table.sortable"), [groups, headings] = all.tHead.rows;
+  const group = Array.from(groups.cells).flatMap((cell) => Array(cell.colSpan).fill(cell.textContent));
+  const words = (cell) => Array.from(cell.childNodes, (node) => node.textContent).join(" ");
+  function show() {
+    const names = Array.from(box.querySelectorAll("select"), (select) => select.value);
+    const rows = names.map((name) => Array.from(all.tBodies[0].rows).find((row) => row.querySelector("a").textContent === name));
+    const lines = Object.keys(settings[names[0]]).map((key) => [key, ...names.map((name) => settings[name][key])]);
+    for (let n = 1; n < headings.cells.length; n += 1) {
+      lines.push([`${group[n]}: ${headings.cells[n].textContent}`, ...rows.map((row) => words(row.cells[n]))]);
+    }
+    body.replaceChildren();
+    box.querySelectorAll("thead th").forEach((cell, n) => { if (n) cell.textContent = names[n - 1]; });
+    for (const [key, one, other] of lines) {
+      if (one === other) continue;
+      const row = body.insertRow(), head = row.appendChild(document.createElement("th"));
+      Object.assign(head, { scope: "row", textContent: key });
+      for (const value of [one, other]) row.insertCell().textContent = value;
+    }
+  }
+  box.addEventListener("change", show);
+  show();
+}
+
+// Charts: Vega-Lite draws one when it comes into view, again with what was chosen, and never with code of its own (`ast`).
+async function draw(figure) {
+  const spec = JSON.parse(figure.querySelector("script").textContent), main = spec.layer[0], encoding = main.encoding;
+  for (const choice of figure.querySelectorAll("select")) {
+    if (choice.name === "scale") encoding.y.scale = { ...encoding.y.scale, type: choice.value };
+    else Object.assign(encoding[choice.name], { field: choice.value, title: choice.selectedOptions[0].textContent });
+  }
+  const out = new Set(Array.from(figure.closest(".plan").querySelectorAll(".runs input:not(:checked)"), (box) => box.value));
+  main.data.values = main.data.values.filter((row) => !out.has(row.run));
+  for (const each of [encoding, ...main.layer.map((layer) => layer.encoding || {})].flatMap(Object.values)) {
+    if (each.field !== "run" || !each.scale) continue;
+    const kept = each.scale.domain.map((run) => !out.has(run));
+    for (const key of ["domain", "range"]) each.scale[key] = each.scale[key].filter((value, place) => kept[place]);
+  }
+  const config = JSON.parse(document.getElementById("config").textContent);
+  if (figure.view) figure.view.finalize();
+  figure.view = await vegaEmbed(figure.querySelector(".drawn"), spec, { ast: true, renderer: "svg", actions: false, logLevel: 1, config });
+}
+
+// A chart's values as a table, for those who cannot see it.
+function tabulate(fold) {
+  const rows = JSON.parse(fold.closest("figure").querySelector("script").textContent).layer[0].data.values;
+  const fields = Array.from(new Set(rows.flatMap(Object.keys))), table = document.createElement("table");
+  table.createCaption().textContent = fold.closest("figure").getAttribute("aria-label");
+  const head = table.createTHead().insertRow(), body = table.createTBody();
+  for (const field of fields) {
+    head.append(document.createElement("th"));
+    Object.assign(head.lastChild, { scope: "col", textContent: field });
+  }
+  for (const row of rows) {
+    const line = body.insertRow();
+    for (const field of fields) line.insertCell().textContent = row[field] ?? "";
+  }
+  const box = document.createElement("div");
+  Object.assign(box, { className: "scroll", tabIndex: 0 });
+  box.append(table);
+  fold.append(box);
+}
+
+function charts() {
+  const seen = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) if (isIntersecting) { seen.unobserve(target); draw(target); }
+  }, { rootMargin: "200px" });
+  for (const figure of document.querySelectorAll(".chart")) {
+    seen.observe(figure);
+    figure.addEventListener("change", () => draw(figure));
+    figure.querySelector(".values").addEventListener("toggle", (event) => tabulate(event.target), { once: true });
+  }
+  for (const runs of document.querySelectorAll(".runs")) {
+    runs.addEventListener("change", () => {
+      for (const figure of runs.closest(".plan").querySelectorAll(".chart")) if (figure.view) draw(figure);
+    });
+  }
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   const button = document.getElementById("theme");
   button.hidden = false;
@@ -67,7 +177,10 @@ document.addEventListener("DOMContentLoaded", () => {
     try { localStorage.setItem("theme", root.dataset.theme); } catch (error) { /* for this visit only */ }
   });
   document.querySelectorAll("table.sortable").forEach(sortable);
+  document.querySelectorAll("table.sortable:has([scope=colgroup])").forEach(filterable);
+  document.querySelectorAll(".compare").forEach(compare);
   document.querySelectorAll(".copy").forEach(copyable);
+  charts();
   addEventListener("hashchange", reveal);
   reveal();
 });

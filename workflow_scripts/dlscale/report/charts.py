@@ -1,0 +1,329 @@
+"""Charts: Vega-Lite, which the page draws and of which files are made. No code here draws.
+
+The page's script changes fields and scales of a chart's first layer as the reader chooses, and leaves rows of runs out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.files import whole, write_text
+from dlscale.measure.records import MODES
+
+#: Values for Vega-Lite, or the template.
+View = dict[str, Any]
+
+#: Colours are variables of style.css, so that charts follow the theme; the shapes say the same.
+COLOURS = [f"var(--s{index})" for index in range(8)]
+SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
+MODE_COLOURS = {mode: f"var(--{mode.lower()})" for mode in MODES}
+INK, MUTED, GRID, WORSE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--worse)"
+
+#: How lines are dashed: lengths of dashes and gaps.
+DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
+
+#: Seconds beyond which times are told in minutes, and minutes in hours.
+UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
+
+#: A chart is as wide as its place, legend included.
+FIT = {"type": "fit", "contains": "padding"}
+
+#: What all charts share.
+CONFIG: View = {
+    "background": "transparent",
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        **{"gridColor": GRID, "domainColor": GRID, "tickColor": GRID, "labelColor": MUTED, "titleColor": INK},
+        "titleFontWeight": "normal",
+    },
+    "legend": {
+        **{"labelColor": INK, "titleColor": INK, "title": None, "orient": "bottom", "columns": 3, "labelLimit": 200},
+        "symbolLimit": 100,
+    },
+    "text": {"color": INK},
+    "rule": {"color": INK},
+    "tick": {"color": INK},
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart, and what its reader can choose."""
+
+    name: str  #: Unique in the page; its files are called so.
+    about: str  #: Caption.
+    spec: View  #: Vega-Lite; its first layer has rows and encoding.
+    x: Mapping[str, str] = field(default_factory=dict)  #: Fields along x, with their titles; the first is drawn.
+    y: Mapping[str, str] = field(default_factory=dict)
+    logarithmic: bool = False  #: Whether y may be.
+    runs: Sequence[str] = ()  #: Of which the reader chooses.
+
+    @property
+    def is_log(self) -> bool:
+        return bool(self.spec["layer"][0]["encoding"]["y"].get("scale", {}).get("type") == "log")
+
+    @property
+    def rows(self) -> list[View]:
+        found: list[View] = self.spec["layer"][0]["data"]["values"]
+        return found
+
+    @property
+    def text(self) -> str:
+        """The chart as JSON that can stand in a page."""
+        return json.dumps(self.spec, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+    def of(self, runs: Collection[str]) -> View:
+        """Return the chart of some runs, as the page's script makes it."""
+        spec: View = json.loads(json.dumps(self.spec))
+        main = spec["layer"][0]
+        main["data"]["values"] = [row for row in self.rows if row.get("run") in (None, *runs)]
+        for each in main["encoding"].values():
+            if isinstance(each, dict) and each.get("field") == "run" and "scale" in each:
+                kept = [pair for pair in zip(*each["scale"].values(), strict=True) if pair[0] in runs]
+                each["scale"] = {"domain": [run for run, _ in kept], "range": [look for _, look in kept]}
+        return spec
+
+    def write(self, folder: Path, runs: Collection[str]) -> None:
+        """Write the chart of some runs as SVG and PDF, in the light theme's colours, and all rows as CSV."""
+        import pandas as pd
+        import vl_convert
+
+        spec = json.dumps({**self.of(runs), "width": 360, "config": CONFIG})
+        spec = re.sub(r"var\(--(\w+)\)", lambda name: light().get(name[1], name[0]), spec)
+        write_text(folder / f"{self.name}.svg", vl_convert.vegalite_to_svg(spec))
+        with whole(folder / f"{self.name}.pdf") as temporary:
+            temporary.write_bytes(vl_convert.vegalite_to_pdf(spec))
+        write_text(folder / f"{self.name}.csv", pd.DataFrame(self.rows).to_csv(index=False, lineterminator="\n"))
+
+
+@cache
+def light() -> dict[str, str]:
+    """Return the colours of the light theme by the name of their variable."""
+    style = (resources.files("dlscale.report") / "templates/style.css").read_text(encoding="utf-8")
+    return dict(re.findall(r"--(\w+): light-dark\((#\w+),", style))
+
+
+def library() -> str:
+    """Return Vega-Lite, Vega and what puts them into a page: one script, which loads nothing."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+
+
+def rounded(rows: Iterable[Mapping[str, Any]]) -> list[View]:
+    """Return rows without unknown values, numbers with six digits."""
+
+    def short(value: Any) -> Any:
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
+    return [{key: short(value) for key, value in row.items() if known(value)} for row in rows]
+
+
+def known(value: Any) -> bool:
+    """Return whether there is a value, and it is no number beyond all."""
+    return value is not None and (not isinstance(value, float) or abs(value) < float("inf"))
+
+
+def time_unit(greatest: float) -> tuple[float, str]:
+    """Return seconds and name of the unit for times up to `greatest` seconds."""
+    return next((seconds, unit) for least, seconds, unit in UNITS if greatest >= least)
+
+
+def styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour and a shape for each name: the eight go round, the shapes one further each time."""
+    pairs = ((COLOURS[n % 8], SHAPES[(n + n // 8) % 8]) for n in range(10**6))
+    return dict(zip(dict.fromkeys(names), pairs, strict=False))
+
+
+def _scale(values: Mapping[str, Any]) -> View:
+    return {"domain": list(values), "range": list(values.values())}
+
+
+def _facts(facts: Mapping[str, str]) -> list[View]:
+    """Return the transformation that tells of each run what `facts` say."""
+    rows = [{"run": run, "settings": said} for run, said in facts.items()]
+    return [{"lookup": "run", "from": {"data": {"values": rows}, "key": "run", "fields": ["settings"]}}] * bool(rows)
+
+
+def _told(rows: Sequence[View], fields: Mapping[str, str]) -> list[View]:
+    """Return what is told of a mark that is pointed at: fields, with their titles."""
+    numbers = {key for row in rows for key, value in row.items() if isinstance(value, float)}
+    digits = {key: {"format": ",.4~g"} for key in numbers}
+    return [{"field": key, "title": words, **digits.get(key, {})} for key, words in fields.items()]
+
+
+def lines(
+    name: str,
+    about: str,
+    rows: Sequence[View],
+    x: Mapping[str, str],
+    y: Mapping[str, str],
+    *,
+    by: str = "run",
+    looks: Mapping[str, tuple[str, str]] | None = None,
+    dashes: Sequence[str] = (),
+    levels: Sequence[tuple[float, str]] = (),
+    facts: Mapping[str, str] | None = None,
+    doubling: bool = False,
+    zero: bool = False,
+    logarithmic: bool | None = None,
+    height: int = 240,
+) -> Chart:
+    """Return lines over fields `x` of values in fields `y`, one for each value of `by` and of "what".
+
+    Parameters
+    ----------
+    looks
+        Colour and shape by value of `by`.
+    dashes
+        Values of "what", the solid one first.
+    levels
+        Values to compare with, and their names.
+    facts
+        Settings of runs, for those who point at them.
+    doubling
+        Whether x has the base two.
+    logarithmic
+        Whether y is at first; it may be where all values are positive.
+    """
+    kept = rounded(rows)
+    looks = looks or styles(row[by] for row in kept)
+    values = [row[key] for row in kept for key in y if key in row] + [level for level, _ in levels]
+    positive = bool(values) and min(values) > 0
+    wide = positive and max(values) > 10 * min(values)
+    logarithmic = positive and (wide if logarithmic is None else logarithmic)
+    first_x, first_y = next(iter(x.items())), next(iter(y.items()))
+    pair = {"field": by, "type": "nominal"}
+    shown = {by: by, "what": "what", "settings": "settings", **x, **y, "low": "from", "high": "to"}
+    there = {*(key for row in kept for key in row), *(["settings"] if facts else [])}
+    chosen = {"condition": {"param": "chosen", "value": 1}, "value": 0.12}
+    encoding: View = {
+        "x": {"field": first_x[0], "title": first_x[1], "type": "quantitative", "scale": {"nice": False}},
+        "y": {"field": first_y[0], "title": first_y[1], "type": "quantitative", "scale": {"zero": zero}},
+        "color": {**pair, "scale": _scale({key: colour for key, (colour, _) in looks.items()})},
+        "shape": {**pair, "scale": _scale({key: shape for key, (_, shape) in looks.items()})},
+        "opacity": chosen,
+        "tooltip": _told(kept, {key: words for key, words in shown.items() if key in there}),
+    }
+    if doubling:
+        encoding["x"] |= {
+            "scale": {"type": "log", "base": 2, "nice": False},
+            "axis": {"values": sorted({row[first_x[0]] for row in kept}), "format": ","},
+        }
+    if logarithmic:
+        encoding["y"]["scale"] = {"type": "log"}
+    if dashes:
+        dashed = {"scale": {"domain": list(dashes), "range": DASHES[: len(dashes)]}, "legend": {"symbolType": "stroke"}}
+        encoding["strokeDash"] = {"field": "what", "type": "nominal", **dashed}
+    size: View = {"value": 36}
+    if dashes:
+        size = {"condition": {"test": {"field": "what", "equal": dashes[0]}, "value": 36}, "value": 8}
+    params = [
+        {"name": "chosen", "select": {"type": "point", "fields": [by]}, "bind": "legend"},
+        {"name": "view", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"},
+    ]
+    layer: list[View] = [
+        {"mark": {"type": "line", "clip": True}, "params": params},
+        {"mark": {"type": "point", "filled": True, "clip": True}, "encoding": {"size": size}},
+    ]
+    if "low" in there:
+        ends = {"y": {"field": "low", "title": first_y[1]}, "y2": {"field": "high"}, "tooltip": {"value": None}}
+        layer.append({"mark": {"type": "rule"}, "encoding": ends})
+    main = {"data": {"values": kept}, "transform": _facts(facts or {}), "encoding": encoding, "layer": layer}
+    marks = [
+        {
+            "data": {"values": [{"level": level, "words": words}]},
+            "encoding": {"y": {"field": "level", "type": "quantitative"}},
+            "layer": [
+                {"mark": {"type": "rule", "color": MUTED}},
+                {
+                    "mark": {"type": "text", "x": 4, "dy": -6, "align": "left", "color": MUTED},
+                    "encoding": {"text": {"field": "words"}},
+                },
+            ],
+        }
+        for level, words in levels
+    ]
+    spec = {"description": about, "width": "container", "height": height, "autosize": FIT, "layer": [main, *marks]}
+    return Chart(name, about, spec, x, y, positive, list(looks) if by == "run" else ())
+
+
+def bars(
+    name: str,
+    about: str,
+    rows: Sequence[View],
+    length: str,
+    *,
+    colours: Mapping[str, str],
+    by: str,
+    stacked: bool = False,
+    facts: Mapping[str, str] | None = None,
+    marked: str = "",
+    shown: Mapping[str, str],
+    room: float = 1.15,
+) -> Chart:
+    """Return bars of each run, one beside the other or `stacked`, in the colours of the values of `by`.
+
+    A row has the ends of a bar, "from" and "to", perhaps those of its interval, "low" and "high", and what is "said" at
+    a place beside it, "end".
+
+    Parameters
+    ----------
+    length
+        Title of the lengths.
+    marked
+        Field of an upright line.
+    shown
+        Fields for those who point at a bar, with their titles.
+    room
+        Length of the axis, relative to the greatest end: what is said needs some.
+    """
+    kept = rounded(rows)
+    runs = list(dict.fromkeys(row["run"] for row in kept))
+    parts = [each for each in colours if any(row[by] == each for row in kept)]
+    place: View = {"y": {"field": "run", "type": "nominal", "sort": runs, "title": None, "axis": {"labelLimit": 180}}}
+    if not stacked and len(parts) > 1:
+        place["yOffset"] = {"field": by, "sort": parts}
+    greatest = max(row.get(key, 0.0) for row in kept for key in ("to", "high", marked or "to"))
+    axis: View = {"field": "from", "type": "quantitative", "title": length, "axis": {"tickCount": 8}}
+    axis["scale"] = {"domain": [0, room * greatest]}
+    ends = {"x": axis, "x2": {"field": "to"}}
+    encoding = {
+        **place,
+        "tooltip": _told(kept, {"run": "run", by: by, **shown, **({"settings": "settings"} if facts else {})}),
+    }
+    legend = {"color": {"field": by, "type": "nominal", "scale": _scale({part: colours[part] for part in parts})}}
+    layer: list[View] = [
+        {
+            "mark": "bar",
+            "params": [{"name": "chosen", "select": {"type": "point", "fields": [by]}, "bind": "legend"}],
+            "encoding": {**ends, **legend, "opacity": {"condition": {"param": "chosen", "value": 1}, "value": 0.15}},
+        }
+    ]
+    if any("low" in row for row in kept):
+        interval = {"x": {"field": "low", "type": "quantitative", "title": length}, "x2": {"field": "high"}}
+        layer.append({"mark": "rule", "encoding": interval})
+    if marked:
+        layer.append(
+            {"mark": {"type": "tick", "thickness": 2}, "encoding": {"x": {"field": marked, "type": "quantitative"}}}
+        )
+    if any("said" in row for row in kept):
+        at = {"x": {"field": "end", "type": "quantitative"}, "text": {"field": "said"}}
+        layer.append({"mark": {"type": "text", "align": "left", "dx": 5}, "encoding": at})
+    main = {"data": {"values": kept}, "transform": _facts(facts or {}), "encoding": encoding, "layer": layer}
+    spec = {
+        "description": about,
+        "width": "container",
+        "height": {"step": 15 if "yOffset" in place else 24},
+        "autosize": {**FIT, "type": "fit-x"},
+        "layer": [main],
+    }
+    return Chart(name, about, spec, runs=runs)
