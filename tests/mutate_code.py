@@ -763,8 +763,8 @@ MUTATIONS = [
     Mutation(
         "figure_of_another_loss",
         "report/curves.py",
-        "curve(style, run, over, lambda epoch: epoch.valid_loss)",
-        "curve(style, run, over, lambda epoch: epoch.train_loss)",
+        'curve(run, "validation", lambda epoch: epoch.valid_loss)',
+        'curve(run, "validation", lambda epoch: epoch.train_loss)',
         "test_report.py::test_curves_are_where_the_numbers_are",
     ),
     Mutation(

@@ -974,6 +974,41 @@ def test_pictures_and_tables_speak_and_figures_follow_the_theme(html: str, page:
     assert len(specs) > 9 and not re.search(r'"(#[0-9a-f]|rgb)', "".join(specs)), "a colour that no theme can change"
 
 
+def test_colours_are_told_from_their_background_in_both_themes() -> None:
+    """By WCAG 2: text at 4.5, lines and bars at 3."""
+    style = (Path(report.__file__).parent / "templates/style.css").read_text()
+    themes = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4))
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for theme in (1, 2):
+        shown = {colour[0]: luminance(colour[theme]) for colour in themes}
+        grounds = [shown.pop(name) for name in ("back", "card", "soft")]
+        assert len(shown) == 16 and shown.pop("grid")
+        for name, own in shown.items():
+            least = 4.5 if name in ("ink", "muted", "link", "worse") else 3
+            for ground in grounds:
+                bright, dark = max(own, ground), min(own, ground)
+                assert (bright + 0.05) / (dark + 0.05) >= least, (theme, name)
+
+
+@pytest.mark.slow
+def test_a_page_of_a_hundred_runs_is_small(results: Results) -> None:
+    """It shows eight of them at first; all are there to be chosen."""
+    names = {f"r{number}": f"rate {number}" for number in range(100)}
+    for number, name in enumerate(names):
+        results.run("p", name, epochs=50, final=0.5 + number / 300, precision=name)
+    results.plan("p", names, kind="set")
+    html = results.report()
+    assert len(html.encode()) < 10e6
+    assert html.count('type="checkbox"') == 100 and html.count(" checked") == 8
+    svg = (results.root / "report/figures/p-loss.svg").read_text()
+    assert "r6 · rate 6" in svg and "r99" not in svg
+
+
 @pytest.mark.slow
 def test_the_same_results_give_the_same_bytes(full: Results, html: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kolkata")

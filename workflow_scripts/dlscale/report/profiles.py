@@ -12,7 +12,7 @@ from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.report import published
-from dlscale.report.charts import COLOURS, GRID, MODE_COLOURS, MUTED, Chart, View, bars, lines, time_unit
+from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, Chart, View, bars, lines, time_unit
 from dlscale.report.figures import Section, Table, cell, heading, table
 from dlscale.report.results import PlanResult, RunResult
 
@@ -28,7 +28,7 @@ PARTS = {
     "backward": ("backward", COLOURS[3]),
     "optimizer": ("optimiser", COLOURS[5]),
     "compute": ("computing", COLOURS[4]),
-    "other": ("the rest", GRID),
+    "other": ("the rest", COLOURS[7]),
     "unexplained": ("not explained", MUTED),
 }
 

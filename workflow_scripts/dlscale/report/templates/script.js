@@ -13,6 +13,16 @@ function reveal() {
   if (target) target.scrollIntoView();
 }
 
+// A page that loads itself again keeps open what was open.
+const opened = `open ${location.pathname}`;
+function reopen() {
+  try { for (const id of JSON.parse(sessionStorage.getItem(opened)) || []) document.getElementById(id).open = true; } catch (error) { /* closed, then */ }
+}
+addEventListener("pagehide", () => {
+  const ids = Array.from(document.querySelectorAll(".plan[open]"), (fold) => fold.id);
+  try { sessionStorage.setItem(opened, JSON.stringify(ids)); } catch (error) { /* for this time only */ }
+});
+
 // Paper has no folds: printing opens them, and closes them again.
 let folded = [];
 addEventListener("beforeprint", () => {
@@ -92,7 +102,7 @@ function compare(box) {
   const settings = JSON.parse(box.querySelector("script").textContent), body = box.querySelector("tbody");
   const all = box.parentElement.querySelector("table.sortable"), [groups, headings] = all.tHead.rows;
   const group = Array.from(groups.cells).flatMap((cell) => Array(cell.colSpan).fill(cell.textContent));
-  const words = (cell) => Array.from(cell.childNodes, (node) => node.textContent).join(" ");
+  const words = (cell) => Array.from(cell.childNodes, (node) => (node.nodeName === "SMALL" ? " " : "") + node.textContent).join("");
   function show() {
     const names = Array.from(box.querySelectorAll("select"), (select) => select.value);
     const rows = names.map((name) => Array.from(all.tBodies[0].rows).find((row) => row.querySelector("a").textContent === name));
@@ -182,5 +192,6 @@ document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll(".copy").forEach(copyable);
   charts();
   addEventListener("hashchange", reveal);
+  reopen();
   reveal();
 });
