@@ -177,8 +177,8 @@ def _told(each: Environment) -> dict[str, str]:
 def _named(each: Environment, what: str) -> dict[str, str]:
     if what == "variables":
         return each.variables
-    pairs = dict(package.split("==", 1) for package in each.packages)
-    return {name: version for name, version in pairs.items() if name not in each.versions}
+    versions = dict(package.split("==", 1) for package in each.packages)
+    return {name: version for name, version in versions.items() if name not in each.versions}
 
 
 def _pair(name: str, old: str | None, new: str | None) -> str:
