@@ -734,6 +734,7 @@ class Page(HTMLParser):
         self.feed(html)
         self.close()
         assert not self.open, f"never closed: {self.open}"
+        self.tables = [table for table in self.tables if len(table) > 1]  # without those that the script fills
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, key, value or "") for key, value in attrs]
@@ -931,11 +932,7 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
 def test_the_page_needs_nothing_but_itself(html: str, page: Page) -> None:
     for tag, key, value in page.attributes:
         if key in ("src", "href", "action", "data", "poster", "srcset", "xlink:href"):
-            assert value.startswith(("#", "data:")) or value.endswith(".md") or value.startswith("figures/"), (
-                tag,
-                key,
-                value,
-            )
+            assert re.match(r"#|data:|\.\./|figures/", value), (tag, key, value)
     library = max(re.findall(r"<script>(.*?)</script>", html, re.S), key=len)
     assert "vegaEmbed" in library and not re.search(r"url\((?!#)|@import|https?://", html.replace(library, ""))
     assert ("meta", "content", "default-src 'none'") in [(t, k, v[:18]) for t, k, v in page.attributes]
@@ -1004,7 +1001,7 @@ def test_a_page_of_a_hundred_runs_is_small(results: Results) -> None:
     results.plan("p", names, kind="set")
     html = results.report()
     assert len(html.encode()) < 10e6
-    assert html.count('type="checkbox"') == 100 and html.count(" checked") == 8
+    assert html.count('type="checkbox"') == 100 and html.count(" checked autocomplete") == 8
     svg = (results.root / "report/figures/p-loss.svg").read_text()
     assert "r6 · rate 6" in svg and "r99" not in svg
 
@@ -1107,7 +1104,8 @@ def test_a_ladder_is_a_waterfall(results: Results) -> None:
     assert [row["step"] for row in rows] == ["first", "faster", "within noise", "slower"]
     assert [row["was"] for row in rows] == ["–", "data loading", "computation", "computation"]
     assert rows[1]["said"].startswith("4.00× ± ") and rows[1]["said"].endswith("; before it: data loading")
-    assert sections.waterfall(read_plan(results.plan("p", {"a": "a"})), sections.Page()) is None
+    alone = read_plan(results.plan("p", {"a": "a"}, measure=("throughput",)))
+    assert sections.waterfall(alone, sections.Page()) is None
 
 
 def test_charts_are_files_too(ladder: Results) -> None:
@@ -1301,13 +1299,13 @@ def test_curves_are_where_the_numbers_are(results: Results) -> None:
         for over, step in (("epoch", 1), ("step", 8), ("samples", 128), ("time", 5.5)):
             assert [row[over] for row in rows] == pytest.approx([step * (n + 1) for n in range(6)])
     assert [*loss.x] == ["epoch", "step", "samples", "time"] and loss.x["time"] == "time, validation included (s)"
-    assert loss.runs == ["a"] and loss.logarithmic
+    assert loss.runs == ["a"] and loss.scale == "linear"
 
 
 def test_a_loss_that_is_no_number_leaves_the_axis_to_the_others() -> None:
     rows = [{"run": "a", "x": 1, "y": math.nan}, *({"run": "b", "x": x, "y": y} for x, y in ((1, 100.0), (2, 1.0)))]
     chart = charts.lines("x", "", rows, {"x": "x"}, {"y": "y"})
-    assert chart.is_log and "y" not in chart.rows[0] and "NaN" not in chart.text
+    assert chart.scale == "log" and "y" not in chart.rows[0] and "NaN" not in chart.text
 
 
 def test_a_published_metric_is_followed(results: Results) -> None:
@@ -1373,6 +1371,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
       for (const figure of every(".chart")) {
         figure.scrollIntoView({behavior: "instant", block: "center"});
         await wait(() => figure.view);
+        parent.postMessage(".", "*"); // without a change to draw, a headless browser makes no more frames
       }
       found.overflow = root.scrollWidth - root.clientWidth;
       found.plots = every(".drawn svg").map((svg) => svg.getBoundingClientRect().height);
@@ -1402,12 +1401,12 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     (tmp_path / "page.html").write_text(told.replace("<body>", f"<body><script>{probe}</script>", 1))
     frame = tmp_path / "frame.html"
     frame.write_text(
-        "<body><script>onmessage = (event) => { document.body.textContent = event.data; }</script>"
+        "<body><script>onmessage = (event) => { document.body.append(event.data); }</script>"
         f'<iframe src="page.html" style="border:0; width:{width}px; height:1000px"></iframe>'
     )
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     flags += [
-        "--virtual-time-budget=60000",
+        "--virtual-time-budget=600000",
         "--window-size=1500,1100",
         f"--user-data-dir={tmp_path / 'profile'}",
         "--dump-dom",

@@ -6,6 +6,7 @@ The page's script changes fields and scales of a chart's first layer as the read
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,12 +64,8 @@ class Chart:
     spec: View  #: Vega-Lite; its first layer has rows and encoding.
     x: Mapping[str, str] = field(default_factory=dict)  #: Fields along x, with their titles; the first is drawn.
     y: Mapping[str, str] = field(default_factory=dict)
-    logarithmic: bool = False  #: Whether y may be.
+    scale: str = ""  #: That of y at first, linear or log, where the reader can choose.
     runs: Sequence[str] = ()  #: Of which the reader chooses.
-
-    @property
-    def is_log(self) -> bool:
-        return bool(self.spec["layer"][0]["encoding"]["y"].get("scale", {}).get("type") == "log")
 
     @property
     def rows(self) -> list[View]:
@@ -119,17 +116,13 @@ def library() -> str:
 
 
 def rounded(rows: Iterable[Mapping[str, Any]]) -> list[View]:
-    """Return rows without unknown values, numbers with six digits."""
-
-    def short(value: Any) -> Any:
-        return float(f"{value:.6g}") if isinstance(value, float) else value
-
-    return [{key: short(value) for key, value in row.items() if known(value)} for row in rows]
+    """Return rows without unknown values, and without numbers that are none; others with six digits."""
+    real = [[(key, value) for key, value in row.items() if _real(value)] for row in rows]
+    return [{key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row} for row in real]
 
 
-def known(value: Any) -> bool:
-    """Return whether there is a value, and it is no number beyond all."""
-    return value is not None and (not isinstance(value, float) or abs(value) < float("inf"))
+def _real(value: Any) -> bool:
+    return value is not None and (not isinstance(value, float) or math.isfinite(value))
 
 
 def time_unit(greatest: float) -> tuple[float, str]:
@@ -253,7 +246,8 @@ def lines(
         for level, words in levels
     ]
     spec = {"description": about, "width": "container", "height": height, "autosize": FIT, "layer": [main, *marks]}
-    return Chart(name, about, spec, x, y, positive, list(looks) if by == "run" else ())
+    scale = ("log" if logarithmic else "linear") if positive else ""
+    return Chart(name, about, spec, x, y, scale, list(looks) if by == "run" else ())
 
 
 def bars(

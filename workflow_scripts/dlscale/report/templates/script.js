@@ -139,7 +139,7 @@ async function draw(figure) {
   }
   const config = JSON.parse(document.getElementById("config").textContent);
   if (figure.view) figure.view.finalize();
-  figure.view = await vegaEmbed(figure.querySelector(".drawn"), spec, { ast: true, renderer: "svg", actions: false, logLevel: 1, config });
+  figure.view = await vegaEmbed(figure.querySelector(".drawn"), spec, { ast: true, renderer: "svg", actions: false, config });
 }
 
 // A chart's values as a table, for those who cannot see it.
