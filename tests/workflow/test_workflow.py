@@ -87,6 +87,7 @@ def test_layout(finished: tuple[Tree, Outcome]) -> None:
     expected = {file.format(**job.wildcards) for job in jobs for file in FILES[job.rule]}
     # Of these only the folders are promised.
     folders = ("logs/", "benchmarks/", "checkpoints/", *(f"data/{dataset}/stats/" for dataset in CONFIG["datasets"]))
+    folders += ("report/figures/", *(f"plans/{plan}/figures/" for plan in CONFIG["plans"]))
     traces = {file for file in files if "/profile/" in file and ".rank0." in file}
     assert any("torch" in file for file in traces)
     left = {file for file in files - traces if not file.startswith(folders) and "/tensorboard/" not in file}
