@@ -1081,9 +1081,7 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
     assert found.secrets == {"https://h.org/x.npy?sig=***": "https://me:s3cret@h.org/x.npy?sig=s3cret"}
 
 
-@pytest.mark.parametrize(
-    ("here", "seen"), [("tmp", "its place/"), ("its place", ""), ("elsewhere", "{tmp}/its place/")]
-)
+@pytest.mark.parametrize(("here", "seen"), [(".", "its place/"), ("its place", ""), ("elsewhere", "{tmp}/its place/")])
 def test_paths_count_from_the_file_that_they_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, seen: str
 ) -> None:

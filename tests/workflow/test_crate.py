@@ -152,8 +152,8 @@ def test_what_is_large_is_named_by_its_digest_and_so_is_an_image(
     run, file = kept / "plans/mnist_cnn/tiny", tmp_path / "crate.zip"
     (run / "model.pt").write_bytes(bytes(11_000_000))
     image = {"engine": "podman-hpc", "name": "ghcr.io/dlscale/dlscale:gpu-0.1.0", "identity": f"sha256:{'ab' * 32}"}
-    made = json.loads((run / "provenance.json").read_text())
-    (run / "provenance.json").write_text(json.dumps({**made, "image": image}))
+    met = json.loads((run / "telemetry/train.json").read_text())
+    (run / "telemetry/train.json").write_text(json.dumps({**met, "image": image}))
     assert pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}").returncode == 0
     with zipfile.ZipFile(file) as archive:
         archive.extractall(tmp_path / "crate")
