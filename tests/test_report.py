@@ -29,7 +29,6 @@ from matplotlib.image import imsave
 from dlscale.config.records import PlanKind, PlanRecord, Published, RunReference
 from dlscale.config.resolve import load_files
 from dlscale.core import telemetry, text
-from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
@@ -42,6 +41,7 @@ from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import bound, disturbance, of
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT, stage
+from tests.test_environment import BEFORE
 
 HOSTILE = """</title><script>alert(1)</script>"&'{{ 7*7 }}"""
 A100 = {"hardware": "A100 40 GB"}
@@ -205,14 +205,8 @@ DATASETS = {
 }
 
 
-ENVIRONMENT = Environment(
-    time="2024-05-01T10:02:05+00:00",
-    host="node-1",
-    kernel="6.4.0",
-    processor="Example CPU",
-    python="3.12.1",
-    versions={"torch": "2.13.0"},
-    git={"commit": "0123456789abcdef", "dirty": True},
+ENVIRONMENT = BEFORE.model_copy(
+    update={"python": "3.12.1", "versions": {"torch": "2.13.0"}, "git": {"commit": "0123456789abcdef", "dirty": True}}
 )
 
 

@@ -144,7 +144,7 @@ def _gpu(device: Any) -> Gpu:
 
 def differences(before: Environment, after: Environment) -> list[str]:
     """Return what differs between two machines and their software, as `driver 570 → 580`; not host and time."""
-    sides = [_told(each) for each in (before, after)]
+    sides = [_facts(each) for each in (before, after)]
     found = [_pair(name, *(side.get(name) for side in sides)) for name in dict.fromkeys([*sides[0], *sides[1]])]
     for what in ("variables", "packages"):
         old, new = (_named(each, what) for each in (before, after))
@@ -155,7 +155,7 @@ def differences(before: Environment, after: Environment) -> list[str]:
     return [each for each in found if each]
 
 
-def _told(each: Environment) -> dict[str, str]:
+def _facts(each: Environment) -> dict[str, str]:
     gpus = dict[str, int]()
     for gpu in each.gpus:
         set_ = [f"{gpu.watts:g} W" if gpu.watts else "", f"{gpu.sm_mhz} MHz" if gpu.sm_mhz else ""]

@@ -132,8 +132,8 @@ def time_unit(greatest: float) -> tuple[float, str]:
 
 def styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return a colour and a shape for each name: the eight go round, the shapes one further each time."""
-    styles = ((COLOURS[n % 8], SHAPES[(n + n // 8) % 8]) for n in range(10**6))
-    return dict(zip(dict.fromkeys(names), styles, strict=False))
+    looks = ((COLOURS[n % 8], SHAPES[(n + n // 8) % 8]) for n in range(10**6))
+    return dict(zip(dict.fromkeys(names), looks, strict=False))
 
 
 def _scale(values: Mapping[str, Any]) -> View:
