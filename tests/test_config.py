@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -1068,6 +1069,7 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
 def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its YAML file is as much a place for an address as the user's own."""
     monkeypatch.setattr(registry, "_added", {})  # other tests know the shipped studies alone
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "secretive.py").write_text((TEMPLATE / "waves.py").read_text())
     (tmp_path / "waves_data.py").write_text((TEMPLATE / "waves_data.py").read_text())
     given = read_yaml(TEMPLATE / "waves.yaml")
@@ -1087,6 +1089,7 @@ def test_paths_count_from_the_file_that_they_stand_in(
 ) -> None:
     """A study's, and those of datasets, of the file that is given and of the study's own; addresses stay."""
     monkeypatch.setattr(registry, "_added", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
     place = tmp_path / "its place"
     new_study.write("ripples", place, images=False)
     given = {name: read_yaml(place / f"ripples{name}.yaml") for name in ("", "_run")}
