@@ -33,6 +33,7 @@ from dlscale.report.results import read_plan
 from dlscale.report.sections import runs_table
 from dlscale.train.build import open_session
 from dlscale.train.memory import FakeStep, fake_batch, fake_step
+from dlscale.train.step import Network
 from tests.conftest import TINY, make_run, stage
 from tests.test_report import Results, with_ladder
 
@@ -134,6 +135,65 @@ def test_a_real_step_has_the_operators_of_the_fake_one(
     assert real.flops.total() == fake.flops.total() > 0
     if not over:  # of the one that is told more only FLOPs are compared
         assert real.bytes.total() == fake.bytes.total() - fake.bytes["optimizer"] > 0
+
+
+@pytest.mark.parametrize("study", TINY)
+def test_the_work_of_each_operator_stands_by_its_module(
+    study: str, tmp_path: Path, tiny_data: Callable[[str], Path]
+) -> None:
+    """Layers' products are those that their shapes ask for, where branches meet too; and nothing is lost."""
+    session = open_session(tiny_run(study, tmp_path), tiny_data(study) / "manifest.json", World())
+    x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
+    expected, names = Counter[str](), peaks._names(session.step.model)
+
+    def layer(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        weight: Any = module.weight
+        for product in (True, True, args[0].requires_grad):  # of the input's gradient nobody asks in the first layer
+            expected[names[module]] += product * 2 * output.numel() * weight[0].numel()
+
+    layers = [each for each in session.step.model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d | nn.Linear)]
+    hooks = [each.register_forward_hook(layer) for each in layers]
+    session.step(x, y)
+    for hook in hooks:
+        hook.remove()
+    with OperatorCount() as counter:
+        session.step(x, y)
+    found, by_module = peaks.operator_work(session, (x, y)), Counter[str]()
+    for each in found:
+        by_module[each.module] += each.flops  # type: ignore[assignment]
+    assert {name: by_module[name] for name in expected} == dict(expected)
+    assert sum(each.flops for each in found) == counter.flops.total() > 0
+    assert sum(each.bytes for each in found) == pytest.approx(counter.bytes.total())
+    assert min(each.seconds for each in found) > 0
+    assert any(each.module == "optimizer" and not each.flops for each in found)
+
+
+class Branches(nn.Module):
+    """Functions of its own between its parts, which are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.parts
+        return torch.sigmoid(other(torch.tanh(one(x))))
+
+
+def test_functions_between_parts_are_the_modules_own() -> None:
+    """The backward pass, too; what equal parts do is told together."""
+    network = Network(Branches(), lambda prediction, target: (prediction - target).abs(), "fp32", torch.preserve_format)
+    found = peaks.TimedOperators(network, CPU)
+    for _ in range(2):
+        with found.modules.followed(), found:
+            with found.phase("forward"):
+                loss = network(torch.ones(3, 4), torch.zeros(3, 4))
+            with found.phase("backward"):
+                loss.backward()
+    where = {each.operator: (each.module, each.calls) for each in found.work(2)}
+    assert where["tanh"] == where["tanh_backward"] == where["sigmoid_backward"] == ("Branches", 1)
+    assert where["addmm"] == ("parts.* (Linear)", 2) and where["mm"] == ("parts.* (Linear)", 3)
+    assert where["abs"] == ("forward", 1) and where["sgn"] == ("backward", 1)
 
 
 def test_fused_attention_of_a_cpu_counts_as_its_products_do() -> None:

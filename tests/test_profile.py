@@ -75,6 +75,7 @@ def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
     assert torch_tool.activity.items == 0, "no step waits for a number"
     assert len({(row.tool, row.kind) for row in found.top}) >= 3
     assert max(Counter((row.tool, row.kind) for row in found.top).values()) <= profile.TOP
+    assert {each.module for each in found.work} >= {"down.0.0 (Conv3d)", "backward", "optimizer"}
 
 
 def test_the_files_are_those_that_are_named(done: Path) -> None:
@@ -228,6 +229,7 @@ def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
         assert mine == {"step", "data", "copy", "forward", "backward", "optimizer", "comm"}
     assert {row.rank for row in rows if row.tool == "lines"} == {0, 1}
     assert {row.rank for row in found.top} == {0}
+    assert {each.operator for each in found.work} >= {"addmm", "mm"}
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from dlscale.core.files import OLDEST
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
-from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
+from dlscale.measure.records import OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
 from dlscale.report.results import read_plan, read_run
@@ -1151,6 +1151,11 @@ def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> 
             ProfiledTool(name="nsys", problem="nsys: not found"),
         ],
         top=rows,
+        work=[
+            OperatorWork(operator="mm", module="a.<b> (Linear)", calls=2, seconds=seconds / 2, flops=4e9, bytes=1e8),
+            OperatorWork(operator="mm", module="c (Linear)", calls=1, seconds=seconds / 4, flops=2e9, bytes=5e7),
+            OperatorWork(operator="gelu", module="a.<b> (Linear)", calls=1, seconds=seconds / 8, flops=0, bytes=4e8),
+        ],
         memory=Memory(predicted=MemoryUse(parameters=10**6, gradients=10**6, optimizer=2 * 10**6, activations=10**7)),
     ).write(folder / "profile/profile.json")
     with (folder / "profile/profile_summary.csv").open("w", newline="") as file:
@@ -1187,12 +1192,32 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     assert "The upright line and the number are FULL" in page and "that was not profiled" not in page
     section = profiles.section(plan, Path())
     assert section
-    (chart,) = section.charts
+    chart = section.charts[0]
     said = [row["said"] for row in chart.rows if "said" in row]
     assert said == ["242 ms", "32.7 ms"] and "time of a step (ms)" in chart.text
     parts = [(row["part"], row["from"], row["to"]) for row in chart.rows if row["run"] == "first"]
     assert parts[:2] == [("waiting for data", 0.0, 20.0), ("copy to the device", 20.0, 30.0)]
     assert [row["full"] for row in chart.rows][-1] == pytest.approx(1e3 * 16 / 490, rel=1e-5)
+
+
+def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
+    """Of 2 TFLOP/s and 200 GB/s, which meet at 10 FLOP/byte; what has no products has one FLOP for each number."""
+    plan = read_plan(explained.root / "plans/ladder/plan.yaml")
+    operators, modules = profiles.rooflines(plan)
+    rows = [row for row in operators.rows if row["run"] == "second"]
+    points = {row["name"]: [row[key] for key in ("share", "calls", "intensity", "rate", "reached")] for row in rows[:2]}
+    # 6 GFLOP in 15 ms at 40 FLOP/byte; 0.1 GFLOP in 2.5 ms at a quarter, where the roof is 50 GFLOP/s.
+    assert points == {
+        "mm": pytest.approx([100 * 6 / 7, 3, 40, 400, 20], rel=1e-5),
+        "gelu": pytest.approx([100 / 7, 1, 0.25, 40, 80], rel=1e-5),
+    }
+    corners = [(row["intensity"], row["rate"]) for row in rows if row.get("roof")]
+    assert corners == [(0.125, 25.0), (10.0, 2000.0), (80.0, 2000.0)]
+    assert [row["name"] for row in modules.rows if "name" in row] == ["a.<b> (Linear)", "c (Linear)"] * 2
+    # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
+    assert "second: 17.5 ms, 5.00 ms with each operator on the roof." in operators.about
+    plan.runs[1] = replace(plan.runs[1], throughput=None)
+    assert {row["run"] for row in profiles.rooflines(plan)[0].rows} == {"first"}
 
 
 def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:

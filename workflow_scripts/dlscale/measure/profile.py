@@ -22,6 +22,7 @@ from dlscale.core.files import whole
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
 from dlscale.measure.profilers.lines import LineProfiler
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
+from dlscale.measure.roofline import attempt, operator_work
 from dlscale.measure.window import Window
 from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
@@ -92,6 +93,7 @@ def measure(
             found[name], plain = _profile(name, tool, window)
             seconds += plain
         seconds = seconds or window.run()
+        work = attempt("operators cannot be timed", lambda: operator_work(session, batch))
         logging.info("without a profiler: %.2f ms a step", 1e3 * statistics.median(seconds))
     seen, rows = _joined(settings, world.gather(found))
     record = Profile(
@@ -103,6 +105,7 @@ def measure(
         tools=seen,
         memory=used,
         top=first_rows(rows, min(settings.ranks)),
+        work=work or [],
     )
     return record, rows
 

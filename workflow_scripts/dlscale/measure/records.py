@@ -57,6 +57,17 @@ class SampleWork(Record):
         return self.forward_flops + self.backward_flops
 
 
+class OperatorWork(Record):
+    """Work and time of an operator in a module, forward and backward together, a step of one process."""
+
+    operator: str
+    module: str  #: With its class; `*` stands for equal parts. Outside of modules the range of the step.
+    calls: float
+    seconds: float = Field(ge=0)  #: Of the device.
+    flops: float = Field(ge=0)  #: Of products and convolutions; 0 of other operators.
+    bytes: float = Field(ge=0)  #: Read and written.
+
+
 class Peaks(Record):
     """What one device reaches at best, as measured in the same process."""
 

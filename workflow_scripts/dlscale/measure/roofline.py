@@ -4,6 +4,8 @@ Work is known from a study's formula, and by counting operators. Both count *mod
 (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): products and convolutions, a multiplication and an addition being
 two, without recomputation. A formula's backward pass is twice the forward pass; counted, it lacks the input's gradient.
 
+`operator_work` has the work and the time of each operator of a step, by the module that calls it: points under a roof.
+
 Peaks are the rates of a large matrix product and of a copy in memory (Williams, Waterman and Patterson 2009,
 doi:10.1145/1498765.1498785), on a processor the sums over threads that work each for itself.
 """
@@ -24,18 +26,21 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
-from dlscale.config.run import Geometry
+from dlscale.config.run import DDP, Geometry
 from dlscale.core.errors import brief
+from dlscale.core.ranges import marking
 from dlscale.data.loaders.base import Batch
-from dlscale.measure.records import Peaks, SampleWork
+from dlscale.measure.records import OperatorWork, Peaks, SampleWork
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.build import Session
 from dlscale.train.memory import fake_step
 from dlscale.train.precision import compute_dtype
+from dlscale.train.step import Network
 
 aten = torch.ops.aten
 Found = TypeVar("Found")
@@ -104,7 +109,7 @@ class OperatorCount(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops, self.bytes, self.calls = Counter[str](), Counter[str](), 0
+        self.flops, self.bytes, self.calls = Counter[Any](), Counter[Any](), 0
         self._phase = ""
 
     @contextlib.contextmanager
@@ -118,12 +123,157 @@ class OperatorCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self.call(func, args, kwargs)
         self.calls += 1
+        key = self.key(func)
         if formula := FORMULAS.get(func._overloadpacket):
-            self.flops[self._phase] += formula(*args, **kwargs, out_val=result)
-        self.bytes[self._phase] += bytes_moved(func, args, kwargs, result)
+            self.flops[key] += formula(*args, **kwargs, out_val=result)
+        self.bytes[key] += bytes_moved(func, args, kwargs, result)
         return result
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operator returns."""
+        return func(*args, **kwargs)
+
+    def key(self, func: Any) -> Any:
+        """Return what the work of an operator is counted by."""
+        return self._phase
+
+
+# ---- work and time of each operator ------------------------------------------------------------------
+
+#: Steps that are timed, after one that is not.
+STEPS = 3
+#: Seconds for which a GPU is kept busy before a step, so that all of it waits in line.
+AHEAD = 0.25
+
+
+def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
+    """Return the work and the time of a step's operators, means of some steps on a batch; all ranks call it.
+
+    Empty for steps whose operators nobody calls one by one (compiled, replayed as a graph), and where several
+    devices or threads share a model.
+    """
+    run = session.run
+    whole = run.compile.mode == "none" and not run.cuda_graph and isinstance(run.parallel, DDP)
+    if not whole or run.geometry.model_size > 1:
+        return []
+    for steps in (1, STEPS):
+        found = TimedOperators(session.step.network, session.world.device)
+        with found.modules.followed(), marking(found.phase):
+            for _ in range(steps):
+                found.keep_busy()
+                with found:
+                    session.step(*batch)
+                synchronize(session.world.device)
+    return found.work(STEPS)
+
+
+class TimedOperators(OperatorCount):
+    """Work and time of all operators within it, by operator and module.
+
+    On a GPU the time is the device's, from event to event.
+    """
+
+    def __init__(self, network: Network, device: torch.device) -> None:
+        super().__init__()
+        self.modules, self._device = ModuleAt(network), device
+        self._times = list[tuple[Any, Any, Any]]()
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin = self._now()
+        result = func(*args, **kwargs)
+        self._times.append((self.key(func), begin, self._now()))
+        return result
+
+    def key(self, func: Any) -> tuple[str, str]:
+        passing = self._phase in ("forward", "backward")
+        return str(func._overloadpacket), (passing and self.modules.name) or self._phase
+
+    def keep_busy(self) -> None:
+        """Give a GPU products to compute: an event would else be reached before the work that it stands before."""
+        if self._device.type == "cuda":
+            x = torch.randn(4096, 4096, device=self._device)
+            for _ in range(math.ceil(AHEAD / best_of(partial(torch.mm, x, x), self._device, 0.01))):
+                torch.mm(x, x)
+
+    def work(self, steps: int) -> list[OperatorWork]:
+        """Return means over the steps of the operators that move anything, but those between processes."""
+        seconds, calls = Counter[Any](), Counter[Any]()
+        for key, begin, end in self._times:
+            seconds[key] += 1e-3 * begin.elapsed_time(end) if self._device.type == "cuda" else end - begin
+            calls[key] += 1
+        return [
+            OperatorWork(
+                operator=operator.removeprefix("aten."),
+                module=module,
+                calls=calls[key] / steps,
+                seconds=time / steps,
+                flops=self.flops[key] / steps,
+                bytes=self.bytes[key] / steps,
+            )
+            for key, time in seconds.most_common()
+            for operator, module in [key]
+            if self.bytes[key] and not operator.startswith(("c10d", "_c10d"))
+        ]
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class ModuleAt:
+    """Which module of a network computes at the moment, in the forward pass and in the backward pass of its nodes."""
+
+    def __init__(self, network: Network) -> None:
+        self.name = ""  #: Empty outside of the network's modules.
+        self._names = _names(network.model)
+        self._outer, self._claimed = list[str](), set[Any]()
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow all modules within this context."""
+        with (
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave),
+        ):
+            yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._outer.append(self.name if self._outer else "")  # a backward pass leaves its last name behind
+        self.name = self._names.get(module, self._outer[-1])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Claim the nodes between the module's inputs and its outputs that no module within it has claimed."""
+        seen: set[Any] = {None, *(tensor.grad_fn for tensor in _tensors(args))}
+        nodes: list[Any] = [tensor.grad_fn for tensor in _tensors(output)]
+        while nodes:
+            if (node := nodes.pop()) not in seen:
+                seen.add(node)
+                nodes += [each for each, _ in node.next_functions]
+                if node not in self._claimed:
+                    self._claimed.add(node)  # alive, it keeps its identity
+                    node.register_prehook(partial(self._at, self.name))
+        self.name = self._outer.pop()
+        if not self._outer:
+            self._claimed.clear()
+
+    def _at(self, name: str, gradients: Any) -> None:
+        self.name = name
+
+
+def _names(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
+    """Return names of a module and of all within it, with their classes; equal parts of a container share one, `*`."""
+    kind = type(module).__name__
+    found, parts = {module: f"{name} ({kind})" if name else kind}, dict(module.named_children())
+    forms = {(type(part), *(p.shape for p in part.parameters())) for part in parts.values()}
+    alike = len(parts) > len(forms) == 1 and all(key.isdigit() for key in parts)
+    for key, part in parts.items():
+        found = _names(part, f"{name}.{'*' if alike else key}".lstrip(".")) | found
+    return found
 
 
 # ---- FLOPs of operators: PyTorch's formulas, and what they miss --------------------------------------

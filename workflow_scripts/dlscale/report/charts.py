@@ -321,3 +321,50 @@ def bars(
         "layer": [main],
     }
     return Chart(name, about, spec, runs=runs)
+
+
+def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], shown: Mapping[str, str]) -> Chart:
+    """Return points below roofs, in the colours of runs, on logarithmic axes.
+
+    A row has a point's "intensity" (FLOP/byte), "rate" (GFLOP/s) and "share" of a step's time (%), or those of a corner
+    of a "roof"; at some points something is "said".
+
+    Parameters
+    ----------
+    shown
+        Fields for those who point at a point, with their titles.
+    """
+    kept, looks = rounded(rows), styles(runs)
+    pair = {"field": "run", "type": "nominal"}
+    axes = {"x": ("intensity", "arithmetic intensity (FLOP/byte)"), "y": ("rate", "rate (GFLOP/s)")}
+    encoding: View = {
+        axis: {"field": name, "title": title, "type": "quantitative"} for axis, (name, title) in axes.items()
+    }
+    for axis, room in (("x", 50), ("y", 25)):  # for what is said at the ends
+        encoding[axis]["scale"] = {"type": "log", "nice": False, "padding": room}
+    encoding |= {
+        "color": {**pair, "scale": _scale({run: colour for run, (colour, _) in looks.items()})},
+        "opacity": {"condition": {"param": "chosen", "value": 0.8}, "value": 0.08},
+    }
+    params = [
+        {"name": "chosen", "select": {"type": "point", "fields": ["run"]}, "bind": "legend"},
+        {"name": "view", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"},
+    ]
+    shape = {**pair, "scale": _scale({run: shape for run, (_, shape) in looks.items()})}
+    size = {"field": "share", "type": "quantitative", "scale": {"range": [12, 400]}, "legend": None}
+    layer: list[View] = [
+        {"mark": {"type": "line", "clip": True}, "transform": [{"filter": "datum.roof"}], "params": params},
+        {
+            "mark": {"type": "point", "filled": True, "clip": True},
+            "transform": [{"filter": "!datum.roof"}],
+            "encoding": {"shape": shape, "size": size, "tooltip": _told(kept, {"run": "run", **shown})},
+        },
+        {
+            "mark": {"type": "text", "dy": -14, "limit": 160, "clip": True},
+            "transform": [{"filter": "datum.said"}],
+            "encoding": {"text": {"field": "said"}},
+        },
+    ]
+    main = {"data": {"values": kept}, "encoding": encoding, "layer": layer}
+    spec = {"description": about, "width": "container", "height": 300, "autosize": FIT, "layer": [main]}
+    return Chart(name, about, spec, runs=list(runs))

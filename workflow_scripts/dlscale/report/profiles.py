@@ -12,7 +12,7 @@ from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.report import published
-from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, Chart, View, bars, lines, time_unit
+from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, Chart, View, bars, lines, roofs, time_unit
 from dlscale.report.figures import Section, Table, cell, heading, table
 from dlscale.report.results import PlanResult, RunResult
 
@@ -108,7 +108,7 @@ def section(plan: PlanResult, page: Path) -> Section | None:
     sample = len({each.samples for each in steps}) > 1 and all(each.samples for each in steps)
     return Section(
         "Where a step's time goes",
-        charts=[timeline(plan, known, sample)],
+        charts=[timeline(plan, known, sample), *rooflines(plan)],
         form="profiles",
         own=[_profile(plan, run, run.profile, page) for run in plan.runs if run.profile],
     )
@@ -134,6 +134,68 @@ def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = 
     about = _about(sample, list(known.values()))
     more: View = {"colours": colours, "by": "part", "stacked": True, "marked": "full", "shown": shown}
     return bars(f"{plan.name}-timeline", about, rows, title, facts=plan.facts, **more)
+
+
+#: FLOPs a byte of operators without products: one for each number of four bytes.
+PLAIN = 0.25
+
+
+def rooflines(plan: PlanResult) -> list[Chart]:
+    """Return the operators, and the modules, of runs whose steps and peaks are known, each below its run's roof."""
+    known = [run for run in plan.runs if run.profile and run.profile.work and run.throughput and run.throughput.peaks]
+    if not known:
+        return []
+    rest = " ".join(map(_least, known))
+    about = (
+        "The larger a point, the more of a step's time it takes; the line is the roof, of which a copy in memory and a "
+        "matrix product are the two sides. A point on it has reached what the device can; below it the operator "
+        "itself, or its size, is at fault; on the slope to the left bytes bound it. What computes no products is drawn "
+        f"at {PLAIN} FLOP/byte, one for each number of four bytes; what stays in a cache rises above the slope."
+    )
+    shown = {
+        **{"name": "name", "time": "time (ms a step)", "share": "of a step's operators (%)", "calls": "calls a step"},
+        **{"reached": "of the roof (%)", "intensity": "FLOP/byte", "rate": "GFLOP/s"},
+    }
+    charts = []
+    for part, parts in (("operator", "Operators"), ("module", "Modules")):
+        rows = [row for run in known for row in _points(run, part, run is known[-1])]
+        said = f"{parts}, the {TOP} that take the longest. {about} {rest}"
+        charts.append(roofs(f"{plan.name}-{part}s", said, rows, [run.called for run in known], shown))
+    return charts
+
+
+def _points(run: RunResult, part: str, named: bool) -> list[View]:
+    """Return the operators or modules that take the longest, the first perhaps `named`, and the corners of the roof."""
+    import pandas as pd
+
+    assert run.profile and run.throughput and run.throughput.peaks
+    peaks = run.throughput.peaks
+    table = pd.DataFrame([each.model_dump() for each in run.profile.work])
+    table = table.groupby(part)[["seconds", "calls", "flops", "bytes"]].sum().sort_values("seconds", ascending=False)
+    rows = list[View]()
+    for place, (name, seconds, calls, flops, moved) in enumerate(table.head(TOP).itertuples()):
+        intensity = max(flops / moved, PLAIN)
+        rate = intensity * moved / seconds
+        row = {"run": run.called, "name": name, "time": 1e3 * seconds, "share": 100 * seconds / table.seconds.sum()}
+        row |= {"calls": calls, "reached": 100 * rate / min(peaks.flops, intensity * peaks.bytes_per_second)}
+        row |= {"intensity": intensity, "rate": 1e-9 * rate, "said": name if named and not place else None}
+        rows.append(row)
+    bend = peaks.flops / peaks.bytes_per_second
+    places = [row["intensity"] for row in rows]
+    ends = min(*places, bend) / 2, bend, 2 * max(*places, bend)
+    return rows + [
+        {"run": run.called, "roof": True, "intensity": x, "rate": 1e-9 * min(peaks.flops, x * peaks.bytes_per_second)}
+        for x in ends
+    ]
+
+
+def _least(run: RunResult) -> str:
+    """Return what a step would take if each of its operators were at the roof."""
+    assert run.profile and run.throughput and run.throughput.peaks
+    peaks = run.throughput.peaks
+    least = sum(max(each.flops / peaks.flops, each.bytes / peaks.bytes_per_second) for each in run.profile.work)
+    now = sum(each.seconds for each in run.profile.work)
+    return f"{run.called}: {text.number(1e3 * now)} ms, {text.number(1e3 * least)} ms with each operator on the roof."
 
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:

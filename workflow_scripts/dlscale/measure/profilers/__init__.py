@@ -13,6 +13,7 @@ from pydantic import Field
 from dlscale.core.noise import standard_errors
 from dlscale.core.record import Record
 from dlscale.core.text import percent
+from dlscale.measure.records import OperatorWork
 from dlscale.parallel.records import Device, Memory
 
 
@@ -101,6 +102,7 @@ class Profile(Record):
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
     top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.
+    work: list[OperatorWork] = []  #: Of steps with no profiler at work; the longest first.
 
 
 #: A profiler's record, and its rows of the summary.
