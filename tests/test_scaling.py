@@ -16,10 +16,11 @@ import pytest
 from dlscale.config import resolve
 from dlscale.config.records import Published
 from dlscale.config.resolve import ResolvedRun
+from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.text import number
-from dlscale.measure.records import MODES, Throughput, Trials
+from dlscale.measure.records import MODES, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, scaling, sections
 from dlscale.report.charts import Chart
@@ -298,6 +299,33 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     assert said and said.replace("\u00a0", " ") == (
         "FULL has 80 % ± 4 % of the ideal on 8 devices (16 samples a device); communication takes 20 % ± 4 % of a step"
     )
+
+
+def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> None:
+    """On the clocks of two GPUs a second of 100 W each, within an hour of 1000 W; a kWh is 400 g."""
+    for devices, rate in ((1, 100.0), (2, 160.0)):
+        full = trials(rate).model_copy(
+            update={"usage": Usage(begin=1.7e9 + 10, seconds=4.0, cores=1, cpu_seconds=1.0, cores_cpu_seconds=1.0)}
+        )
+        folder = measured(results, f"d{devices}", devices, 8 * devices, (trials(500.0), trials(500.0), full))
+        rows = [
+            telemetry.Sample(
+                *(1.7e9 + second, 1.0, 2),
+                gpus=(telemetry.GpuSample(watts=100.0 if 10 < second <= 14 else 1000.0),) * devices,
+            )
+            for second in range(1, 21)
+        ]
+        (folder / "telemetry").mkdir()
+        (folder / "telemetry/throughput.csv").write_text(telemetry.header(devices) + "".join(map(telemetry.line, rows)))
+    plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
+    view = scaling.section(plan)
+    assert view and [chart.y for chart in view.charts][-1] == {"value": "energy (J a sample)"}
+    assert [row["value"] for row in view.charts[-1].rows] == [1.0, 1.25]
+    assert cells(view.tables[0], 1)["Energy of FULL", "a sample"] == ("1.25 J", "")
+    plan = replace(plan, record=plan.record.model_copy(update={"grams_per_kwh": 400.0}))
+    view = scaling.section(plan)
+    assert view and [row["grams"] for row in view.charts[-1].rows] == pytest.approx([111.111, 138.889], rel=1e-5)
+    assert cells(view.tables[0], 1)["Energy of FULL", "CO₂ of a million samples"] == ("139 g", "")
 
 
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:

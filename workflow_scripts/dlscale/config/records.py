@@ -132,4 +132,5 @@ class PlanRecord(Record):
     runs: list[RunReference] = Field(min_length=1)  #: Of successive halving each trial, with its run of the first rung.
     sweep: SweepRecord | None = None  #: Of kind sweep.
     left_out: dict[str, str] = {}  #: Runs that the machine cannot do, and what it lacks.
+    grams_per_kwh: float | None = None  #: CO₂ of the site's electricity.
     published: list[Published] = []

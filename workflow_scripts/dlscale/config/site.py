@@ -182,6 +182,9 @@ class Site(Lawful):
         description="Numbers of a node's GPUs, that nearest to the first CPUs first: local ranks of runs on whole "
         "nodes take them in this order; absent: as they are numbered.",
     )
+    grams_per_kwh: NonNegativeFloat | None = Field(
+        None, description="CO₂ of the site's electricity, g/kWh: pages tell it beside the energy of scaling."
+    )
     modules: list[Name] = Field(
         [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b), for containers with GPUs."
     )

@@ -68,7 +68,8 @@ class Meter:
     """Counter of the use of this process, its descendants, and all programs on their cores."""
 
     def __init__(self) -> None:
-        self._cores, self._own, self._start = core_seconds(), used(os.getpid()), time.perf_counter()
+        self._cores, self._own = core_seconds(), used(os.getpid())
+        self._begin, self._start = time.time(), time.perf_counter()
 
     def usage(self, world: World) -> Usage:
         """Return the use since the start by all ranks of the first one's node; all ranks call it."""
@@ -84,6 +85,7 @@ class Meter:
         here = [rank for rank in ranks if rank[0] == ranks[0][0]]
         allowed = set().union(*(rank[1] for rank in here))
         return Usage(
+            begin=self._begin,
             seconds=seconds,
             cores=len(allowed),
             cpu_seconds=sum(rank[2] for rank in here),

@@ -18,6 +18,7 @@ MODES = ("IO", "SYNTHETIC", "FULL")
 class Usage(Record):
     """Use of the machine by a measurement, on the node of the first process."""
 
+    begin: float | None = None  #: Seconds since 1970-01-01 UTC.
     seconds: float = Field(ge=0)
     cores: int = Field(ge=1)  #: That its processes may use.
     cpu_seconds: float  #: Processor time of the run's own processes there, those of its loader included.

@@ -104,6 +104,14 @@ def some(shown: int, of: int, what: str, rest: str) -> list[str]:
     return [f"{shown} of {of} {what}: {rest}"] if shown < of else []
 
 
+def grams(value: float | None, per_kwh: float | None) -> str:
+    """Return in words the CO₂ of an energy in joules, with so many grams a kWh."""
+    if value is None or per_kwh is None:
+        return NONE
+    mass = value / 3.6e6 * per_kwh
+    return f"{number(mass)} g" if mass < 1000 else f"{number(mass / 1000)} kg"
+
+
 def joules(value: float | None) -> str:
     """Return an energy in words."""
     if value is None:

@@ -153,6 +153,15 @@ class RunResult:
                 joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds
         return joules / samples if samples else None
 
+    def energy_of(self, mode: str) -> float | None:
+        """Return the joules a sample of a mode of the throughput stage; None where nothing tells them."""
+        trials, nodes = self.trials(mode), self.telemetry.get("throughput", [])
+        if not (trials and trials.usage and (since := trials.usage.begin)):
+            return None
+        samples = sum(rate * time for rate, time in zip(trials.trial_throughput, trials.trial_time, strict=True))
+        used = energy(nodes, since, since + trials.usage.seconds)
+        return used / samples if used and samples else None
+
     @property
     def speed(self) -> float | None:
         """FULL samples/s, or those of training where throughput was not measured."""

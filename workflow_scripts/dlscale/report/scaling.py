@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dlscale.config.records import Published
@@ -13,7 +14,7 @@ from dlscale.core.text import count, duration, many, number, percent, size
 from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.charts import MODE_COLOURS, SHAPES, Chart, View, lines
-from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, table
+from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, joules, table
 from dlscale.report.results import PlanResult, Reached, RunResult, asked, by_settings, took
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
@@ -56,7 +57,7 @@ def section(plan: PlanResult) -> Section | None:
         "times as many; efficiency is the share of it that is reached. Communication is the share of a step's time "
         "that is gone where gradients are not averaged, 1 − time without / time with. ± is what noise leaves: the 95 % "
         "interval over the trials, and 5 % at least between two processes.",
-        _charts(plan.name, several) if several else [],
+        [*_charts(plan.name, several), *_energies(plan, several)] if several else [],
         [_table(plan, [point for each in found for point in each.points])],
         notes,
     )
@@ -103,6 +104,25 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
     return [*charts, lines(f"{plan}-scaled", about, reached, axis, y, **more)]
 
 
+def _energies(plan: PlanResult, several: Sequence[Series]) -> list[Chart]:
+    factor = plan.record.grams_per_kwh
+    rows = [
+        {"series": each.label, "devices": point.devices, "value": used}
+        | ({} if factor is None else {"grams": 1e6 * used / 3.6e6 * factor})
+        for each in several
+        for point in each.points
+        if (used := point.run.energy_of("FULL"))
+    ]
+    if not rows:
+        return []
+    y = {"value": "energy (J a sample)"}
+    if factor is not None:
+        y["grams"] = "CO₂ (g a million samples)"
+    about = "Energy of a sample while FULL was measured: of the GPUs, or of nodes without."
+    more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False}
+    return [lines(f"{plan.name}-energy", about, rows, {"devices": "devices"}, y, **more)]
+
+
 def _rates(each: Series, mode: str) -> list[View]:
     return [
         {"mode": mode, "what": what, "devices": point.devices, "value": rate}
@@ -142,6 +162,13 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
         if mode == "FULL":
             times = [1e3 * point.batch / rate if (rate := point.rate(mode)) else None for point in rows]
             columns.append(("Step of FULL", "time (ms)", [cell(time) for time in times]))
+            used, factor = [point.run.energy_of("FULL") for point in rows], plan.record.grams_per_kwh
+            if any(used):
+                columns.append(("Energy of FULL", "a sample", [cell(each, joules) for each in used]))
+            if any(used) and factor is not None:
+                million = [each and 1e6 * each for each in used]
+                words = partial(grams, per_kwh=factor)
+                columns.append(("Energy of FULL", "CO₂ of a million samples", [cell(each, words) for each in million]))
         if mode == "SYNTHETIC":
             columns.append(("One process", "communication", [_ratio(point.alone) for point in rows]))
     caption = (
@@ -207,6 +234,9 @@ def convergence(plan: PlanResult) -> Section | None:
         (f"To {target}", plan.runs[0].hours, spent(lambda each: each.gpu_hours)),
         (f"To {target}", "energy", spent(lambda each: each.joules, joules)),
     ]
+    if plan.record.grams_per_kwh is not None:
+        words = partial(grams, per_kwh=plan.record.grams_per_kwh)
+        columns.append((f"To {target}", "CO₂", spent(lambda each: each.joules, words)))
     which = "the target" if compared == asked(plan.trained[0]) else "the least that all of them reach"
     return Section(
         "Convergence",

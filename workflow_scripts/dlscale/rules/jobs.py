@@ -283,6 +283,7 @@ class Jobs:
             "runs": runs,
             "sweep": self.sweep_settings(name) if plan.sweep else None,
             "left_out": self.configuration.left_out[name],
+            "grams_per_kwh": self.configuration.workflow.site.grams_per_kwh,
             "published": [figure.model_dump(exclude_unset=True) for figure in study.published],
         }
 
