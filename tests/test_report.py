@@ -1215,7 +1215,7 @@ def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
     assert corners == [(0.125, 25.0), (10.0, 2000.0), (80.0, 2000.0)]
     assert [row["name"] for row in modules.rows if "name" in row] == ["a.<b> (Linear)", "c (Linear)"] * 2
     # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
-    assert "second: 17.5 ms, 5.00 ms with each operator on the roof." in operators.about
+    assert "a step would take 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
     plan.runs[1] = replace(plan.runs[1], throughput=None)
     assert {row["run"] for row in profiles.rooflines(plan)[0].rows} == {"first"}
 

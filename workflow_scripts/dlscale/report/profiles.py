@@ -145,21 +145,20 @@ def rooflines(plan: PlanResult) -> list[Chart]:
     known = [run for run in plan.runs if run.profile and run.profile.work and run.throughput and run.throughput.peaks]
     if not known:
         return []
-    rest = " ".join(map(_least, known))
-    about = (
-        "The larger a point, the more of a step's time it takes; the line is the roof, of which a copy in memory and a "
-        "matrix product are the two sides. A point on it has reached what the device can; below it the operator "
-        "itself, or its size, is at fault; on the slope to the left bytes bound it. What computes no products is drawn "
-        f"at {PLAIN} FLOP/byte, one for each number of four bytes; what stays in a cache rises above the slope."
-    )
+    about = {
+        "operator": f"The {TOP} operators that take the longest, below the roof: on its slope a copy in memory, on its "
+        "flat part a matrix product. A point on it is as fast as the device can be; the larger it is, the more of a "
+        f"step it takes. With each operator on the roof a step would take {'; '.join(map(_least, known))}. Without "
+        f"products an operator is drawn at {PLAIN} FLOP/byte; what stays in a cache rises above the slope.",
+        "module": f"The same by module: the {TOP} that take the longest.",
+    }
     shown = {
         **{"name": "name", "time": "time (ms a step)", "share": "of a step's operators (%)", "calls": "calls a step"},
         **{"reached": "of the roof (%)", "intensity": "FLOP/byte", "rate": "GFLOP/s"},
     }
     charts = []
-    for part, parts in (("operator", "Operators"), ("module", "Modules")):
+    for part, said in about.items():
         rows = [row for run in known for row in _points(run, part, run is known[-1])]
-        said = f"{parts}, the {TOP} that take the longest. {about} {rest}"
         charts.append(roofs(f"{plan.name}-{part}s", said, rows, [run.called for run in known], shown))
     return charts
 
@@ -195,7 +194,7 @@ def _least(run: RunResult) -> str:
     peaks = run.throughput.peaks
     least = sum(max(each.flops / peaks.flops, each.bytes / peaks.bytes_per_second) for each in run.profile.work)
     now = sum(each.seconds for each in run.profile.work)
-    return f"{run.called}: {text.number(1e3 * now)} ms, {text.number(1e3 * least)} ms with each operator on the roof."
+    return f"{text.number(1e3 * least)} of {text.number(1e3 * now)} ms ({run.called})"
 
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
