@@ -553,6 +553,13 @@ MUTATIONS = [
         "test_counting.py::test_the_stage_says_what_is_reached",
     ),
     Mutation(
+        "work_of_functions_between_modules",
+        "measure/roofline.py",
+        "{None, *(tensor.grad_fn for tensor in _tensors(args))}",
+        "{None}",
+        "test_counting.py::test_functions_between_parts_are_the_modules_own",
+    ),
+    Mutation(
         "rate_of_one_rank",
         "measure/throughput.py",
         "rates.append(sum(world.gather(count if world.lead else 0)) / seconds)",
