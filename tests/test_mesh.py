@@ -1,6 +1,6 @@
 """Every strategy on every mesh trains as one process does: forward pass, loss, each gradient, each update.
 
-`make test` runs the table for two processes, `make test-parallel` all of it: two, four and eight.
+`make test` runs the table for two processes, `make test-parallel` the rest: four and eight, and compiled.
 """
 
 from __future__ import annotations
