@@ -34,7 +34,7 @@ unexport SNAKEMAKE_PROFILE
 say = @printf '==> %s\n'
 
 .PHONY: help
-help:  ## what there is
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # ---- environment ---------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ $(VENV)/.installed-dev: pyproject.toml $(LOCK) $(VENV)/.installed
 	@touch $@
 
 .PHONY: install install-dev
-install: $(VENV)/.installed  ## the environment alone
-install-dev: $(VENV)/.installed-dev  ## the environment with the development tools
+install: $(VENV)/.installed  ## make the environment
+install-dev: $(VENV)/.installed-dev  ## make the environment with the development tools
 
 $(VENV)/.installed-docs: pyproject.toml $(LOCK) $(VENV)/.installed
 	$(say) 'Installing the tools of the documentation'
@@ -95,12 +95,12 @@ $(VENV)/.installed-docs: pyproject.toml $(LOCK) $(VENV)/.installed
 DEMO := dlscale run --profile local $(ARGS)
 
 .PHONY: taste
-taste: $(VENV)/.installed  ## one ladder of one study and its page, in a minute
+taste: $(VENV)/.installed  ## run one ladder of one study, and make its page, in a minute
 	@dlscale run --profile local mnist_demo $(ARGS)
 
 .PHONY: demo
 ifeq ($(ENGINE),)
-demo: $(VENV)/.installed  ## run the whole workflow at demo scale; its last line says where the report is
+demo: $(VENV)/.installed  ## run the whole workflow at demo scale; the last line names the report
 	$(say) 'Running the workflow (config.yaml)'
 	@$(DEMO)
 else
@@ -128,7 +128,7 @@ endif
 
 # Without a sandbox, which needs rights that root in a container lacks; the page is our own.
 .PHONY: example
-example: $(VENV)/.installed  ## make the page in docs/examples anew, and its picture (needs chromium); on a quiet machine
+example: $(VENV)/.installed  ## make the page in docs/examples again, and its picture (needs chromium and a quiet machine)
 	@snakemake --profile none --workflow-profile local -- plan_cosmo_demo
 	@cp results/plans/cosmo_demo/report.html docs/examples/report.html
 	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1100,860 --virtual-time-budget=3000 \
@@ -140,12 +140,12 @@ bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs,
 	@python bench/run.py $(ARGS)
 
 .PHONY: bench-noise
-bench-noise: $(VENV)/.installed-dev  ## does a report tell noise from a slow-down of 5 %? twenty tries, half of them on a busy machine
+bench-noise: $(VENV)/.installed-dev  ## test whether a report tells noise from a slow-down of 5 %: twenty tries, half of them on a busy machine
 	$(say) 'Measuring twenty times what is equal, and what is slower by 5 %'
 	@python -m bench.noise $(ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(VENV)/.installed-dev  ## check and measure all that needs a GPU, eight minutes a call; see the file
+bench-gpu: $(VENV)/.installed-dev  ## check and measure what needs a GPU, eight minutes per call; see bench/gpu.py
 	$(say) 'Running the checks and benchmarks of a GPU'
 	@python bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
 
@@ -154,7 +154,7 @@ GPU_PYTHON ?= 3.12
 GPU_WHEELS := nvtx safetensors pydantic pydantic-core annotated-types typing-inspection typing-extensions pyyaml h5py psutil nvidia-ml-py \
     scipy pandas python-dateutil six line-profiler
 .PHONY: bench-gpu-wheels
-bench-gpu-wheels: $(VENV)/bin/python  ## collect what bench-gpu needs where there is no network (GPU_PYTHON=3.12)
+bench-gpu-wheels: $(VENV)/bin/python  ## collect wheels for bench-gpu on a machine without a network (GPU_PYTHON=3.12)
 	$(say) 'Collecting wheels for Python $(GPU_PYTHON) on Linux x86-64 into $(VENV)/bench-gpu-wheels'
 	@rm -rf $(VENV)/bench-gpu-wheels
 	@grep -E "^($$(echo $(GPU_WHEELS) | tr ' ' '|'))==" requirements.lock | sed 's/ *#.*//' >$(VENV)/bench-gpu-wheels.txt
@@ -170,48 +170,48 @@ WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? c
 PYTEST := pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
 .PHONY: test
-test: $(VENV)/.installed-dev  ## test every feature once, in some minutes
+test: $(VENV)/.installed-dev  ## test every feature once, in a few minutes
 	$(say) 'Running the tests (all of them: make test-all)'
 	@$(PYTEST) -m 'not (slow or long or parallel or cluster or container)' $(ARGS)
 
 SINCE ?= HEAD
 .PHONY: test-fast
-test-fast: $(VENV)/.installed-dev  ## of these, the tests of files that import what differs from SINCE (HEAD)
+test-fast: $(VENV)/.installed-dev  ## run only those tests that import files changed since SINCE (HEAD)
 	@different=$$(git diff --name-only $(SINCE) -- && git ls-files --others --exclude-standard) || exit 2; \
 	[ -n "$$different" ] || { echo "Nothing differs from $(SINCE): no test to run"; exit 0; }; \
 	echo '==> Running the tests that a change reaches'; \
 	$(PYTEST) --changed=$(SINCE) -m 'not (slow or long or parallel or cluster or container)' $(ARGS) || [ $$? -eq 5 ] # none is reached
 
 .PHONY: test-all
-test-all: $(VENV)/.installed-dev  ## run all tests that can run here
+test-all: $(VENV)/.installed-dev  ## run all tests that this machine can run
 	$(say) 'Running all tests'
 	@$(PYTEST) $(ARGS)
 
 .PHONY: test-long
-test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guides, new studies, the notebook, benchmarks in the small, learning to the end
+test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guides, new studies, the notebook, small benchmarks, whole trainings
 	$(say) 'Running the long tests'
 	@$(PYTEST) -m long $(ARGS)
 
 .PHONY: test-mutations
-test-mutations: $(VENV)/.installed-dev  ## damage files of every reader, 250 times each: each ends in a message, or is read
+test-mutations: $(VENV)/.installed-dev  ## damage the files of every reader 250 times: each must be read, or end in a message
 	@$(PYTEST) -m long tests/test_mutations.py $(ARGS)
 
 .PHONY: test-code-mutations
-test-code-mutations: $(VENV)/.installed-dev  ## make a hundred known mistakes in the code, one at a time: each is seen by a test
+test-code-mutations: $(VENV)/.installed-dev  ## make a hundred known mistakes in the code, one at a time: a test must fail for each
 	@python -m tests.mutate_code $(ARGS)
 
 .PHONY: test-parallel
-test-parallel: $(VENV)/.installed-dev  ## hold every strategy on four and eight processes, and compiled, against one process
+test-parallel: $(VENV)/.installed-dev  ## compare every strategy on four and eight processes, and compiled, with one process
 	$(say) 'Testing strategies and meshes of up to eight processes'
 	@pytest -m parallel $(ARGS)
 
 .PHONY: test-container
-test-container: $(VENV)/.installed-dev  ## build the image with podman, which is installed where missing, and test it
+test-container: $(VENV)/.installed-dev  ## build the image with podman (installed if missing), and test it
 	$(say) 'Testing the image (the first build takes minutes)'
 	@DLSCALE_CONTAINER_TESTS=1 DLSCALE_NSYS_TESTS=1 pytest tests/container -m container $(ARGS)
 
 .PHONY: test-cluster
-test-cluster: $(VENV)/.installed-dev  ## start a Slurm cluster here, installed where missing, and test the workflow on it
+test-cluster: $(VENV)/.installed-dev  ## start a Slurm cluster here (installed if missing), and test the workflow on it
 	$(say) 'Testing on a Slurm cluster (half an hour, most of it waiting)'
 	@DLSCALE_CLUSTER_TESTS=1 DLSCALE_CONTAINER_TESTS=1 $(PYTEST) tests/cluster -m cluster $(ARGS)
 
@@ -235,13 +235,13 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the i
 	@if command -v actionlint >/dev/null; then actionlint; else echo 'not installed: left to CI'; fi
 
 .PHONY: format
-format: $(VENV)/.installed-dev  ## put the style right
+format: $(VENV)/.installed-dev  ## correct the style
 	@ruff check --fix .
 	@ruff format .
 	@snakefmt Snakefile rules
 
 .PHONY: docs
-docs: $(VENV)/.installed-docs  ## build the documentation as a site, in .venv/site; a broken link or anchor ends it
+docs: $(VENV)/.installed-docs  ## build the documentation as a site, in .venv/site; a broken link or anchor is an error
 	$(say) 'Building the site'
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --site-dir $(VENV)/site
 	$(say) 'Open $(VENV)/site/index.html; with search: python -m http.server --directory $(VENV)/site'
@@ -254,7 +254,7 @@ schema: $(VENV)/.installed  ## write the JSON schema of config.yaml, for editors
 	@mv $(VENV)/configuration.md docs/configuration.md
 
 .PHONY: lock
-lock: | $(VENV)/bin/python  ## bring requirements.lock and the images' into step with pyproject.toml; ARGS=--upgrade: newest versions
+lock: | $(VENV)/bin/python  ## update requirements.lock and the images' locks from pyproject.toml; ARGS=--upgrade: newest versions
 	$(say) 'Resolving the dependencies'
 	@[ -x $(BIN)/uv ] || python -m pip install --quiet --disable-pip-version-check uv
 	@cp requirements.lock $(VENV)/lock.txt
@@ -268,12 +268,12 @@ lock: | $(VENV)/bin/python  ## bring requirements.lock and the images' into step
 	@python docker/lock.py
 
 .PHONY: version
-version: | $(VENV)/bin/python  ## write pyproject.toml's version wherever else it stands
+version: | $(VENV)/bin/python  ## write pyproject.toml's version into all other files that have it
 	@python .ci/release.py version
 
 TAG ?=
 .PHONY: release-check
-release-check: $(VENV)/.installed-dev  ## what of a release can be done here: wheel and sdist, version, changelog, with TAG=v0.1.0 the tag
+release-check: $(VENV)/.installed-dev  ## check a release here: wheel and sdist, version, changelog, and with TAG=v0.1.0 the tag
 	$(say) 'Building the wheel and the source distribution into dist'
 	@rm -rf dist
 	@uv build --quiet --out-dir dist

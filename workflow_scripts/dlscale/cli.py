@@ -49,27 +49,30 @@ class Query:
     configured: bool = True  #: Whether it reads the configuration, and so takes its files.
 
 
-_PLANS: Option = ("plans", {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets if absent"})
+_PLANS: Option = (
+    "plans",
+    {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets of the configuration if absent"},
+)
 _RUNS: Option = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder"})
 
-RUN = "Run plans, or make data or files, with settings that are typed: dlscale run PLAN seed=2"
+RUN = "Run plans, or make data or files, with settings from the command line: dlscale run PLAN seed=2"
 
 #: In the order of `--help`.
 QUERIES = {
     "init": Query(
         "dlscale.preflight.init",
         "Write a folder to work in, without a clone: Snakefile, config.yaml, profiles.",
-        (("folder", {"metavar": "FOLDER", "help": "to write into, over nothing that is there"}),),
+        (("folder", {"metavar": "FOLDER", "help": "folder to write into; has none of these yet"}),),
         configured=False,
     ),
     "status": Query(
         "dlscale.preflight.status",
-        "Show how far runs are: done, running (progress, time left, loss, rate), failed and why, or waiting.",
+        "Show the state of runs: done, running (progress, time left, loss, rate), failed and why, or waiting.",
         (
             _PLANS,
             option(
                 "--watch",
-                "look again every five seconds, until all is done, or nothing follows a failure",
+                "repeat every five seconds, until all runs are done, or none continues after a failure",
                 False,
                 action="store_true",
             ),
@@ -77,8 +80,13 @@ QUERIES = {
     ),
     "why": Query(
         "dlscale.preflight.why",
-        "Say why the workflow would run what it would: settings, sources, image or files that changed.",
-        (("targets", {"nargs": "*", "metavar": "TARGET", "help": "as for snakemake: plan_NAME, data_NAME, a file"}),),
+        "Say why jobs would run: which settings, sources, image or files changed.",
+        (
+            (
+                "targets",
+                {"nargs": "*", "metavar": "TARGET", "help": "a target of snakemake: plan_NAME, data_NAME, a file"},
+            ),
+        ),
     ),
     "explain": Query(
         "dlscale.report.verdict",
@@ -87,54 +95,76 @@ QUERIES = {
     ),
     "compare": Query(
         "dlscale.report.compare",
-        "Say what became of runs from one results folder, or plan, to another: speed with its noise, loss, settings. "
-        "Or of two profiles.",
+        "Compare runs of two results folders, or plans: speed with its noise, loss, settings. Or compare two profiles.",
         (
             ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before, after: plans, folders (./NAME), or runs"}),
             option("--profiles", "compare the profiles of two runs", False, action="store_true"),
-            option("--gate", "return 1 if a run became slower beyond noise", False, action="store_true"),
+            option("--gate", "exit with 1 if a run became slower beyond noise", False, action="store_true"),
         ),
     ),
     "history": Query(
         "dlscale.report.history",
-        "Say how fast each run was whenever it was measured, over any number of results folders.",
+        "Show the speed of each run at each of its measurements, over any number of results folders.",
         (
             ("results", {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders; absent: the results here"}),
-            option("--since", "leave out what was measured before this day", False, metavar="YYYY-MM-DD"),
-            path("--out", "PNG file to draw it to", required=False),
+            option("--since", "leave out measurements before this day", False, metavar="YYYY-MM-DD"),
+            path("--out", "PNG file to write", required=False),
         ),
     ),
     "doctor": Query(
         "dlscale.preflight.doctor",
-        "Check what the workflow needs, before anything is submitted: 0 if nothing fails, else 1.",
+        "Check what the workflow needs, before anything is submitted; exit with 1 if a check fails.",
         (_PLANS,),
     ),
     "cost": Query(
         "dlscale.preflight.cost",
-        "Estimate what the runs that lack results will cost: node-hours, GPU-hours, charge.",
+        "Estimate the cost of the runs that lack results: node-hours, GPU-hours, charge.",
         (_PLANS,),
     ),
     "predict": Query(
         "dlscale.preflight.predict",
-        "Predict what measured runs do on other devices (speed, memory, time, cost), and recommend some.",
+        "Predict speed, memory, time and cost of measured runs on other devices, and recommend some.",
         (
-            ("runs", {"nargs": "*", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder, that were measured"}),
-            option("--devices", "how many", False, type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N"),
+            ("runs", {"nargs": "*", "metavar": "RUN", "help": "a measured run: PLAN.RUN, or its folder"}),
+            option(
+                "--devices",
+                "numbers of devices",
+                False,
+                type=int,
+                nargs="+",
+                default=[1, 2, 4, 8, 16, 32, 64],
+                metavar="N",
+            ),
             option(
                 "--tp", "devices that share a model's weights", False, type=int, nargs="+", default=[1], metavar="N"
             ),
             option(
                 "--cp", "devices that share a sample's tokens", False, type=int, nargs="+", default=[1], metavar="N"
             ),
-            option("--batch-size", "of all devices; if absent each has as many samples as measured", False, type=int),
-            option("--machine", "a machine's name, or a YAML file of its levels; as the device if absent", False),
-            option("--per-node", "devices of a node that are used; all if absent", False, type=int, metavar="N"),
-            option("--storage", "samples/s that it serves to all devices", False, type=float, metavar="RATE"),
-            option("--memory", "GB that a device has; what needs more is left out", False, type=float, metavar="GB"),
-            option("--price", "of a node-hour", False, type=float, metavar="PRICE"),
-            option("--epochs", "of the training; the run's if absent", False, type=int, metavar="N"),
-            option("--target-samples", "that the solution takes, in place of epochs", False, type=int, metavar="N"),
-            option("--validate", "show how well published figures are predicted", False, action="store_true"),
+            option(
+                "--batch-size",
+                "samples per step of all devices; if absent, each device keeps its measured number",
+                False,
+                type=int,
+            ),
+            option(
+                "--machine", "a machine's name, or a YAML file of its levels; that of the measurement if absent", False
+            ),
+            option("--per-node", "devices used per node; all if absent", False, type=int, metavar="N"),
+            option(
+                "--storage", "samples/s that the storage delivers to all devices", False, type=float, metavar="RATE"
+            ),
+            option(
+                "--memory",
+                "GB of a device; configurations that need more are left out",
+                False,
+                type=float,
+                metavar="GB",
+            ),
+            option("--price", "price of a node-hour", False, type=float, metavar="PRICE"),
+            option("--epochs", "epochs of the training; the run's if absent", False, type=int, metavar="N"),
+            option("--target-samples", "samples to the solution, in place of epochs", False, type=int, metavar="N"),
+            option("--validate", "compare predictions with published figures", False, action="store_true"),
         ),
     ),
     "evaluate": Query(
@@ -143,18 +173,18 @@ QUERIES = {
         (
             _RUNS,
             option("--weights", "last, best, or a file of weights", False, default="last", metavar="WHICH"),
-            option("--split", "of the run's dataset", False, default="valid", choices=("valid", "test")),
+            option("--split", "part of the run's dataset", False, default="valid", choices=("valid", "test")),
             option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
-            option("--threads", "CPU threads; as many as it was trained with if absent", False, type=int, metavar="N"),
-            path("--manifest", "manifest.json of the dataset, if it is not where results are", required=False),
+            option("--threads", "CPU threads; as in training if absent", False, type=int, metavar="N"),
+            path("--manifest", "manifest.json of the dataset, if it is not in the results", required=False),
             path("--out", "JSON file to write", required=False),
         ),
     ),
     "crate": Query(
         "dlscale.report.crate",
-        "Pack a plan's results with how they came about: a Workflow Run RO-Crate, to publish and to cite.",
+        "Pack a plan's results and their provenance as a Workflow Run RO-Crate, to publish and to cite.",
         (
-            ("plan", {"metavar": "PLAN", "help": "a plan that is done"}),
+            ("plan", {"metavar": "PLAN", "help": "a finished plan"}),
             option(
                 "--citation", "CITATION.cff of the results: who made them, and their licence", False, metavar="FILE"
             ),
@@ -163,24 +193,26 @@ QUERIES = {
     ),
     "import": Query(
         "dlscale.report.imports",
-        "Bring in another program's TensorBoard log, which the page draws beside our runs.",
+        "Import another program's TensorBoard log; the page draws it beside our runs.",
         (
-            ("events", {"metavar": "EVENTS", "help": "event file, or a folder with some"}),
+            ("events", {"metavar": "EVENTS", "help": "event file, or a folder of event files"}),
             option("--as", "name of the reference", metavar="NAME", dest="name"),
             option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
-            option("--plans", "plans that show it; all of the study if absent", False, nargs="+", default=[]),
-            option("--label", "what the page calls it; its name if absent", False, metavar="TEXT"),
-            option("--batch-size", "its global batch size: steps are then samples, too", False, type=int, metavar="N"),
-            option("--epoch-samples", "its training samples an epoch", False, type=int, metavar="N"),
+            option("--plans", "plans that show it; all plans of the study if absent", False, nargs="+", default=[]),
+            option("--label", "its label on the page; its name if absent", False, metavar="TEXT"),
+            option(
+                "--batch-size", "the log's global batch size, to convert steps to samples", False, type=int, metavar="N"
+            ),
+            option("--epoch-samples", "the log's training samples per epoch", False, type=int, metavar="N"),
             option(
                 "--counts",
-                "what the log's steps are; as the study's published program has it if absent",
+                "unit of the log's steps; that of the study's published program if absent",
                 False,
                 choices=("step", "epoch"),
             ),
             option(
                 "--tag",
-                "a tag and what we call it, as 'Val Loss=loss/valid'; those of the published program if absent",
+                "a tag of the log and ours, as 'Val Loss=loss/valid'; those of the published program if absent",
                 False,
                 action="append",
                 default=[],
@@ -190,12 +222,17 @@ QUERIES = {
     ),
     "new-study": Query(
         "dlscale.studies.new_study",
-        "Write a study of your own, of any shapes, with tests and a configuration to run; yours go into it.",
+        "Write a study that runs, with tests and a configuration; put your network and arrays into it.",
         (
-            ("name", {"metavar": "NAME", "help": "of the study, and of its Python module"}),
-            option("--at", "folder to write to; absent: one called NAME", False, metavar="FOLDER"),
-            option("--images", "begin with a study of images, with metrics and a figure", False, action="store_true"),
-            option("--inside", "write one of images into this repository, as it ships", False, action="store_true"),
+            ("name", {"metavar": "NAME", "help": "name of the study, and of its Python module"}),
+            option("--at", "folder to write into; NAME if absent", False, metavar="FOLDER"),
+            option("--images", "write a study of images, with metrics and a figure", False, action="store_true"),
+            option(
+                "--inside",
+                "write a study of images into this repository, like the shipped ones",
+                False,
+                action="store_true",
+            ),
         ),
         configured=False,
     ),
@@ -209,7 +246,7 @@ QUERIES = {
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (
-    option("--profile", "the site: profiles/NAME/site.yaml, or its path", False, metavar="NAME"),
+    option("--profile", "site: profiles/NAME/site.yaml, or its path", False, metavar="NAME"),
     option("--configfile", "YAML files, over config.yaml", False, nargs="+", default=[], metavar="FILE"),
     option("--config", "settings (YAML), over the files", False, nargs="+", default=[], metavar="KEY=VALUE"),
     option("--json", "print JSON", False, action="store_true"),
@@ -220,6 +257,13 @@ _CONFIGURED = (
 EVERYDAY = ("init", "run", "status", "why", "explain", "compare", "doctor", "new-study")
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except that an option is absent."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
+
+
 def _overview(texts: Mapping[str, str]) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = list[str]()
@@ -228,7 +272,7 @@ def _overview(texts: Mapping[str, str]) -> str:
         for name in names:
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
         lines.append("")
-    stages = f"Stages, which the workflow calls and which run by hand, too: {', '.join(STAGES)}."
+    stages = f"Stages, which the workflow calls; they also run by hand: {', '.join(STAGES)}."
     return "\n".join([*lines, textwrap.fill(stages, width)])
 
 
@@ -242,16 +286,18 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
     top.add_argument(
-        "--study", action="append", default=[], metavar="NAME=PATH", help="a study from outside of dlscale: its file"
+        "--study", action="append", default=[], metavar="NAME=PATH", help="file of a study from outside of dlscale"
     )
-    commands = top.add_subparsers(dest="stage", metavar="COMMAND", help="one of these; its options: COMMAND --help")
+    commands = top.add_subparsers(
+        dest="stage", metavar="COMMAND", help="one of the commands below; COMMAND --help lists its options"
+    )
     # No word is an option of this parser: which are `run`'s own, and which Snakemake's, it says itself.
     run = commands.add_parser("run", prefix_chars="\0", add_help=False)
     run.add_argument("words", nargs=argparse.REMAINDER)
     run.set_defaults(log=None)
     rows: dict[str, Query | Stage] = {**QUERIES, **STAGES}
     for name, row in rows.items():
-        added = commands.add_parser(name, description=row.text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        added = commands.add_parser(name, description=row.text, formatter_class=_Defaults)
         added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
         of_runs = isinstance(row, Stage) and row.scope == "run"
         configured = isinstance(row, Query) and row.configured

@@ -103,17 +103,17 @@ class Stage:
         return self.science or self.module
 
 
-_PAGE = option("--page", "a page to fill with what is there: options of report as JSON", False, metavar="JSON")
+_PAGE = option("--page", "a page to write from the present results: options of report as JSON", False, metavar="JSON")
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
-_RECORD = path("--record", "YAML file to keep all of --config in", required=False)
+_RECORD = path("--record", "YAML file to which --config is written", required=False)
 
 #: Every stage of a run has these.
 RUN_OPTIONS = (
     path("--config", "the run's config.yaml, or its settings as JSON"),
     path("--manifest", "manifest.json of the run's dataset"),
     option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
-    option("--threads", "CPU threads of a node, shared by the processes there", False, type=int, metavar="N"),
-    path("--telemetry", "CSV file to write beside the stage: what the node does, each second", required=False),
+    option("--threads", "CPU threads per node, shared by its processes", False, type=int, metavar="N"),
+    path("--telemetry", "CSV file for telemetry of the node, once a second", required=False),
     _RECORD,
 )
 
@@ -131,7 +131,7 @@ STAGES: dict[str, Stage] = {
     ),
     "configure": Stage(
         "dlscale.config.places",
-        "Write which runs a plan consists of, as YAML.",
+        "Write the list of a plan's runs, as YAML.",
         "plan",
         (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),
     ),
@@ -144,7 +144,7 @@ STAGES: dict[str, Stage] = {
     ),
     "preprocess": Stage(
         "dlscale.data.preprocess",
-        "Stream one piece of one part of a dataset through downsampling and transforms.",
+        "Downsample and transform one piece of one part of a dataset, as a stream.",
         "piece",
         (
             _DATASET,
@@ -177,7 +177,7 @@ STAGES: dict[str, Stage] = {
     ),
     "preview": Stage(
         "dlscale.data.preview",
-        "Draw a first look at a dataset's channels.",
+        "Draw a preview of a dataset's channels.",
         "dataset",
         (path("--manifest", "the dataset's manifest.json"), path("--out", "PNG file to write"), _PAGE),
     ),
@@ -188,7 +188,11 @@ STAGES: dict[str, Stage] = {
         (
             path("--checkpoints", "folder of this run's checkpoints"),
             option(
-                "--sources", "digest of the sources: another one starts afresh", False, default="", metavar="SHA256"
+                "--sources",
+                "digest of the sources; with another one the training starts afresh",
+                False,
+                default="",
+                metavar="SHA256",
             ),
             path("--out", "the run's folder"),
         ),
@@ -203,11 +207,13 @@ STAGES: dict[str, Stage] = {
     ),
     "throughput": Stage(
         "dlscale.measure.throughput",
-        "Measure a run's samples/s: IO alone, SYNTHETIC, FULL.",
+        "Measure a run's samples/s: IO, SYNTHETIC, FULL.",
         "run",
         (
-            path("--beside", "the plan's first run, to be timed in turn with this one: as --config", required=False),
-            path("--beside-manifest", "manifest.json of its dataset, if that is another", required=False),
+            path(
+                "--beside", "the plan's first run, timed in turn with this one; in the form of --config", required=False
+            ),
+            path("--beside-manifest", "manifest.json of that run's dataset, if it is another", required=False),
             path("--out", "JSON file to write"),
         ),
         settings=("throughput",),
@@ -219,7 +225,7 @@ STAGES: dict[str, Stage] = {
     ),
     "profile": Stage(
         "dlscale.measure.profile",
-        "Profile some steps of a run: where their time and memory go.",
+        "Profile some steps of a run: where time and memory go.",
         "run",
         (path("--out", "folder to write: profile.json, profile_summary.csv, traces"),),
         settings=("profile",),
@@ -230,14 +236,14 @@ STAGES: dict[str, Stage] = {
     ),
     "tune": Stage(
         "dlscale.measure.tune",
-        "Search for the fastest loader, threads and batch size of a run; write them as settings.",
+        "Search for a run's fastest loader, threads and batch size; write them as settings.",
         "run",
         (
             path("--out", "folder to write: tune.json, tuned.yaml"),
-            option("--run", "the run, from which tuned.yaml starts its plan", metavar="PLAN.RUN"),
+            option("--run", "name of the run, from which the plan in tuned.yaml starts", metavar="PLAN.RUN"),
             option(
                 "--call",
-                "words of a shell that call the workflow, up to its files; shown with tuned.yaml",
+                "shell command of the workflow, up to its files; shown with tuned.yaml",
                 False,
                 default="snakemake --configfile",
                 metavar="WORDS",
@@ -252,17 +258,17 @@ STAGES: dict[str, Stage] = {
     ),
     "promote": Stage(
         "dlscale.report.promote",
-        "Choose the trials of a sweep that come to the next rung of successive halving.",
+        "Choose the trials of a sweep for the next rung of successive halving.",
         "plan",
         (
             path("--plan", "the plan's plan.yaml"),
-            option("--rung", "number of the rung that they come to, from 1", type=int, metavar="N"),
+            option("--rung", "number of that rung, from 1", type=int, metavar="N"),
             path("--out", "JSON file to write"),
         ),
     ),
     "collect": Stage(
         "dlscale.report.collect",
-        "Tabulate a plan's runs.",
+        "Write the table of a plan's runs.",
         "plan",
         (
             path("--plan", "the plan's plan.yaml"),
@@ -281,14 +287,14 @@ STAGES: dict[str, Stage] = {
             path("--references", "reference.json files", required=False, nargs="*", default=[]),
             option(
                 "--call",
-                "words of a shell that call the workflow; shown with what is to be measured again",
+                "shell command of the workflow; shown with runs to measure again",
                 False,
                 default="snakemake",
                 metavar="WORDS",
             ),
             option(
                 "--to-come",
-                "plans that are not done yet: the page says so, and loads itself again",
+                "unfinished plans: the page says so, and reloads itself",
                 False,
                 nargs="*",
                 default=[],

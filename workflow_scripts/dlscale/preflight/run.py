@@ -30,24 +30,24 @@ from dlscale.preflight import status
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
 
-Run plans, or make data or files, with settings that are typed here.
+Run plans, or make data or files, with settings from the command line.
 
 A WORD is
-  PLAN, or plan_PLAN     a plan, with a page of its own; without any target: the targets of the configuration
-  data_NAME              a dataset, described and drawn
+  PLAN, or plan_PLAN     a plan, with its own page; without any target: the targets of the configuration
+  data_NAME              a dataset, with its description and preview
   study_NAME             the target plans of a study
   FILE                   a file in the folder of results
   all, image             the targets; the image of the site
-  KEY=VALUE              a setting of the plans that are named, as optimizer.lr=1e-3; or, from its beginning, any key of
-                         the configuration, as plans.mine.runs.large.batch_size=64. Values are YAML.
+  KEY=VALUE              a setting of the named plans, as optimizer.lr=1e-3, or any key of the configuration by its
+                         whole path, as plans.mine.runs.large.batch_size=64. Values are YAML.
 
 options:
-  -n, --dry-run          what would run, why, and what it costs; 1 if something would keep it from starting
-  -p, --printshellcmds   print the commands of jobs; in a dry run also what is asked of Slurm
-  --profile NAME         the site: profiles/NAME, or its path
+  -n, --dry-run          show what would run, why, and its cost; exit with 1 if it could not start
+  -p, --printshellcmds   print the commands of jobs; in a dry run also the requests to Slurm
+  --profile NAME         site: profiles/NAME, or its path
   --configfile FILE ...  YAML files, over config.yaml
 
-From the first other option on, all words are Snakemake's (`snakemake --help`): dlscale run PLAN --cores 4
+The first other option, and all words after it, are Snakemake's (`snakemake --help`): dlscale run PLAN --cores 4
 """
 
 #: A setting: a dotted key, and its value. A file of that name has a slash before it.
