@@ -27,20 +27,22 @@ Parts = dict[str, dict[str, Any]]
 class Scaling(Lawful):
     """Runs of one computation on more and more devices."""
 
-    devices: list[Devices] = Field(min_length=1, description="Numbers of devices, each a run.")
+    devices: list[Devices] = Field(min_length=1, description="Numbers of devices; each is a run.")
     per_node: Devices = Field(
-        4, description="Devices of a node: fewer are on one node, more must be a multiple and fill several."
+        4,
+        description="Devices per node: fewer devices are on one node; more must be a multiple, and fill several nodes.",
     )
     batch_sizes: list[BatchSize] = Field(
         min_length=1,
-        description="weak_scaling: samples of a step on each device (or on those that share a model); "
+        description="Samples per step. weak_scaling: on each device (or group of devices that share a model); "
         "strong_scaling: on all devices together.",
     )
     variants: dict[Name, Any] = Field(
         {"ddp": {}, "no_sync": {"parallel": {"sync": False}}},
         min_length=1,
-        description="Further settings by name: each variant runs on all numbers of devices. One with parallel.sync: "
-        "false is the twin of the others that shows what communication costs; on one device there is none.",
+        description="Further settings by name: each variant runs on all numbers of devices. A variant with "
+        "parallel.sync: false is a twin that shows the cost of communication; on one device there is "
+        "none.",
     )
 
     @field_validator("devices", "batch_sizes")
@@ -111,16 +113,16 @@ class Convergence(Lawful):
 
     batch_sizes: BatchSizes = Field(
         min_length=1,
-        description="Global batch sizes: a list, or by batch size further settings: `{64: {}, 256: {geometry: "
+        description="Global batch sizes: a list, or further settings by batch size: `{64: {}, 256: {geometry: "
         "{gpus_per_node: 4}, training: {epochs: 20}}}`.",
     )
     scaling: list[Literal["none", "sqrt", "linear"]] = Field(
-        ["sqrt"], min_length=1, description="How the learning rate grows with the batch size: each rule is tried."
+        ["sqrt"], min_length=1, description="Rules by which the learning rate grows with the batch size; each is tried."
     )
     base_batch_size: BatchSize | None = Field(
         None, description="Batch size that optimizer.lr is meant for; the smallest of batch_sizes if absent."
     )
-    seeds: list[Seed] = Field([0], min_length=1, description="Each training is repeated with each of these.")
+    seeds: list[Seed] = Field([0], min_length=1, description="Seeds: each training is repeated with each of them.")
 
     @field_validator("scaling", "seeds")
     @classmethod
@@ -196,9 +198,15 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 class Range(Lawful):
     """Values between two ends; real numbers have three significant digits."""
 
-    uniform: tuple[Number, Number] | None = Field(None, description="Each number is as likely.")
-    log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="Each order of magnitude is.")
-    integers: tuple[Whole, Whole] | None = Field(None, description="Whole numbers, each as likely, the ends included.")
+    uniform: tuple[Number, Number] | None = Field(
+        None, description="Ends of a range in which all numbers are equally likely."
+    )
+    log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="Ends of a range in which all orders of magnitude are equally likely."
+    )
+    integers: tuple[Whole, Whole] | None = Field(
+        None, description="Ends, included, of a range of equally likely whole numbers."
+    )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
@@ -234,27 +242,28 @@ class Sweep(Lawful):
 
     method: Literal["grid", "random", "halving"] = Field(
         "grid",
-        description="grid: all combinations; random: so many `trials`, drawn; halving: successive halving (Jamieson "
-        "and Talwalkar 2016, arXiv:1502.07943) of either, where only the best trials of each rung train on.",
+        description="grid: all combinations; random: `trials` random combinations; halving: successive halving "
+        "(Jamieson and Talwalkar 2016, arXiv:1502.07943) of either, in which only the best trials of each "
+        "rung continue.",
     )
     over: dict[str, list[Any] | Range] = Field(
         min_length=1,
-        description="By setting, written `optimizer.lr`: a list of values, or a range: `{log_uniform: [1e-4, 1e-1]}`, "
-        "`{uniform: [0, 0.5]}`, `{integers: [1, 8]}`.",
+        description="For each setting, written like `optimizer.lr`: a list of values, or a range: `{log_uniform: "
+        "[1e-4, 1e-1]}`, `{uniform: [0, 0.5]}`, `{integers: [1, 8]}`.",
     )
     trials: PositiveInt | None = Field(
         None,
-        description="Trials to draw; more of them leave those that are there as they are. Of halving: all "
+        description="Number of trials to draw; a greater number keeps the earlier trials. For halving, all "
         "combinations if absent.",
     )
-    seed: Seed = Field(0, description="Of the draws.")
+    seed: Seed = Field(0, description="Seed of the draws.")
     metric: str = Field(
         "valid_loss",
-        description="What the best trial is best in: valid_loss, a validation metric of the study, or "
+        description="Metric that ranks the trials: valid_loss, a validation metric of the study, or "
         "samples_per_second.",
     )
     reduction_factor: int = Field(
-        3, ge=2, le=1_000, description="Of halving: one of so many trials trains on, so many times as long."
+        3, ge=2, le=1_000, description="For halving: one of this many trials continues, this many times as long."
     )
 
     @field_validator("over")

@@ -17,15 +17,15 @@ Node = dict[str, Any]
 
 HEAD = f"""# Every key of `config.yaml`
 
-Made by `dlscale schema --markdown`. `dlscale schema` prints the same as a JSON schema, with which editors complete and
-check keys. No key has to be there: what is absent is as a study ships it
-(`workflow_scripts/dlscale/studies/STUDY/study.yaml`), or as it stands here.
+`dlscale schema --markdown` makes this page; `dlscale schema` prints the same as a JSON schema, with which editors
+complete and check keys. No key is required. An absent key has the value of the study's file
+(`workflow_scripts/dlscale/studies/STUDY/study.yaml`), or the default below.
 
 **Names** of datasets, plans and runs become folders.
 They have {NAME_IN_WORDS}.
 
-Of a `--configfile` that is no YAML (a tab, an open bracket, an anchor in itself) Snakemake names neither file nor line,
-since it reads it before anything of dlscale; `dlscale why --configfile FILE` names both."""
+If a `--configfile` is not valid YAML (a tab, an open bracket, an anchor within itself), Snakemake names neither file
+nor line; `dlscale why --configfile FILE` names both."""
 
 
 class _Overrides(GenerateJsonSchema):

@@ -53,22 +53,24 @@ class _Optimizer(Lawful):
     kind: str
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
     weight_decay: NonNegativeFloat = Field(
-        0.0, description="Factor of the weights that is added to the gradient (adamw: taken off the weights, times lr)."
+        0.0,
+        description="This factor times the weights is added to the gradient (adamw: this times lr times the weights "
+        "is subtracted from them).",
     )
     fused: bool = Field(False, description="One kernel for the whole update.")
     clip_norm: PositiveFloat | None = Field(
-        None, description="Gradients of a greater norm, over all weights together, are scaled down to it."
+        None, description="Greatest norm of all gradients together; greater ones are scaled down to it."
     )
 
 
 class Adam(_Optimizer):
-    """Adam; `adamw` takes the weight decay out of the gradient (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    """Adam; `adamw` keeps the weight decay out of the gradient (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     kind: Literal["adam", "adamw"] = "adam"
     betas: tuple[float, float] = Field(
         (0.9, 0.999), description="Decay of the running means of gradients and of their squares."
     )
-    eps: PositiveFloat = Field(1e-8, description="Added to the root that divides.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
@@ -82,7 +84,7 @@ class SGD(_Optimizer):
     """Stochastic gradient descent."""
 
     kind: Literal["sgd"]
-    momentum: float = Field(0.0, ge=0, lt=1, description="Share of the last update that is made again.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="Share of the last update that is repeated.")
 
 
 class Adadelta(_Optimizer):
@@ -105,16 +107,18 @@ class Schedule(Lawful):
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
-        description="cosine, linear, polynomial (quadratic): reach end_lr when all steps are done; exponential: times "
-        "gamma over every epoch, a little at each step; step: times gamma after every step_epochs epochs, or after "
-        "those of milestones.",
+        description="cosine, linear, polynomial (quadratic): reach end_lr at the last step; exponential: times gamma "
+        "per epoch, a part of it at each step; step: times gamma after every step_epochs epochs, or after "
+        "the epochs in milestones.",
     )
     warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from 0.")
-    warmup_epochs: NonNegativeInt = Field(0, description="Instead of warmup_steps.")
-    end_lr: NonNegativeFloat = Field(0.0, description="Of cosine, linear, polynomial.")
-    gamma: float = Field(0.1, gt=0, le=1, description="Of exponential and step.")
-    step_epochs: PositiveInt = Field(1, description="Of step.")
-    milestones: list[PositiveInt] = Field([], description="Of step: epochs, in place of every step_epochs.")
+    warmup_epochs: NonNegativeInt = Field(0, description="Epochs of the warm-up, instead of warmup_steps.")
+    end_lr: NonNegativeFloat = Field(0.0, description="Last learning rate of cosine, linear, polynomial.")
+    gamma: float = Field(0.1, gt=0, le=1, description="Factor of exponential and step.")
+    step_epochs: PositiveInt = Field(1, description="Epochs between changes of kind step.")
+    milestones: list[PositiveInt] = Field(
+        [], description="Epochs after which kind step changes the rate, instead of every step_epochs."
+    )
     scaling: Literal["none", "sqrt", "linear"] = Field(
         "none", description="How lr grows with batch_size / base_batch_size."
     )
@@ -137,41 +141,41 @@ class Target(Strict):
     """Aim of a training."""
 
     metric: str = Field(VALID_LOSS.name, description="valid_loss, or the name of a metric of the study.")
-    value: Number = Field(description="Reached when the metric is this good after an epoch, or better.")
-    stop: bool = Field(True, description="End the training then; else it is only told when that was.")
+    value: Number = Field(description="The target is reached when the metric is this good, or better, after an epoch.")
+    stop: bool = Field(True, description="End the training then; false: only report when that was.")
 
 
 class Training(Lawful):
     """Length of a training, its start, and its results."""
 
-    epochs: PositiveInt | None = Field(None, description="Passes over the training samples; or give steps.")
+    epochs: PositiveInt | None = Field(None, description="Passes over the training samples; alternatively, give steps.")
     steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
-    checkpoint_epochs: PositiveInt = Field(1, description="Save a checkpoint every so many epochs, and at the end.")
+    checkpoint_epochs: PositiveInt = Field(1, description="Epochs between checkpoints; there is also one at the end.")
     stop_after: PositiveInt | None = Field(
         None,
-        description="End after so many epochs: a part of a training whose schedule and checkpoints are those of all of "
-        "it, and that goes on as if it had not ended: bitwise on a CPU, where a GPU's libraries choose kernels anew.",
+        description="End after this many epochs. Schedule and checkpoints are those of the whole training, which can "
+        "continue as if it had not ended: bitwise on a CPU; on a GPU, libraries choose kernels again.",
     )
     on_divergence: Literal["fail", "stop"] = Field(
         "fail",
-        description="If a loss is no number any more: fail, or stop, so that the run counts as the worst (what trials "
-        "of a sweep do).",
+        description="What happens if a loss is not a number: fail, or stop, so that the run counts as the worst (as "
+        "trials of a sweep do).",
     )
     keep_best: str | None = Field(
         VALID_LOSS.name,
-        description="Keep the weights of the epoch that was best in this metric, too (model_best.pt): valid_loss, or "
+        description="Also keep the weights of the epoch that was best in this metric (model_best.pt): valid_loss, or "
         "the name of a metric of the study; null: do not.",
     )
-    target: Target | None = Field(None, description="Stop when a metric is as good as this.")
+    target: Target | None = Field(None, description="Value of a metric at which the training stops.")
     weights: str | None = Field(
         None,
         description="Weights to start from: another run's model.pt, a checkpoint's folder, or a published state dict.",
     )
     trackers: list[Literal["wandb", "mlflow"]] = Field(
         [],
-        description="Experiment trackers to log to beside TensorBoard. wandb: Weights & Biases, into the run's folder, "
-        "offline unless WANDB_MODE says otherwise. mlflow: MLflow, into mlflow.db of the plan's folder, or where "
-        "MLFLOW_TRACKING_URI says. Both need dlscale[trackers].",
+        description="Experiment trackers beside TensorBoard. wandb: Weights & Biases, in the run's folder, offline "
+        "unless WANDB_MODE says otherwise. mlflow: MLflow, in mlflow.db of the plan's folder, or at "
+        "MLFLOW_TRACKING_URI. Both need dlscale[trackers].",
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -184,37 +188,38 @@ class _Several(Strict):
     kind: str
     selftest: bool = Field(
         True,
-        description="Before anything else, test what the processes exchange: values, and latency and bandwidth of the "
-        "links between them. A process or node that sends wrong values ends the run.",
+        description="Before the run, test the values that the processes exchange, and latency and bandwidth of their "
+        "links. Wrong values end the run.",
     )
 
 
 class DDP(_Several):
-    """DistributedDataParallel: a process a device; gradients are averaged in buckets."""
+    """DistributedDataParallel: one process per device; gradients are averaged in buckets."""
 
     kind: Literal["ddp"] = "ddp"
     bucket_mb: PositiveFloat | None = Field(
-        None, description="MiB of gradients that are averaged by one call; PyTorch's 25 if absent."
+        None, description="MiB of gradients that one call averages; PyTorch's 25 if absent."
     )
     first_bucket_mb: PositiveFloat | None = Field(
         None,
-        description="Of the first bucket: a small one lets the averaging begin early. Absent: PyTorch's 1 where "
-        "bucket_mb is absent, too, else bucket_mb.",
+        description="MiB of the first bucket: a small one lets the averaging begin early. Absent: bucket_mb, or "
+        "PyTorch's 1 if that is absent, too.",
     )
     broadcast_buffers: bool = Field(
-        True, description="Before each step all processes take over the first one's buffers, such as running means."
+        True, description="Before each step all processes copy the first one's buffers, such as running means."
     )
-    bucket_view: bool = Field(True, description="Gradients lie in the buckets; else they are copied there and back.")
+    bucket_view: bool = Field(True, description="Gradients lie in the buckets; false: they are copied there and back.")
     sync_batchnorm: bool = Field(
-        False, description="Batch normalisation over the samples of all processes, instead of each one's own."
+        False,
+        description="Batch normalisation over the samples of all processes; false: each normalises its own samples.",
     )
     compression: Literal["none", "bf16", "fp16"] = Field(
-        "none", description="Number format in which gradients are averaged; none: their own."
+        "none", description="Number format in which gradients are averaged; none: the gradients' own."
     )
     sync: bool = Field(
         True,
-        description="false: gradients are not averaged, which shows what the averaging costs. Such a run can be "
-        "measured and profiled; it is no training.",
+        description="false: gradients are not averaged, which shows the cost of averaging. Such a run can be measured "
+        "and profiled, but not trained.",
     )
 
 
@@ -224,20 +229,20 @@ class FSDP(_Several):
     kind: Literal["fsdp"]
     shard: PositiveInt | None = Field(
         None,
-        description="Devices that share one copy of the weights: neighbours; such groups average their gradients "
-        "(hybrid sharding). All of them if absent.",
+        description="Number of neighbouring devices that share one copy of the weights; such groups average their "
+        "gradients (hybrid sharding). All devices if absent.",
     )
     reshard: bool = Field(
         True,
         description="Free a layer's weights after its forward pass, and gather them again for the backward pass; "
-        "false: keep them until then, which needs more memory and sends less.",
+        "false: keep them, which needs more memory and sends less.",
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Format in which weights are gathered and computed with; updates are made in float32."
+        "fp32", description="Number format for gathering weights and computing with them; updates are in float32."
     )
-    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Format in which gradients are averaged.")
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Number format in which gradients are averaged.")
     cpu_offload: bool = Field(
-        False, description="Weights, gradients and optimiser live in the host's memory, where the update is made."
+        False, description="Keep weights, gradients and optimiser in the host's memory, and make the update there."
     )
 
 
@@ -259,7 +264,7 @@ class Compile(Strict):
 
     mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
         "none",
-        description="As of torch.compile: default; reduce-overhead: with CUDA graphs; max-autotune: tries kernels "
+        description="Mode of torch.compile: default; reduce-overhead: with CUDA graphs; max-autotune: tries kernels "
         "first; none: not compiled.",
     )
 
@@ -269,10 +274,10 @@ Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-
 
 
 class Geometry(Lawful):
-    """Nodes and devices, and those that share a model (tp x cp) and see the same samples."""
+    """Nodes and devices; tp x cp of them share a model and see the same samples."""
 
     nodes: Devices = Field(1, description="Nodes of the run.")
-    gpus_per_node: Devices = Field(1, description="Devices of a node that are used (a CPU counts as one).")
+    gpus_per_node: Devices = Field(1, description="Devices used per node (a CPU counts as one).")
     tp: Devices = Field(
         1, description="Tensor parallel: devices that share each layer's weights, and its tokens between the layers."
     )
@@ -280,7 +285,9 @@ class Geometry(Lawful):
         1, description="Context parallel: devices that share a sample's tokens; each has all of the weights."
     )
     order: Order = Field(
-        "tp-cp-dp", description="Axes of the devices; those of the first are neighbours, within a node if they fit."
+        "tp-cp-dp",
+        description="Order of the axes of devices: devices along the first axis are neighbours, within a node if they "
+        "fit.",
     )
 
     @property
@@ -313,22 +320,23 @@ class Geometry(Lawful):
 class Throughput(Strict):
     """Trials of the throughput stage, as `benchy` defined them, and turns with the plan's first run."""
 
-    warmup: Repeats = Field(3, description="Uncounted trials first.")
+    warmup: Repeats = Field(3, description="Uncounted trials before the counted ones.")
     trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Counted trials.")
-    batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Batches a trial, at least.")
+    batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Least number of batches per trial.")
     seconds: Seconds = Field(
-        1.0, description="Time of a trial, at least: it has more batches where they take less. 0: batches alone count."
+        1.0,
+        description="Least seconds of a trial, which has more batches if these take less. 0: only `batches` counts.",
     )
     beside: Seconds = Field(
         30.0,
-        description="Seconds for which a run of one process is timed in turn with the plan's first run, from which its "
-        "speed-up is known: so many at most, and up to three times as many where the machine is busy; 0: it is not. "
-        "The first run is timed with a copy of itself, if for ten seconds or more.",
+        description="Most seconds for which a run of one process is timed in turn with the plan's first run, which "
+        "gives its speed-up; up to three times as many on a busy machine; 0: none. With ten seconds or "
+        "more, the first run is timed with a copy of itself.",
     )
     error: PositiveFloat = Field(
         0.01,
-        description="Turns end before when each opening of both has shown its ratio to such a share (95 %), and go on "
-        "where it has not shown it to three times that.",
+        description="Turns end early when the ratio of each opening is known to this share (95 %), and go on if it is "
+        "not known to three times that.",
     )
 
 
@@ -338,17 +346,17 @@ class Profile(Lawful):
     tools: list[Literal["torch", "nsys", "lines"]] = Field(
         ["torch"],
         min_length=1,
-        description="torch: PyTorch's profiler, with a trace for Perfetto; nsys: NVIDIA Nsight Systems, where it is "
-        "installed; lines: the time of each line of the hot functions (line_profiler).",
+        description="torch: PyTorch's profiler, with a trace for Perfetto; nsys: NVIDIA Nsight Systems, if installed; "
+        "lines: the time of each line of the hot functions (line_profiler).",
     )
-    epoch: PositiveInt = Field(2, description="Epoch whose samples are used.")
-    skip: Repeats = Field(5, description="Its first steps, which warm up and are not profiled.")
+    epoch: PositiveInt = Field(2, description="Epoch whose samples the profiled steps use.")
+    skip: Repeats = Field(5, description="Steps before the profiled ones, as warm-up.")
     steps: Annotated[Repeats, Field(ge=1)] = Field(10, description="Steps that each profiler sees.")
-    ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Processes that are profiled, by rank.")
+    ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Ranks of the profiled processes.")
     functions: list[str] = Field(
         [],
-        description="Of lines: further functions, as MODULE:NAME or MODULE:CLASS.NAME; those of the step, the study's "
-        "model and loss, its samples and the loader are looked at in any case.",
+        description="Further functions for lines, as MODULE:NAME or MODULE:CLASS.NAME. Functions of the step, the "
+        "study's model and loss, its samples and the loader are always included.",
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -360,22 +368,26 @@ class Profile(Lawful):
 class Tune(Strict):
     """Settings that the tune stage tries, in all combinations; empty: its own choice."""
 
-    workers: list[Workers] = Field([], description="Of the loader; else 0, 1, 2, 4, … up to a process's cores.")
-    prefetch: list[Few] = Field([2, 4], description="Of the loader.")
-    loaders: list[str] = Field([], description="Kinds of loaders; else the run's own.")
+    workers: list[Workers] = Field(
+        [], description="Workers of the loader; if empty 0, 1, 2, 4, … up to a process's cores."
+    )
+    prefetch: list[Few] = Field([2, 4], description="Batches that the loader keeps ready.")
+    loaders: list[str] = Field([], description="Kinds of loaders; if empty the run's own.")
     threads: list[Threads] = Field(
-        [], description="CPU threads that a process computes with; else, on a CPU, all of its cores and half of them."
+        [], description="CPU threads of a process; if empty, on a CPU, all of its cores and half of them."
     )
     batch_size: list[BatchSize] = Field(
-        [], description="Global batch sizes; else the run's own. Another one changes what is learnt."
+        [], description="Global batch sizes; if empty the run's own. Another one changes what is learnt."
     )
     seconds: float = Field(
         120.0,
         gt=0,
         le=604_800,
-        description="Time that is measured, half of it in the duel; start and warm-up come on top.",
+        description="Seconds of measuring, half of them in the duel; start and warm-up are additional.",
     )
-    rounds: Annotated[Repeats, Field(ge=3)] = Field(8, description="Of the duel: each measures both settings.")
+    rounds: Annotated[Repeats, Field(ge=3)] = Field(
+        8, description="Rounds of the duel (the final comparison of two settings); each measures both."
+    )
 
     @field_validator("loaders")
     @classmethod
@@ -396,8 +408,8 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master"
 
 
 LOCAL_BATCH_SIZE = (
-    "Samples of a step on each device (or on those that share a model); batch_size is that times geometry.dp. In place "
-    "of batch_size."
+    "Samples per step on each device (or group of devices that share a model), instead of batch_size, "
+    "which is then this times geometry.dp."
 )
 
 
@@ -408,7 +420,7 @@ class RunCore(Lawful):
 
     study: Name
     dataset: Name = Field(description="Name of the dataset.")
-    seed: Seed = Field(0, description="Of weights, samples and drop-out.")
+    seed: Seed = Field(0, description="Seed of weights, samples and drop-out.")
     batch_size: BatchSize = Field(64, description="Global batch size in samples: over all devices.")
     model: SerializeAsAny[Strict]
     loss: SerializeAsAny[Strict]
@@ -417,30 +429,30 @@ class RunCore(Lawful):
     optimizer: Optimizer = Adam()
     precision: Precision = Field(
         "fp32",
-        description="fp32 switches TensorFloat-32 off, the others on. fp16, bf16: autocast (Apex O1). "
+        description="fp32 switches TensorFloat-32 off, all others switch it on. fp16, bf16: autocast (Apex O1). "
         "fp16_master, bf16_master: weights and computation in 16 bits, updates on float32 copies (O2). "
         "fp16_pure, bf16_pure: all in 16 bits (O3). fp16 and fp16_master scale the loss.",
     )
     compile: Compile = Compile()
     cuda_graph: bool = Field(False, description="Record the whole step as a CUDA graph and replay it; needs a GPU.")
     memory_format: Literal["contiguous", "channels_last"] = Field(
-        "contiguous", description="Order in memory of convolutions' inputs and weights."
+        "contiguous", description="Memory layout of convolutions' inputs and weights."
     )
     attention: Literal["default", "auto", "flash", "fa3", "efficient", "cudnn", "math"] = Field(
         "default",
-        description="Kernel of attention; default: PyTorch's own choice; auto: the fastest in a short trial; fa3: "
-        "FlashAttention-3 (Hopper GPUs), where its package flash_attn_interface is installed.",
+        description="Attention kernel; default: PyTorch's own choice; auto: the fastest in a short trial; fa3: "
+        "FlashAttention-3 (Hopper GPUs), which needs its package flash_attn_interface.",
     )
     accumulation_steps: PositiveInt = Field(
-        1, description="Parts of the local batch that are computed one after the other; the gradient stays the same."
+        1, description="Number of parts of the local batch, computed one after the other; the gradient stays the same."
     )
     activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass instead of keeping them: time for memory."
+        False, description="Recompute activations in the backward pass instead of keeping them: less memory, more time."
     )
     threads: Threads | None = Field(
         None,
-        description="CPU threads that each process computes with; its share of the job's if absent. On one machine "
-        "without a GPU, trainings that say it run side by side, as many as the cores allow.",
+        description="CPU threads of each process; its share of the job's if absent. On one machine without a GPU, "
+        "trainings with this key run side by side, as many as the cores allow.",
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()

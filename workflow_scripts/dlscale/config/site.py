@@ -40,16 +40,16 @@ class Limits(Strict):
     """When the watchdog ends a run of several processes, one of which is gone or hangs."""
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
-        25.0, description="Seconds without a sign of life of a process that its node says is gone, or stopped."
+        25.0, description="Seconds without a sign of life of a process that its node reports as gone or stopped."
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
-        description="Seconds, at least, in which nobody gets any further in a loop of steps, or without a sign of a "
-        "process of which nobody tells whether it is there.",
+        description="Least seconds without progress in a loop of steps, or without a sign of life of a process that "
+        "no other process can see.",
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        description="Seconds in which nobody gets any further between epochs: results and checkpoints are written.",
+        description="Seconds without progress between epochs, while results and checkpoints are written.",
     )
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class Limits(Strict):
 class Qos(Strict):
     """What a quality of service allows and costs; absent limits are not checked."""
 
-    max_nodes: PositiveInt | None = Field(None, description="Nodes a job.")
-    max_gpus: PositiveInt | None = Field(None, description="GPUs a job.")
-    max_minutes: PositiveInt | None = Field(None, description="Minutes a job.")
-    charge: NonNegativeFloat = Field(1.0, description="Factor on what a node-hour costs.")
+    max_nodes: PositiveInt | None = Field(None, description="Most nodes of a job.")
+    max_gpus: PositiveInt | None = Field(None, description="Most GPUs of a job.")
+    max_minutes: PositiveInt | None = Field(None, description="Most minutes of a job.")
+    charge: NonNegativeFloat = Field(1.0, description="Factor on the cost of a node-hour.")
 
 
 class Nodes(Strict):
@@ -80,20 +80,20 @@ class Nodes(Strict):
     partition: Annotated[str, StringConstraints(pattern=r"^[^\s:;|]+$")] | None = Field(
         None, description="Partition of these nodes (sbatch -p), or several: a,b; Slurm's default if absent."
     )
-    constraint: str | None = Field(None, description="What picks these nodes (sbatch -C).")
-    account_suffix: str = Field("", description="What the account's name ends in for jobs on these nodes.")
+    constraint: str | None = Field(None, description="Features that select these nodes (sbatch -C).")
+    account_suffix: str = Field("", description="End of the account's name for jobs on these nodes.")
     cpus: PositiveInt = Field(description="CPUs of a node, as Slurm counts them (hardware threads).")
     memory_mb: PositiveInt | None = Field(
         None,
-        description="Memory of a node that jobs may ask for: each asks for its part of it, as of the GPUs or CPUs "
-        "(sbatch --mem). Absent: none is asked for, and Slurm's default holds.",
+        description="Memory of a node that jobs may ask for: each asks for a share equal to its share of the GPUs or "
+        "CPUs (sbatch --mem). Absent: jobs ask for none, and Slurm's default holds.",
     )
     gpus: NonNegativeInt = Field(0, description="GPUs of a node.")
-    gres: str = Field("gpu", description="What a GPU is called in --gres, such as gpu or gpu:a100.")
+    gres: str = Field("gpu", description="Name of a GPU in --gres, such as gpu or gpu:a100.")
     gpu: str | None = Field(
         None,
-        description="Part of the GPUs' name, such as A100: rates that were measured on others do not count here. That "
-        "of `gres` if absent.",
+        description="Part of the GPUs' name, such as A100: rates measured on other GPUs do not count here. If absent, "
+        "the name in `gres`.",
     )
 
     @property
@@ -117,13 +117,15 @@ class Scheduler(Strict):
     whole_qos: str | None = Field(None, description="QOS of runs on whole nodes, and of parts too large for part_qos.")
     qos: dict[str, Qos] = Field({}, description="Limits and charges by QOS.")
     minutes: dict[Job, PositiveInt] = Field(
-        {}, description="Time limits where nothing is known about how long a stage takes; `data`: of all data stages."
+        {},
+        description="Greatest time limits, in minutes, of stages whose speed is unknown; `data`: of all data stages.",
     )
     warning_seconds: PositiveInt = Field(
-        120, description="Training is told to save so long before its time limit (sbatch --signal)."
+        120, description="Seconds before its time limit at which training is told to save (sbatch --signal)."
     )
     acquire: Literal["here", "job"] = Field(
-        "here", description="Where files are fetched: beside Snakemake (compute nodes have no network), or in a job."
+        "here",
+        description="Where files are fetched: beside Snakemake (for compute nodes without a network), or in a job.",
     )
 
     def limit(self, job: Job) -> int:
@@ -151,36 +153,37 @@ class Site(Lawful):
     )
     build: Build = Build()
     starter: Starter = Field(
-        "auto", description="What starts several processes; auto: srun where there is a scheduler, else torchrun."
+        "auto", description="What starts several processes; auto: srun with a scheduler, else torchrun."
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
-        description="Of mpirun: the words that start all processes of a run; mpirun -n {ranks} if absent. Of torchrun "
-        "on several nodes: those that start it on each of them. {ranks}, {ranks_per_node} and {nodes} are put in.",
+        description="For mpirun: the words that start all processes of a run; mpirun -n {ranks} if absent. For "
+        "torchrun on several nodes: the words that start it on each node. {ranks}, {ranks_per_node} and "
+        "{nodes} are replaced.",
     )
     rendezvous: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_.\[\]:-]+:[0-9]+$",
-        description="Of torchrun on several nodes: where they meet, the first one's name and a free port of it.",
+        description="For torchrun on several nodes: name and a free port of the first node, where they meet.",
     )
     local_disk: str | None = Field(
         None,
         pattern=r"^[/$][^:;,\n\r]*$",
-        description="Folder on a disk of each node's own, for loader.staging local; variables of the job are put in.",
+        description="Folder on each node's own disk, for loader.staging local; may contain variables of the job.",
     )
     watchdog: Limits | None = Field(
         Limits(),
-        description="When a run ends of whose processes one is gone or hangs; null: it does not, and waits.",
+        description="When a run ends one of whose processes is gone or hangs; null: it waits.",
     )
     gpu: bool | None = Field(
         None,
         description="Whether runs are on GPUs: their containers get them, and a stage that sees none ends. Absent: "
-        "where the nodes have any; containers get those of this machine, too.",
+        "true if the nodes, or without a scheduler this machine, have any.",
     )
     gpu_order: list[NonNegativeInt] | None = Field(
         None,
-        description="Numbers of a node's GPUs, that nearest to the first CPUs first: local ranks of runs on whole "
-        "nodes take them in this order; absent: as they are numbered.",
+        description="Numbers of a node's GPUs, the one nearest to the first CPUs first: local ranks of runs on whole "
+        "nodes take them in this order. Absent: in the order of their numbers.",
     )
     grams_per_kwh: NonNegativeFloat | None = Field(
         None, description="CO₂ of the site's electricity, g/kWh: pages tell it beside the energy of scaling."
@@ -190,16 +193,19 @@ class Site(Lawful):
     )
     provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
         None,
-        description="What of runs' `needs` containers have, by image or by node; absent: what this machine has.",
+        description="Which of runs' `needs` the containers have, from the image or the node; absent: those of this "
+        "machine.",
     )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
-        {}, description="Folders that containers see, beside the working folder and the data: here -> there."
+        {},
+        description="Further folders for containers, beside the working folder and the data: path here -> path in the "
+        "container.",
     )
-    environment: dict[Variable, Value] = Field({}, description="Environment of every stage.")
+    environment: dict[Variable, Value] = Field({}, description="Environment variables of every stage.")
     packages: Annotated[Path_, AfterValidator(_target)] | None = Field(
         None,
-        description="Folder of Python packages that stages find beside those of the image or environment, none of "
-        "which they hide: pip install --target FOLDER NAME.",
+        description="Folder of further Python packages for all stages (pip install --target FOLDER NAME). They hide "
+        "no package of the image or environment.",
     )
     scheduler: Scheduler | None = None
 

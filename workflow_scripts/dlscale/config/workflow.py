@@ -67,15 +67,17 @@ class Plan(Lawful):
     study: Name = Field(description="The study whose runs they are.")
     kind: PlanKind = Field(
         "set",
-        description="set: each run stands on the plan's settings; ladder: each keeps what those before it changed; "
-        "tune: a set whose runs go through the stage tune, unless `measure` says another; sweep: a set whose runs "
-        "`sweep` makes, and that train, unless `measure` says more; weak_scaling, strong_scaling: a set on more and "
-        "more devices, which `scaling` makes, of which throughput is measured; convergence: a set of larger and larger "
-        "batches, which `convergence` makes, and that train; parallelism: a set whose runs share the model in several "
-        "ways, of which throughput and memory are measured.",
+        description="set: each run changes the plan's settings; ladder: each run keeps the changes of those before "
+        "it; tune: a set for the stage tune; sweep: a set that `sweep` makes and that trains; "
+        "weak_scaling, strong_scaling: a set on more and more devices that `scaling` makes, measured for "
+        "throughput; convergence: a set of larger and larger batches that `convergence` makes and that "
+        "trains; parallelism: a set whose runs share the model in several ways, measured for throughput "
+        "and memory. `measure` may name other stages.",
     )
     title: str | None = Field(None, description="What the report calls the plan; its name if absent.")
-    from_: str | None = Field(None, alias="from", description="Start from the settings of this run, written plan.run.")
+    from_: str | None = Field(
+        None, alias="from", description="Run whose settings the plan starts from, written plan.run."
+    )
     settings: Any = Field({}, description="Settings common to all runs of the plan.")
     measure: list[Measurement] = Field(
         [name for name in RUN_STAGES if STAGES[name].usual],
@@ -83,29 +85,31 @@ class Plan(Lawful):
         description="Stages that each run goes through.",
     )
     only: dict[Measurement, list[Name]] = Field(
-        {}, description="Runs that alone go through a stage of `measure`, by stage; the others skip it."
+        {}, description="By stage of `measure`: the only runs that go through it; the others skip it."
     )
     repeat: int = Field(
         1,
         ge=1,
         le=100,
-        description="How many times each run trains, with its seed and those after it: the page shows the mean and how "
-        "far the trainings are apart. Throughput and profiles are of the first one alone.",
+        description="Number of trainings of each run, with its seed and the following ones: the page shows their mean "
+        "and spread. Throughput and profiles are measured for the first one alone.",
     )
-    sweep: Sweep | None = Field(None, description="Of kind sweep: what its trials, which are its runs, vary.")
+    sweep: Sweep | None = Field(
+        None, description="For kind sweep: the settings that its trials vary; each trial is a run."
+    )
     scaling: Scaling | None = Field(
-        None, description="Of kind weak_scaling and strong_scaling: on how many devices, with which batches."
+        None, description="For kinds weak_scaling and strong_scaling: numbers of devices, and batch sizes."
     )
     convergence: Convergence | None = Field(
-        None, description="Of kind convergence: which batch sizes, rules for the learning rate and seeds."
+        None, description="For kind convergence: batch sizes, rules for the learning rate, and seeds."
     )
     runs: dict[Name, Any] = Field(
         {},
         min_length=1,
         validate_default=True,
-        description="Settings by run, in order; `{use: plan.run}` names a run that another plan has. Of a sweep "
-        "its trials. Beside those that `scaling` or `convergence` makes; `{use: plan.run}` under the name of one of "
-        "these takes its place.",
+        description="Settings by run, in order; `{use: plan.run}` names a run of another plan. A sweep makes its runs "
+        "itself. `scaling` and `convergence` make runs beside these; `{use: plan.run}` under the name of "
+        "one of them replaces it.",
     )
 
     @model_validator(mode="before")
@@ -222,7 +226,7 @@ def _settings_class() -> Any:
     own: dict[str, Any] = {name: (field.annotation, field) for name, field in Run.model_fields.items()}
     del own["study"]
     return create_model(
-        "RunSettings", __base__=Strict, __doc__="What a run changes of its study.", **{**own, **unions, **more}
+        "RunSettings", __base__=Strict, __doc__="Changes of a run to its study's settings.", **{**own, **unions, **more}
     )
 
 
@@ -233,7 +237,7 @@ class ReportPage(Strict):
 
 
 class Budget(Strict):
-    """What one call may cost on a site with a scheduler, as estimated; more is refused before anything is submitted."""
+    """Greatest estimated cost of one call on a site with a scheduler; more is refused before anything is submitted."""
 
     gpu_hours: NonNegativeFloat | None = Field(None, description="GPUs x hours.")
     charged_hours: NonNegativeFloat | None = Field(None, description="Node-hours times the charge of their QOS.")
@@ -246,7 +250,7 @@ class Workflow(Strict):
     results: Annotated[str, AfterValidator(posixpath.normpath)] = Field(
         "results",
         pattern=r"^[^{}*?\[\]\n]+$",  # braces and stars are wildcards to Snakemake
-        description="Folder of everything that is produced.",
+        description="Folder of all results.",
     )
 
     targets: list[Name] = Field(min_length=1, description="Plans that a bare `snakemake` runs and reports.")
@@ -256,11 +260,11 @@ class Workflow(Strict):
     studies: dict[Name, Any] = Field(
         {},
         description="By study: changes to its default run settings; or, to add a study, the path of its Python file "
-        "(from the folder of this file), which has a YAML file of the same name beside it.",
+        "(relative to the folder of this file), with a YAML file of the same name beside it.",
     )
     plans: dict[Name, Plan] = Field({}, description="Plans by name, beside those that the studies ship.")
     report: ReportPage = ReportPage()
-    site: Site = Field(Site(), description="Where and how commands run; a profile's site.yaml says it.")
+    site: Site = Field(Site(), description="Where and how commands run; usually from a profile's site.yaml.")
     budget: Budget = Budget()
 
 

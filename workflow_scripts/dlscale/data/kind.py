@@ -103,8 +103,8 @@ class RowSamples(Strict):
     """Samples that are rows of the files: see `dlscale.data.samples`."""
 
     kind: Literal["rows"]
-    input: str = Field(description="Field of the dataset that the model is given.")
-    target: str = Field(description="Field that the model is to answer.")
+    input: str = Field(description="Field of the dataset that is the model's input.")
+    target: str = Field(description="Field that the model is to predict.")
     train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
     valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
 
@@ -191,8 +191,8 @@ class Paired(Strict, Generic[Both]):
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")
     test: Both | None = Field(None, description="Files of the test part.")
-    all: Both | None = Field(None, description="Files of all parts, of which shares says which rows each has.")
-    shares: Shares | None = Field(None, description="Of all: the share of each part.")
+    all: Both | None = Field(None, description="Files that `shares` divides among the parts.")
+    shares: Shares | None = Field(None, description="Share of each part of `all`.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ class _Reading(Strict):
     staging: Literal["none", "memory", "local"] = Field(
         "none",
         description="Where each node first copies the data, once for all of its processes. memory: into its memory; "
-        "local: onto the disk of its own that the site names (local_disk). none: data are read where they lie.",
+        "local: onto its own disk, which the site names (local_disk); none: data are read where they lie.",
     )
 
 
@@ -32,11 +32,11 @@ class DirectLoader(_Reading):
 
     kind: Literal["direct"]
     workers: Workers = Field(2, description="Threads; 0 loads in the thread of the model.")
-    prefetch: Few = Field(2, description="Batches that are kept ready.")
+    prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Hold all data on the device and read it once. auto: on a GPU of which it takes at most 40 % of "
-        "the memory, but for what the process holds already; the log says which.",
+        description="Hold all data on the device, and read them once. auto: on a GPU, if they take at most 40 % of "
+        "its memory, less what the process holds already; the log says which.",
     )
 
 
@@ -45,9 +45,9 @@ class DaliLoader(_Reading):
 
     kind: Literal["dali"]
     workers: Annotated[Workers, Field(ge=1)] = Field(
-        2, description="Threads of the pipeline; of samples on grids as many processes, too, which read."
+        2, description="Threads of the pipeline; for samples on grids also the number of processes that read."
     )
-    prefetch: Few = Field(2, description="Batches that are kept ready.")
+    prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
 
 
 class SyntheticLoader(Strict):

@@ -35,7 +35,7 @@ class Counts(Strict):
 class Fractions(Shares):
     """Shares of each file, cut along its first axis in this order, with `gap` cells dropped at each cut."""
 
-    gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two splits, against leakage.")
+    gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two parts, against leakage.")
 
 
 class CosmoSimulated(Strict):
@@ -46,8 +46,8 @@ class CosmoSimulated(Strict):
         128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box."
     )
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
-    boxes: Counts = Field(Counts(), description="How many boxes each part gets.")
-    seed: Seed = Field(0, description="Of all boxes.")
+    boxes: Counts = Field(Counts(), description="Number of boxes of each part.")
+    seed: Seed = Field(0, description="Seed of all boxes.")
 
 
 class CosmoFiles(Strict):
@@ -60,8 +60,8 @@ class CosmoFiles(Strict):
     train: list[Path] = Field([], description="Files of the training part.")
     valid: list[Path] = Field([], description="Files of the validation part.")
     test: list[Path] = Field([], description="Files of the test part.")
-    paths: list[Path] = Field([], description="Files of all parts, of which fractions says which rows each has.")
-    fractions: Fractions | None = Field(None, description="Of paths: the share of each part.")
+    paths: list[Path] = Field([], description="Files that `fractions` divides among the parts.")
+    fractions: Fractions | None = Field(None, description="Share of each part of `paths`.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -112,10 +112,11 @@ class CropSamples(Strict):
     kind: Literal["crops"]
     crop: Extent = Field(64, description="Edge of a crop in cells.")
     symmetry: Literal["none", "rotations", "full"] = Field(
-        "full", description="none; the 24 rotations; or full: all 48 rotations and reflections. Vectors turn along."
+        "full",
+        description="none; rotations: the 24 rotations; full: all 48 rotations and reflections. Vectors turn, too.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
-    valid: PositiveInt = Field(8192, description="Fixed validation crops (fewer where the volume holds fewer).")
+    valid: PositiveInt = Field(8192, description="Fixed validation crops (fewer if the volume holds fewer).")
 
 
 class Cosmo(DatasetKind):

@@ -39,14 +39,14 @@ class Era5Simulated(Strict):
         None,
         ge=17,
         le=511,
-        description="Largest wavenumber of the model, whose cost grows as its fourth power; less is smoother fields "
-        "on the same grid. What the grid resolves, between 21 and 127, if absent.",
+        description="Largest wavenumber of the model; the cost grows as its fourth power, and a smaller one gives "
+        "smoother fields on the same grid. If absent, what the grid resolves, between 21 and 127.",
     )
-    days: PositiveInt | None = Field(None, le=366, description="Days a year; the whole year if absent.")
+    days: PositiveInt | None = Field(None, le=366, description="Days per year; the whole year if absent.")
     train: list[Year] = Field(min_length=1, description="Years of the training part.")
     valid: list[Year] = Field(min_length=1, description="Years of the validation part.")
     test: list[Year] = Field([], description="Years of the test part.")
-    seed: Seed = Field(0, description="Of all years.")
+    seed: Seed = Field(0, description="Seed of all years.")
 
     @model_validator(mode="after")
     def _disjoint(self) -> Era5Simulated:
@@ -85,9 +85,9 @@ class Era5Prepared(Strict):
 class Periods(Strict):
     """First and last day (inclusive) of each split."""
 
-    train: tuple[dt.date, dt.date] = Field(description="Of the training part.")
-    valid: tuple[dt.date, dt.date] = Field(description="Of the validation part.")
-    test: tuple[dt.date, dt.date] | None = Field(None, description="Of the test part.")
+    train: tuple[dt.date, dt.date] = Field(description="Days of the training part.")
+    valid: tuple[dt.date, dt.date] = Field(description="Days of the validation part.")
+    test: tuple[dt.date, dt.date] | None = Field(None, description="Days of the test part.")
 
     @model_validator(mode="after")
     def _disjoint(self) -> Periods:
@@ -109,10 +109,12 @@ class Era5Dataset(DatasetSettings):
     channels: list[str] = Field(
         [],
         description="Variables in order, `name` or `name@level`. If absent, those of the simulator, or those that "
-        "prepared files name; of 20 without names, the published ones: u10, v10, t2m, …",
+        "prepared files name; 20 channels without names are the published ones: u10, v10, t2m, …",
     )
     split: Periods | None = Field(None, description="Days of each split (files and zarr).")
-    step_hours: PositiveInt | None = Field(None, description="Keep times at this interval; all times if absent.")
+    step_hours: PositiveInt | None = Field(
+        None, description="Hours between the times that are kept; all times if absent."
+    )
     crop: tuple[Extent, Extent] | None = Field(
         None, description="Rows and columns kept from the north-west, before downsampling (published: 360, 720)."
     )
@@ -140,18 +142,19 @@ class PairSamples(Strict):
     dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
     history: list[PositiveInt] = Field(
         [],
-        description="Earlier states that are inputs, too, by their stored time steps before the input: [1, 2, 18, 24].",
+        description="Further inputs: earlier states, by their number of stored time steps before the input: [1, 2, "
+        "18, 24].",
     )
     clock: list[Literal["hour", "day"]] = Field(
-        [], description="Further inputs: sine and cosine of the hour of the day (UTC), of the day of the year."
+        [], description="Further inputs: sine and cosine of the hour of the day (UTC), or of the day of the year."
     )
     train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
     valid: PositiveInt | None = Field(None, description="At most this many; all if absent.")
     subset: Literal["spread", "first"] = Field(
         "spread",
-        description="Which pairs these are. spread: in training a new random choice each epoch, else evenly spaced. "
-        "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training visits them in "
-        "random order.",
+        description="Choice of these pairs. spread: in training a new random choice each epoch, else evenly spaced. "
+        "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training "
+        "visits them in random order.",
     )
 
     def channels(self, states: int) -> int:

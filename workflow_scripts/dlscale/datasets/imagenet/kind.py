@@ -38,8 +38,8 @@ class SimulatedImages(Strict):
     kind: Literal["simulated"]
     train: PositiveInt = Field(2000, description="Images of the training part.")
     valid: PositiveInt = Field(500, description="Images of the validation part.")
-    edges: tuple[Extent, Extent] = Field((72, 112), description="Least and greatest edge, in pixels.")
-    seed: Seed = Field(0, description="Of all images.")
+    edges: tuple[Extent, Extent] = Field((72, 112), description="Smallest and largest edge, in pixels.")
+    seed: Seed = Field(0, description="Seed of all images.")
 
     @model_validator(mode="after")
     def _edges(self) -> SimulatedImages:
@@ -49,7 +49,7 @@ class SimulatedImages(Strict):
 
 
 class Shards(Strict):
-    """Into how many packs each split goes; they are made in parallel."""
+    """Number of packs of each split; packs are made in parallel."""
 
     train: Files = Field(1, description="Packs of the training part.")
     valid: Files = Field(1, description="Packs of the validation part.")
@@ -62,8 +62,8 @@ class ImagenetDataset(DatasetSettings):
     source: SimulatedImages | ImageFolders = Field(discriminator="kind")
     form: Literal["encoded", "decoded"] = Field(
         "encoded",
-        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, the shorter edge of what is "
-        "larger reduced to 256: several times the bytes, and no decoding.",
+        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, with shorter edges above "
+        "256 reduced to 256: several times the bytes, but no decoding.",
     )
     shards: Shards = Shards()
 
@@ -77,10 +77,10 @@ class ImageSamples(Strict):
     """Crops of images: at random in size, shape and place for training, the middle for validation."""
 
     kind: Literal["images"]
-    size: Extent = Field(224, description="Edge of what the model is given, in pixels.")
+    size: Extent = Field(224, description="Edge of the model's input, in pixels.")
     resize: Extent = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
-        (0.08, 1.0), description="Least and greatest share of the image's area in a training crop."
+        (0.08, 1.0), description="Smallest and largest share of the image's area in a training crop."
     )
     train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
     valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")

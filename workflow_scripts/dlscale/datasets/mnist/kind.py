@@ -31,7 +31,7 @@ class MnistSimulated(Strict):
     train: PositiveInt = Field(2000, description="Digits of the training part.")
     valid: PositiveInt = Field(500, description="Digits of the validation part.")
     test: NonNegativeInt = Field(0, description="Digits of the test part.")
-    seed: Seed = Field(0, description="Of all digits.")
+    seed: Seed = Field(0, description="Seed of all digits.")
 
 
 class MnistDataset(DatasetSettings):

@@ -29,17 +29,17 @@ class Simulated(Strict):
         description="gradient: how steep the field is at each pixel; noise: input and target are "
         "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
     )
-    seed: Seed = Field(0, description="Of all samples.")
+    seed: Seed = Field(0, description="Seed of all samples.")
 
 
 class Array(Strict):
     """What the array of inputs, or of targets, is."""
 
     array: str | None = Field(
-        None, min_length=1, description="Its name in .npz and HDF5 files; `input` or `target` if absent."
+        None, min_length=1, description="The array's name in .npz and HDF5 files; `input` or `target` if absent."
     )
-    channels: list[str] = Field([], description="Names of its channels; numbered if absent.")
-    unit: str = Field("1", description="Of its values; `1` for a number without a unit.")
+    channels: list[str] = Field([], description="Names of the channels; numbered if absent.")
+    unit: str = Field("1", description="Unit of the values; `1` for a number without a unit.")
 
 
 class ArrayFiles(Strict):
@@ -58,14 +58,14 @@ class ArrayFiles(Strict):
 
 
 class Arrays(Paired[ArrayFiles]):
-    """Arrays with a sample a row, as paths or http(s) URLs: those of each split, or `all` with `shares` of them.
+    """Arrays with one sample per row, as paths or http(s) URLs: those of each split, or `all` with `shares` of them.
 
     Images are [N, C, H, W], or [N, H, W] of one channel; other arrays, such as labels [N], have no channels.
     """
 
     kind: Literal["arrays"]
-    input: Array = Field(Array(), description="What the array of inputs is.")
-    target: Array = Field(Array(), description="What the array of targets is.")
+    input: Array = Field(Array(), description="The array of inputs.")
+    target: Array = Field(Array(), description="The array of targets.")
 
 
 class StarterDataset(DatasetSettings):

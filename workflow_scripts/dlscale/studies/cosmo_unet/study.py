@@ -32,8 +32,8 @@ class UNet3DSettings(Strict):
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
     space_to_depth: bool = Field(
         False,
-        description="Compute the first and the last layer, of few channels, on blocks of 2^3 cells: the same function "
-        "and parameters in the shapes that tensor cores want.",
+        description="Compute the first and the last layer, which have few channels, on blocks of 2^3 cells: the same "
+        "function and parameters in shapes for tensor cores.",
     )
 
 
@@ -42,7 +42,9 @@ class UNet3DLoss(Strict):
 
     kind: Literal["l1"]
     density_weight: NonNegativeFloat = Field(
-        0.0, description="Weight (lambda_rho) of the L1 of exp(14 x) of channel 0, added to l1; 0 leaves it out."
+        0.0,
+        description="Weight (lambda_rho) of the L1 of exp(14 x) of channel 0, which is added to the loss; 0 leaves it "
+        "out.",
     )
 
 

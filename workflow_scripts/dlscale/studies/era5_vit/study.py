@@ -27,19 +27,19 @@ class ViTSettings(Strict):
 
     kind: Literal["vit"]
     patch: Extent | tuple[Extent, Extent] = Field(8, description="Patch edge, or rows and columns.")
-    embed_dim: Extent = Field(384, description="Numbers of a token.")
+    embed_dim: Extent = Field(384, description="Dimension of a token.")
     depth: Few = Field(12, description="Blocks.")
     heads: Few = Field(8, description="Heads of attention.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Of projections and MLPs.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Drop-out rate of projections and MLPs.")
     residual: bool | Literal["linear"] = Field(
         False,
         description="Predict the change from the input state instead of the state itself; linear: the change from a "
-        "linear combination of all inputs, learnt with the rest, which begins as the input state.",
+        "linear combination of all inputs, which is learnt, too, and begins as the input state.",
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],
-        description="Inputs that never change: degrees, and the mean state over the training times, which tells land "
-        "from sea. Each is standardised.",
+        description="Inputs that never change: degrees, and the mean state over the training times, which "
+        "distinguishes land from sea. Each is standardised.",
     )
 
     @model_validator(mode="after")
