@@ -166,7 +166,7 @@ class Training(Lawful):
         description="Also keep the weights of the epoch that was best in this metric (model_best.pt): valid_loss, or "
         "the name of a metric of the study; null: do not.",
     )
-    target: Target | None = Field(None, description="Value of a metric at which the training stops.")
+    target: Target | None = Field(None, description="Value of a metric that the training is to reach.")
     weights: str | None = Field(
         None,
         description="Weights to start from: another run's model.pt, a checkpoint's folder, or a published state dict.",
