@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from dlscale.core import environment
 from dlscale.core.environment import Environment, Gpu, differences
 from tests.conftest import ROOT
 
@@ -23,20 +25,24 @@ BEFORE = Environment(
     versions={"torch": "2.11.0", "NCCL": "2.28.9", "driver": "570.1"},
     gpus=[H200, H200],
     git={"commit": "0" * 40, "dirty": False},
-    packages=["h5py==3.15", "numpy==2.1.0", "torch==2.11.0"],
+    packages=["a directory", "h5py==3.15", "numpy==2.1.0", "torch==2.11.0"],
     variables={"NCCL_SOCKET_IFNAME": "hsn"},
 )
 
 
 def test_it_is_that_of_the_process(tmp_path: Path) -> None:
-    """Held against pip, git and the machine's own words; of the variables none but those of the list."""
+    """Held against pip, git and the machine's own words; of the variables none but those of the list, and no secret.
+
+    What is damaged among the packages is left out.
+    """
     code = "import torch; from dlscale.core.environment import environment; print(environment().text())"
     kept = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    variables = (
-        os.environ
-        | kept
-        | {"WANDB_API_KEY": "secret", "MY_NCCL_KEY": "secret", "PYTHONPATH": str(ROOT / "workflow_scripts")}
-    )
+    secrets = {name: "secret" for name in ("WANDB_API_KEY", "MY_NCCL_KEY", "NCCL_NET_TOKEN", "FI_X_AUTH_KEY")}
+    secrets |= {"TORCH_HUB": "https://me:secret@host/weights", "UCX_ODD": "\udcff"}
+    for name, content in {"none-1": b"", "odd-2": b"\xff"}.items():
+        (tmp_path / f"{name}.dist-info").mkdir()
+        (tmp_path / f"{name}.dist-info/METADATA").write_bytes(content)
+    variables = os.environ | kept | secrets | {"PYTHONPATH": f"{ROOT / 'workflow_scripts'}:{tmp_path}"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables, cwd=tmp_path
     )
@@ -52,6 +58,13 @@ def test_it_is_that_of_the_process(tmp_path: Path) -> None:
     assert found.kernel == os.uname().release and found.host == os.uname().nodename
 
 
+def test_a_stage_is_done_without_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "train.json").write_text("an earlier try's")
+    monkeypatch.setattr(environment, "_versions", lambda: 1 / 0)
+    environment.record(file)
+    assert not file.exists()
+
+
 def test_what_differs_is_named_and_the_rest_counted() -> None:
     assert differences(BEFORE, BEFORE.model_copy(update={"host": "nid002", "time": "2027"})) == []
     after = BEFORE.model_copy(
@@ -59,7 +72,7 @@ def test_what_differs_is_named_and_the_rest_counted() -> None:
             "versions": {"torch": "2.11.0", "NCCL": "2.31.1", "driver": "580.2"},
             "gpus": [H200, H200.model_copy(update={"watts": 500.0})],
             "variables": {},
-            "packages": ["h5py==3.16", "numpy==2.5.2", "torch==2.11.0", "a==1", "b==1"],
+            "packages": ["a directory", "h5py==3.16", "numpy==2.5.2", "torch==2.11.0", "a==1", "b==1"],
         }
     )
     assert differences(BEFORE, after) == [

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dlscale.core import process, progress, registry, telemetry
-from dlscale.core.environment import environment
+from dlscale.core import environment, process, progress, registry, telemetry
 from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait
@@ -389,7 +388,7 @@ def _run(args: argparse.Namespace) -> int:
             registry.load("dlscale.report.report").fill(args.page)
     if first and getattr(args, "telemetry", None):
         telemetry.show(Path(args.telemetry))
-        environment().write(Path(args.telemetry).with_suffix(".json"))
+        environment.record(Path(args.telemetry).with_suffix(".json"))
     return 0
 
 

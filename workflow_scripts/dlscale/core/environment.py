@@ -5,7 +5,9 @@ The command line writes it beside the telemetry, as `telemetry/STAGE.json`, when
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import logging
 import os
 import platform
 import re
@@ -16,12 +18,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dlscale.core.errors import brief
 from dlscale.core.machine import answer, nvml, text_of
 from dlscale.core.process import Image
-from dlscale.core.record import Record
+from dlscale.core.record import Record, Time
+from dlscale.core.urls import hidden_in
 
 #: Beginnings of the names of environment variables that are kept; no others are.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "FI_", "UCX_", "PYTORCH_")
+
+#: Names of variables whose values are not kept; `NCCL_IB_PKEY`, a partition of the network, is none.
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|(^|_)KEY", re.IGNORECASE)
 
 #: Most packages, or variables, that one line of differences names.
 NAMED = 3
@@ -42,7 +49,7 @@ class Gpu(Record):
 class Environment(Record):
     """`telemetry/STAGE.json`: the first process of a stage, and its node."""
 
-    time: str  #: UTC, ISO 8601, when the stage was done.
+    time: Time  #: When the stage was done.
     host: str
     kernel: str
     processor: str
@@ -52,7 +59,7 @@ class Environment(Record):
     image: dict[str, str] | None = None  #: Engine, name and digest of the container's image.
     git: dict[str, Any] | None = None  #: Commit of the sources' checkout, and whether it is dirty.
     packages: list[str] = []  #: All installed distributions, as `pip freeze` names them.
-    variables: dict[str, str] = {}
+    variables: dict[str, str] = {}  #: Without what is secret.
 
     def commit(self) -> str:
         """Return the commit, and whether it had changes."""
@@ -72,9 +79,32 @@ def environment() -> Environment:
         gpus=_gpus(),
         image=asdict(image) if image else None,
         git=git_state(),
-        packages=sorted({f"{each.name}=={each.version}" for each in metadata.distributions()}, key=str.lower),
-        variables={name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)},
+        packages=_packages(),
+        variables={name: _shown(name) for name in sorted(os.environ) if name.startswith(VARIABLES)},
     )
+
+
+def record(path: Path) -> None:
+    """Write what this process runs in; a warning, and no record, where that fails: the stage itself is done."""
+    try:
+        path.unlink(missing_ok=True)  # of an earlier try
+        environment().write(path)
+    except Exception as error:  # whatever drivers and packages of a machine come up with
+        logging.warning("%s is not written: %s", path, brief(error))
+
+
+def _shown(name: str) -> str:
+    value = os.environ[name].encode(errors="replace").decode()  # which may be no text
+    return "***" if SECRET.search(name) else hidden_in(value)
+
+
+def _packages() -> list[str]:
+    found = set[str]()
+    for each in metadata.distributions():
+        with contextlib.suppress(Exception):  # metadata that is damaged, or may not be read
+            if (name := each.metadata["Name"]) and (version := each.version):
+                found.add(f"{name}=={version}")
+    return sorted(found, key=str.lower)
 
 
 def git_state() -> dict[str, Any] | None:
@@ -177,8 +207,8 @@ def _facts(each: Environment) -> dict[str, str]:
 def _named(each: Environment, what: str) -> dict[str, str]:
     if what == "variables":
         return each.variables
-    versions = dict(package.split("==", 1) for package in each.packages)
-    return {name: version for name, version in versions.items() if name not in each.versions}
+    versions = [package.partition("==") for package in each.packages]
+    return {name: version for name, _, version in versions if name not in each.versions}
 
 
 def _pair(name: str, old: str | None, new: str | None) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import math
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
@@ -23,6 +24,16 @@ Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=Fals
 
 #: A number with a logarithm.
 Positive = Annotated[Measured, Field(ge=1e-15)]
+
+
+def _time(text: str) -> str:
+    if not (time := dt.datetime.fromisoformat(text)).tzinfo:
+        raise ValueError(f"{text}: expected a time with its zone")
+    return time.astimezone(dt.UTC).isoformat(timespec="seconds")
+
+
+#: A time in UTC, ISO 8601, to the second.
+Time = Annotated[str, AfterValidator(_time)]
 
 
 class Record(BaseModel):

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from dlscale.core.metrics import Best, LossInfo, Metric
-from dlscale.core.record import Record
+from dlscale.core.record import Record, Time
 from dlscale.parallel.records import Device, Links
 
 
@@ -22,8 +22,8 @@ class Provenance(Record):
     model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
     command: str | None = None
-    started: str | None = None
-    finished: str | None = None
+    started: Time | None = None
+    finished: Time | None = None
     host: str | None = None
     slurm: dict[str, str] = {}
     device: Device = Device()
