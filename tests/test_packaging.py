@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import distribution
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,9 +22,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from dlscale.config.site import Site
+from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.settings import read_yaml
 from dlscale.launch import launcher
+from dlscale.preflight import init
 from dlscale.preflight.doctor import LEAST
 from tests.conftest import ROOT
 
@@ -163,6 +166,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     told = made.call("dlscale", "init", made.study.name, folder=made.study.parent)
     assert f"cd '{made.study.name}'" in told and "dlscale run -n" in told
     return made
+
+
+def test_init_writes_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "profiles").symlink_to("nowhere")
+    with pytest.raises(UserError, match="profiles: is there already"):
+        init.write(tmp_path)
+    (tmp_path / "profiles").unlink()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(Path, "symlink_to", Mock(side_effect=OSError("full")))
+        init.write(tmp_path)
+    assert not list(tmp_path.iterdir())
+    init.write(tmp_path)
+    assert (tmp_path / "profiles/default/profile.yaml").is_file()
 
 
 def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:

@@ -41,7 +41,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         for left in path.parent.glob(f"{glob.escape(stem)}.*.part{glob.escape(path.suffix)}"):
             # Of a process that was killed here; nobody else would ever remove it.
             if not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists():
-                _remove(left)
+                remove(left)
         yield temporary
         former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
         if former:  # a folder cannot be written over; at no time is there neither
@@ -50,10 +50,10 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         if former:
             shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # h5py reports a failed write as either
-        _remove(temporary)
+        remove(temporary)
         raise explained(error, path) from error
     except BaseException:
-        _remove(temporary)
+        remove(temporary)
         raise
 
 
@@ -135,11 +135,13 @@ def save_png(figure: Any, path: Path, dpi: int) -> None:
         picture.save(temporary, format="PNG", optimize=True)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # in place of a folder there may be a file; the first error is told
+            path.unlink()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -160,6 +162,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{constant} is no number of JSON")
 
     try:
+        no_pipe(path)
         return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it first") from None

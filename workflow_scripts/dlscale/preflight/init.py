@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import write_text
+from dlscale.core.files import remove, write_text
 from dlscale.core.fingerprint import ROOT
 
 WORKFLOW = ROOT / "workflow"  #: In a checkout these are links to its files.
@@ -49,9 +50,19 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 def write(folder: Path) -> None:
     """Write Snakefile, configuration and profiles into `folder`, over nothing that is there."""
-    for name in ("Snakefile", "config.yaml", "profiles"):
-        if (folder / name).exists():
-            raise UserError(f"{folder / name}: is there already, and nothing was written; choose another folder")
+    made = [folder / name for name in ("Snakefile", "config.yaml", "profiles")]
+    for path in made:
+        if os.path.lexists(path):
+            raise UserError(f"{path}: is there already, and nothing was written; choose another folder")
+    try:
+        _fill(folder)
+    except BaseException:  # the next call would find a part there
+        for path in made:
+            remove(path)
+        raise
+
+
+def _fill(folder: Path) -> None:
     shipped = [WORKFLOW / "config.yaml", *WORKFLOW.glob("profiles/*/*")]
     for file in sorted(file for file in shipped if file.parent.name != "default"):
         text = file.read_text(encoding="utf-8").replace("workflow_scripts/dlscale", str(ROOT))
