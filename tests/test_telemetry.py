@@ -86,6 +86,7 @@ ROW = telemetry.line(Sample(START, 1.0, 2, cpu=0.5))
         "{}\n{}\n",
         *(telemetry.header(0) + row for row in ("1,a,2\n", "1,1,2\n", "," + ROW, ROW.replace(",1,2,", ",,2,"))),
         *(telemetry.header(0) + ROW.replace(",1,2,", cells) for cells in (",0,2,", ",-1,2,", ",nan,2,", ",1,0,")),
+        telemetry.header(0) + ROW.replace(",0.5,", ",nan,"),
         telemetry.header(0) + ROW.replace(",0.5,", f",{'5' * 200_000},"),
         telemetry.header(0) + ROW.replace(",0.5,", ",\udcff,"),
     ],
@@ -190,6 +191,8 @@ def test_energy_a_sample() -> None:
 def test_without_gpus_it_is_the_nodes() -> None:
     samples = [Sample(START + second, 1.0, 2, joules=10.0 * second) for second in (1, 2, 3)]
     assert telemetry.energy([samples, samples]) == 60 and telemetry.energy([samples], START + 1, START + 2) == 10
+    back = [replace(sample, joules=joules) for sample, joules in zip(samples, (100.0, 5.0, 8.0), strict=True)]
+    assert telemetry.energy([back]) == 103, "a counter that was set back"
     with_gpu = [replace(sample, gpus=(gpu(watts=5.0),)) for sample in samples]
     assert telemetry.energy([with_gpu]) == 15, "theirs alone"
 
@@ -214,6 +217,8 @@ def test_a_node_counts_its_energy(tmp_path: Path) -> None:
     cray = Meter(tmp_path)
     (tmp_path / "cray/pm_counters/energy").write_text("5300 J 1700000001000000 us\n")
     assert cray.joules() == 300 and Meter(tmp_path / "nothing").joules() is None
+    (tmp_path / "cray/pm_counters/energy").write_bytes(b"\xff")
+    assert Meter(tmp_path).joules() == 0, "RAPL's, where Cray's cannot be read"
 
 
 def test_goodput_is_the_share_of_training_over_all_tries() -> None:
@@ -225,6 +230,7 @@ def test_goodput_is_the_share_of_training_over_all_tries() -> None:
     whole = result([], *epochs, started=at[0], finished=at[1]).goodput
     assert whole and (whole.training, whole.rest) == pytest.approx((0.3, 0.65))
     assert result([]).goodput is None
+    assert result([], *epochs, started=at[1], finished=at[0]).goodput is None, "a clock that was set back"
 
 
 # ---- of real processes -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 from dlscale.core import board
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained
+from dlscale.core.files import explained, no_pipe
 
 #: The process that samples; a stage imports none of it.
 SAMPLER = "dlscale.measure.telemetry"
@@ -88,6 +88,7 @@ def line(sample: Sample) -> str:
 def read(path: str | Path) -> list[Sample]:
     """Read a file; none and an empty one hold no samples, and half a last line is left out."""
     try:
+        no_pipe(path)
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
         return [_sample(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
     except FileNotFoundError:
@@ -125,8 +126,9 @@ def _sample(row: Mapping[str, str]) -> Sample:
     gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
     values.setdefault("joules", None)  # which earlier versions did not know
     sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
-    if not (math.isfinite(sample.time) and 0 < sample.seconds < math.inf and sample.cores > 0):
-        raise ValueError("expected a time, and seconds and cores above 0")
+    numbers = [value for value in values.values() if isinstance(value, float)]
+    if not (all(map(math.isfinite, numbers)) and sample.seconds > 0 and sample.cores > 0):
+        raise ValueError("expected finite numbers, and seconds and cores above 0")
     return sample
 
 
@@ -137,7 +139,7 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
     """Return the energy of a run between two times (seconds since 1970-01-01 UTC), J; None if not known.
 
     It is that of its GPUs, from their own counters, else power x time, which is constant between samples; without GPUs
-    that of its nodes, as far as they count it.
+    that of its nodes, as far as they count it. A counter that was set back counts on from there.
     """
     found = list[float]()
     for samples in nodes:
@@ -149,7 +151,7 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
             for sample, state in zip(samples, states, strict=True):
                 used = state.joules if counted else getattr(state, "watts", None)
                 if used is not None:
-                    grown, before = (used - before, used) if counted else (used * sample.seconds, 0.0)
+                    grown, before = (max(0.0, used - before), used) if counted else (used * sample.seconds, 0.0)
                     inside = min(until, sample.time) - max(since, sample.time - sample.seconds)
                     found.append(grown * max(0.0, inside) / sample.seconds)
     return sum(found) if found else None

@@ -114,7 +114,7 @@ class Meter:
         zones = sorted(system.glob("class/powercap/intel-rapl:*/name"))
         parts = [zone.parent for zone in zones if _word(zone).startswith(("package", "dram"))]
         counters = [(part / "energy_uj", 1e-6, _number(part / "max_energy_range_uj")) for part in parts]
-        if (cray := system / "cray/pm_counters/energy").exists():
+        if _number(cray := system / "cray/pm_counters/energy") is not None:
             counters = [(cray, 1.0, None)]
         self._counters = [each for each in counters if _number(each[0]) is not None]
         self._before, self._joules = [_number(file) for file, _, _ in self._counters], 0.0
@@ -133,7 +133,7 @@ class Meter:
 def _word(file: Path) -> str:
     try:
         return (file.read_text().split() or [""])[0]
-    except OSError:
+    except (OSError, ValueError):  # it may not be read, or is no text
         return ""
 
 

@@ -124,18 +124,22 @@ class RunResult:
 
     @property
     def goodput(self) -> Goodput | None:
-        """Share of its time that the run trained, over all its tries; None where its epochs tell no time."""
+        """Share of its time that the run trained, over all its tries; None where its epochs tell no time, or its clock
+        jumped.
+        """
         if not self.last or not self.epochs[0].wall_time:
             return None
         start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
         made = self.provenance
         if made and made.started and made.finished and made.resumed_from_step is None:  # else the last try's alone
             start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
-        seconds = max(end - start, 1e-6)
         training, validation = (
-            sum(getattr(epoch, f"{part}_seconds") for epoch in self.epochs) / seconds for part in ("epoch", "valid")
+            sum(getattr(each, f"{part}_seconds") for each in self.epochs) for part in ("epoch", "valid")
         )
-        return Goodput(min(training, 1.0), validation, max(0.0, 1 - training - validation))
+        if not 0 < training + validation < end - start + 2:  # times are told to the second
+            return None
+        seconds = max(end - start, training + validation)
+        return Goodput(training / seconds, validation / seconds, 1 - (training + validation) / seconds)
 
     @property
     def energy(self) -> float | None:
