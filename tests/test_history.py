@@ -44,6 +44,7 @@ def test_each_is_held_against_the_one_before(machine: Machine, capsys: pytest.Ca
     assert [each["ratio"] for each in first] == [None, pytest.approx(1.01), pytest.approx(150 / 101)]
     assert first[0]["over_before"] is None and "within noise" in first[1]["over_before"]
     assert "noise" not in first[2]["over_before"] and first[2]["differs"] == "driver 570.1 → 580.2"
+    assert main(["history", *folders]) == 0 and "NaN" not in capsys.readouterr().out
 
 
 def test_it_begins_with_a_day_and_is_drawn(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(found.to_json(orient="records", indent=2))
         return 0
-    rows: list[Any] = list(found.itertuples())
+    rows: list[Any] = list(found.astype(object).where(found.notna(), None).itertuples())
     show(
         table(
             [
@@ -114,8 +114,8 @@ def _day(since: str | None) -> str:
         raise UserError(f"--since: {since}: expected a day, as 2026-11-26") from None
 
 
-def _around(interval: float) -> str:
-    return f"± {text.number(interval, 2)}" if math.isfinite(interval) else ""
+def _around(interval: float | None) -> str:
+    return "" if interval is None else f"± {text.number(interval, 2)}"
 
 
 def draw(found: pd.DataFrame, path: Path) -> None:
