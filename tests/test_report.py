@@ -8,6 +8,7 @@ import csv
 import hashlib
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -597,6 +598,8 @@ def test_only_what_the_plan_measures_is_read(results: Results) -> None:
         ("throughput.json", b"[]"),
         ("throughput.json", b'{"IO": {"std": 1.0}}'),
         ("provenance.json", b"{"),
+        ("provenance.json", b'{"started": "yesterday"}'),
+        ("telemetry/train.json", b"a pipe"),
         ("prediction.png", b"\x89PNG\r\n\x1a\n half a picture"),
         ("../plan.yaml", b"plan: x\n"),
         ("../plan.yaml", b"plan: ladder\nstudy: s\nmeasure: [train]\nruns: [{name: a, plan: ../.., run: a}]\n"),
@@ -608,8 +611,11 @@ def test_damage_is_one_message_with_the_file_and_nothing_is_written(
     ladder: Results, name: str, content: bytes | None
 ) -> None:
     path = (ladder.root / "plans" / "ladder" / "workers" / name).resolve()
-    path.unlink()
-    if content is not None:
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    if content == b"a pipe":
+        os.mkfifo(path)
+    elif content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(path.name)):
         ladder.report()
@@ -1072,8 +1078,13 @@ def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
     (table,) = [table for table in Page(results.report()).tables if "naive" in table[1][0]]
     assert table[1] == ["naive answer: persistence", "2.00", "2.67"]
     end_with(metrics={**epochs[-1].metrics, "rmse/u10": math.nan})
-    alone = read_plan(results.plan("p", {"lost": "lost"}, measure=("train",)))
+    file = results.plan("p", {"lost": "lost"}, measure=("train",))
+    alone = read_plan(file)
     assert alone.best is None and sections.quality(alone) is None, "none is the best"
+    lost = dict.fromkeys(("train_loss", "valid_loss", "learning_rate"), math.nan)
+    (folder / "metrics.jsonl").write_text(epoch_lines(each.model_copy(update=lost) for each in epochs))
+    training = curves.training(read_plan(file))
+    assert training and [chart.name for chart in training.charts] == ["p-metric"], "of the others there is nothing"
 
 
 def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:

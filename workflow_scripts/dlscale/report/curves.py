@@ -113,16 +113,15 @@ def training(plan: PlanResult) -> Section | None:
     losses = [row for run in runs for row in curve(run, "validation", lambda epoch: epoch.valid_loss)]
     alone = [replace(run, repeats=[]) for run in runs]
     losses += [row for run in alone for row in curve(run, "training", lambda epoch: getattr(epoch, "train_loss", None))]
-    charts = [
-        _chart(plan, "loss", "Loss; training is dashed.", losses, first, plan.loss.label, ["validation", "training"])
-    ]
+    both = ["validation", "training"]
+    charts = _charts(plan, "loss", "Loss; training is dashed.", losses, first, plan.loss.label, both)
     if metric := followed(plan):
         rows = [row for run in runs for row in curve(run, "validation", lambda epoch: epoch.metrics.get(metric.name))]
         about = f"{metric.full_title} on the validation data; {metric.better} is better."
-        charts.append(_chart(plan, "metric", about, rows, first, metric.label, levels=_levels(plan, metric)))
+        charts += _charts(plan, "metric", about, rows, first, metric.label, levels=_levels(plan, metric))
     rates = [row for run in alone for row in curve(run, "", lambda epoch: getattr(epoch, "learning_rate", None))]
     about = "Learning rate at the end of each epoch."
-    charts.append(_chart(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False))
+    charts += _charts(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False)
     seeds = (
         "Trainings are repeated with other seeds: lines are means, upright lines reach from the least to the greatest. "
         "Dashed: the first one. In the table ± is the standard deviation."
@@ -130,7 +129,7 @@ def training(plan: PlanResult) -> Section | None:
     return Section("Training", charts=charts, notes=[seeds] * any(run.repeats for run in runs))
 
 
-def _chart(
+def _charts(
     plan: PlanResult,
     name: str,
     about: str,
@@ -139,9 +138,12 @@ def _chart(
     label: str,
     dashes: Sequence[str] = (),
     **more: Any,
-) -> Chart:
+) -> list[Chart]:
+    """Return a chart, in a list; an empty list where nothing is a number."""
     rows, axes = over(rows, first)
-    return lines(f"{plan.name}-{name}", about, rows, axes, {"value": label}, dashes=dashes, facts=plan.facts, **more)
+    return rows and [
+        lines(f"{plan.name}-{name}", about, rows, axes, {"value": label}, dashes=dashes, facts=plan.facts, **more)
+    ]
 
 
 def _levels(plan: PlanResult, metric: Metric) -> list[tuple[float, str]]:
@@ -185,8 +187,8 @@ def with_references(plan: PlanResult, references: Sequence[Reference]) -> Sectio
             rows = [
                 {key: each for key, each in row.items() if key not in AXES or key in shared} for row in (*ours, *theirs)
             ]
-            name = f"beside-{quantity.replace('/', '-')}"
-            charts.append(_chart(plan, name, about, rows, shared[0], label, ["dlscale", "other program"]))
+            name = f"beside-{quantity.partition('/')[0]}"  # without the metric's name, which may hold anything
+            charts += _charts(plan, name, about, rows, shared[0], label, ["dlscale", "other program"])
     files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
     note = (
         "The dashed lines are logs that dlscale import brought in: of other programs, on their own data and hardware, "
