@@ -141,9 +141,9 @@ def _charts(
 ) -> list[Chart]:
     """Return a chart, in a list; an empty list where nothing is a number."""
     rows, axes = over(rows, first)
-    return rows and [
-        lines(f"{plan.name}-{name}", about, rows, axes, {"value": label}, dashes=dashes, facts=plan.facts, **more)
-    ]
+    if not rows:
+        return []
+    return [lines(f"{plan.name}-{name}", about, rows, axes, {"value": label}, dashes=dashes, facts=plan.facts, **more)]
 
 
 def _levels(plan: PlanResult, metric: Metric) -> list[tuple[float, str]]:
