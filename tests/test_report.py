@@ -1128,6 +1128,8 @@ def test_charts_are_files_too(ladder: Results) -> None:
     assert (folder / "ladder-loss.pdf").read_bytes().startswith(b"%PDF")
     rows = list(csv.DictReader((folder / "ladder-throughput.csv").open()))
     assert [float(row["to"]) for row in rows] == means
+    columns = next(csv.reader((folder / "ladder-loss.csv").open()))
+    assert "time, validation included (s)" in columns, "units are told"
     early = ladder.report("Demo", "q")
     assert 'href="figures/' not in early, "of a page that is being filled"
 
@@ -1407,6 +1409,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
       found.plots = every(".drawn svg").map((svg) => svg.getBoundingClientRect().height);
       found.buttons = every("th button").length;
       found.values = every(".values tbody tr").length;
+      found.columns = every(".values th").map((head) => head.textContent);
       const plan = document.getElementById("plan.ladder"), choice = plan.querySelector("select[name=x]");
       const text = () => choice.closest("figure").querySelector(".drawn").textContent;
       found.before = text();
@@ -1453,6 +1456,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     assert found["screens"] <= 6 and 100 < found["words"] <= 3000, "before a fold is opened"
     assert found["overflow"] <= 0 and len(found["plots"]) > 9 and min(found["plots"]) > 80
     assert found["buttons"] > 10 and found["values"] > 100, "the page's own script ran"
+    assert "time, validation included (s)" in found["columns"]
     assert "workers · 4 workers" in found["before"]
     assert {"loader.workers", "precision", "Throughput (samples/s): FULL"} <= set(found["changed"]), "first to last"
     assert "Run: batch size" not in found["changed"] and found["kept"] == ["bf16"]

@@ -73,6 +73,11 @@ class Chart:
         return found
 
     @property
+    def titles(self) -> dict[str, str]:
+        """Titles of fields, with their units."""
+        return {each["field"]: each["title"] for each in self.spec["layer"][0]["encoding"]["tooltip"]}
+
+    @property
     def text(self) -> str:
         """The chart as JSON that can stand in a page."""
         return json.dumps(self.spec, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -98,7 +103,8 @@ class Chart:
         write_text(folder / f"{self.name}.svg", vl_convert.vegalite_to_svg(spec))
         with whole(folder / f"{self.name}.pdf") as temporary:
             temporary.write_bytes(vl_convert.vegalite_to_pdf(spec))
-        write_text(folder / f"{self.name}.csv", pd.DataFrame(self.rows).to_csv(index=False, lineterminator="\n"))
+        table = pd.DataFrame(self.rows).rename(columns=self.titles)
+        write_text(folder / f"{self.name}.csv", table.to_csv(index=False, lineterminator="\n"))
 
 
 @cache

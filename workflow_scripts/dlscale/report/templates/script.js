@@ -144,13 +144,14 @@ async function draw(figure) {
 
 // A chart's values as a table, for those who cannot see it.
 function tabulate(fold) {
-  const rows = JSON.parse(fold.closest("figure").querySelector("script").textContent).layer[0].data.values;
+  const { data, encoding } = JSON.parse(fold.closest("figure").querySelector("script").textContent).layer[0], rows = data.values;
+  const titles = Object.fromEntries(encoding.tooltip.map((told) => [told.field, told.title]));
   const fields = Array.from(new Set(rows.flatMap(Object.keys))), table = document.createElement("table");
   table.createCaption().textContent = fold.closest("figure").getAttribute("aria-label");
   const head = table.createTHead().insertRow(), body = table.createTBody();
   for (const field of fields) {
     head.append(document.createElement("th"));
-    Object.assign(head.lastChild, { scope: "col", textContent: field });
+    Object.assign(head.lastChild, { scope: "col", textContent: titles[field] ?? field });
   }
   for (const row of rows) {
     const line = body.insertRow();
