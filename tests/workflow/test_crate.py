@@ -107,6 +107,7 @@ def test_its_files_are_those_of_the_results(crate: Path, finished: tuple[Tree, O
         assert entity["sha256"] == sha256(crate / name) == sha256(results / name)
     packed = read_plan(crate / "plans/cosmo/plan.yaml")
     assert summary_csv(packed) == (results / "plans/cosmo/summary.csv").read_text(), "it is a folder of results, too"
+    assert "default-src 'none'" in (crate / "ro-crate-preview.html").read_text(), "a title runs nothing"
 
 
 def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, Outcome]) -> None:
@@ -179,3 +180,6 @@ def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree,
     assert not file.exists() and "pa55" not in refused.stderr
     settings.write_text(settings.read_text().replace("me:pa55@", "").replace("t0ken", "***"))
     assert pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}").returncode == 0
+    settings.write_text(settings.read_text().replace("dataset: ", "dataset: ../data/"))
+    refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")
+    assert refused.returncode == 2 and "dataset: ../data/mnist_cnn: expected" in refused.stderr

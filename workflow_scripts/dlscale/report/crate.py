@@ -7,6 +7,7 @@ import base64
 import datetime as dt
 import hashlib
 import json
+import re
 import tempfile
 import warnings
 import zipfile
@@ -23,6 +24,7 @@ from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256, whole
 from dlscale.core.record import Record
+from dlscale.core.schema import NAME, NAME_IN_WORDS
 from dlscale.core.settings import Raw, flat, read_yaml, validate
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES, STAGES
 from dlscale.core.telemetry import begin
@@ -50,6 +52,12 @@ COPIED = 10_000_000
 
 #: What a record says of the machine of its stage, by its keys; `Environment` has more of it, and the software.
 MACHINE = ("host", "slurm", "device", "cores", "memory_bytes")
+
+#: Begin of the preview's head: nothing in it is run, or loaded.
+PREVIEW = (
+    '<head><meta charset="utf-8">'
+    """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
+)
 
 FORMATS = {
     ".csv": "text/csv",
@@ -132,6 +140,8 @@ class Crate:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of entities that are no files
             self.crate.write(folder)
+        preview = folder / "ro-crate-preview.html"  # which has titles and names as they are
+        preview.write_text(preview.read_text(encoding="utf-8").replace("<head>", PREVIEW, 1), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix not in (".png", ".pt") and has_secret(path.read_text(encoding="utf-8", errors="replace")):
                 raise UserError(
@@ -265,14 +275,14 @@ class Crate:
         self.action("configure", plan.name, [], lists[:1])
         self.action("promote", plan.name, lists[:1], lists[1:])
         runs = [each for run in plan.runs for each in (run, *self._repeats(run))]
-        data = {name: self._dataset(name) for name in dict.fromkeys(str(run.settings["dataset"]) for run in runs)}
+        data = {name: self._dataset(name) for name in dict.fromkeys(map(_dataset_of, runs))}
         settings, records = list[Any](), list[Any]()
         for run in {run.owner: run for run in runs}.values():
             own = self.file(run.folder / "config.yaml")
             settings.append(own)
             for stage, record in _records(run).items():
                 found = self.files(run.folder, [*STAGES[stage].outputs, f"telemetry/{stage}.json"])
-                dataset = data[str(run.settings["dataset"])]
+                dataset = data[_dataset_of(run)]
                 times, met = _times(run, stage), run.environments.get(stage)
                 self.action(stage, run.owner.replace("/", "."), [own, dataset], found, record, times, met)
                 records += found
@@ -386,6 +396,13 @@ def _records(run: RunResult) -> dict[str, Record]:
     """Return the records of a run by the stage that wrote them, in the order of stages."""
     known = {"train": run.provenance, "throughput": run.throughput, "profile": run.profile, "tune": run.tuning}
     return {stage: record for stage in RUN_STAGES if (record := known[stage])}
+
+
+def _dataset_of(run: RunResult) -> str:
+    name = str(run.settings.get("dataset"))
+    if not re.fullmatch(NAME, name):  # it is a folder, here and in the crate
+        raise UserError(f"{run.folder / 'config.yaml'}: dataset: {name}: expected {NAME_IN_WORDS}; run the plan again")
+    return name
 
 
 def _environment(told: Raw, met: Environment | None) -> Raw:
