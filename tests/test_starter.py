@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
+from dlscale.core.files import write_text
 from dlscale.data import parts
 from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
@@ -437,6 +438,14 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert stage("new-study", "ripples") == 2
     assert stage("new-study", "ripples", "--at", tmp_path / "ripples") == 2
     assert {path.name for path in (tmp_path / "ripples").iterdir()} == {p.name for p in before} - {"ripples.py"}
+
+    def full(path: Path, text: str) -> None:
+        if path.suffix == ".yaml":
+            raise OSError("no space")
+        write_text(path, text)
+
+    monkeypatch.setattr(new_study, "write_text", full)
+    assert stage("new-study", "rings") != 0 and not list((tmp_path / "rings").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.files import write_text
+from dlscale.core.files import remove, write_text
 from dlscale.core.fingerprint import CHECKOUT
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ def write(name: str, folder: Path | None, images: bool) -> None:
     """Write a study into a folder, or without one into the repository, over no file."""
     files = inside(name) if folder is None else outside(name, folder, images)
     for path in files:
-        if path.exists():
+        if os.path.lexists(path):
             raise UserError(f"{path}: is there already, and nothing was written; choose another name or place")
     original, classes = ORIGINALS[images]
     words = {original: name, classes: "".join(word.capitalize() for word in name.split("_"))}
@@ -84,9 +84,14 @@ def write(name: str, folder: Path | None, images: bool) -> None:
         words |= {"CALL": _call(name, folder), "NAME": name}
         words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}  # before its own last word
     anyone = re.compile("|".join(map(re.escape, words)))
-    for path, source in files.items():
-        write_text(path, anyone.sub(lambda found: words[found[0]], source.read_text(encoding="utf-8")))
-        print(os.path.relpath(path))
+    try:
+        for path, source in files.items():
+            write_text(path, anyone.sub(lambda found: words[found[0]], source.read_text(encoding="utf-8")))
+    except BaseException:  # the next call would find a part there
+        for path in files:
+            remove(path)
+        raise
+    print(*map(os.path.relpath, files), sep="\n")
 
 
 def outside(name: str, folder: Path, images: bool) -> dict[Path, Path]:
