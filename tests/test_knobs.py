@@ -33,7 +33,7 @@ from dlscale.models.losses import l1
 from dlscale.report.results import RunResult, reached
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.imagenet_resnet50.model import ResNet
-from dlscale.train import checkpoint
+from dlscale.train import checkpoint, trackers
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert
@@ -536,6 +536,17 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
         logged = client.get_metric_history(run.info.run_id, tag)
         assert len(logged) == len(board[tag]), f"{tag}: each epoch once"
         assert {each.step: each.value for each in logged} == pytest.approx(board[tag], rel=1e-6), tag
+
+
+def test_mlflow_takes_any_name(mlflow: Any, tmp_path: Path) -> None:
+    """Channels are called as their data are."""
+    losses = {"learning_rate": 1.0, "train_loss": 1.0, "valid_loss": 1.0}
+    times = {"epoch_seconds": 1.0, "samples_per_second": 1.0}
+    epoch = Epoch(epoch=1, step=1, samples=1, **losses, **times, metrics={"rmse/T (K), 95 %": 2.0})  # type: ignore[arg-type]
+    trackers.Mlflow(tmp_path / "p/run", {"scale": {"T (K)": 3}}, [epoch], tmp_path)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'p/mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert run.data.metrics["valid/rmse/T _K__ 95 _"] == 2 and run.data.params == {"scale.T _K_": "3"}
 
 
 def test_an_mlflow_server_that_is_not_there(

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -91,6 +92,11 @@ class Wandb:
         self._wandb.teardown()  # waits for its service, which writes the file on after a run's end
 
 
+def _known(name: str) -> str:
+    """Return a name that MLflow takes: one with another character would cost all numbers beside it."""
+    return re.sub(r"[^\w.\- :/]", "_", name)
+
+
 class Mlflow:
     """MLflow, at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the plan's folder.
 
@@ -141,7 +147,7 @@ class Mlflow:
             self._client.create_experiment(name)
         experiment = self._client.get_experiment_by_name(name).experiment_id
         found: str = self._client.create_run(experiment, run_name=f"{out.parent.name}.{out.name}").info.run_id
-        params = [entities.Param(key, str(value)) for key, value in flat(run).items()]
+        params = [entities.Param(_known(key), str(value)) for key, value in flat(run).items()]
         self._client.log_batch(found, params=params)
         write_text(self._id_file, found)
         return found
@@ -158,7 +164,8 @@ class Mlflow:
 
     def _add(self, numbers: dict[str, float], step: int, wall_time: float) -> None:
         time = round(1000 * wall_time)
-        self._waiting += [self._mlflow.entities.Metric(name, value, time, step) for name, value in numbers.items()]
+        metric = self._mlflow.entities.Metric
+        self._waiting += [metric(_known(name), value, time, step) for name, value in numbers.items()]
 
     def _send(self) -> None:
         """Log what waits. After a failure all waits for the training's end, or its next try: no epoch shall wait."""
