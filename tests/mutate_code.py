@@ -604,7 +604,7 @@ MUTATIONS = [
     # ---- models ----------------------------------------------------------------------------------
     Mutation(
         "relative_l2_without_root",
-        "models/losses.py",
+        "scores.py",
         "return difference / torch.linalg.vector_norm(target_BC, dim=rest)",
         "return difference.square() / torch.linalg.vector_norm(target_BC, dim=rest).square()",
         "test_losses_metrics.py::test_relative_l2_is_each_samples_ratio",
@@ -618,21 +618,21 @@ MUTATIONS = [
     ),
     Mutation(
         "latitudes_in_radians",
-        "models/metrics.py",
+        "scores.py",
         "torch.cos(torch.deg2rad(latitude))",
         "torch.cos(latitude)",
         "test_losses_metrics.py::test_latitude_weights_are_cosines_with_mean_one",
     ),
     Mutation(
         "metrics_by_batch",
-        "models/metrics.py",
+        "train/validation.py",
         "self._count += len(next(iter(values.values()), ()))",
         "self._count += 1",
         "test_losses_metrics.py::test_sums_over_batches_are_those_over_all_at_once",
     ),
     Mutation(
         "skill_turned_round",
-        "models/metrics.py",
+        "scores.py",
         "1 - error / naive, torch.nan)",
         "1 - naive / error, torch.nan)",
         "test_losses_metrics.py::test_cosmo_metrics_are_plain_numpy_in_physical_units",

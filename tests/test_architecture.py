@@ -30,14 +30,8 @@ MODULES = {
 STUDIES = {name: study.module for name, study in registry.studies().items()}
 KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
-#: Modules that are plain PyTorch.
-PURE = re.compile(r"dlscale\.(models\b|studies\.\w+\.model$)")
-#: Modules that have a model in them, and not only losses or the like, which studies may share.
-MODELS = {
-    module
-    for module, file in MODULES.items()
-    if PURE.match(module) and re.search(r"^class \w+\(nn\.Module\):", file.read_text(), re.MULTILINE)
-}
+#: Modules with a model, plain PyTorch.
+MODELS = {module for module in MODULES if re.fullmatch(r"dlscale\.studies\.\w+\.model", module)}
 #: All datasets that are shipped, and the tiny ones.
 DATASETS = resolve.load(
     resolve.merge(
@@ -97,7 +91,7 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
     words = words - {"starter"} | {"starter_cnn"}  # what starts processes is called a starter, too
     # At the begin of a word or name; «activity» names none.
     pattern = re.compile(rf"(?<![a-zA-Z])({'|'.join(sorted(words))})", re.IGNORECASE)
-    rooms = [PACKAGE / name for name in ("studies", "datasets", "models")]
+    rooms = [PACKAGE / name for name in ("studies", "datasets")]
     # Made from the registry; and a link to what is the user's.
     written = [PACKAGE / "config/config.schema.json", PACKAGE / "workflow/config.yaml"]
     files = [*PACKAGE.rglob("*"), *(ROOT / "rules").glob("*.smk"), ROOT / "Snakefile"]
@@ -209,7 +203,7 @@ def test_a_guard_decides_no_result(module: str) -> None:
     """No stage of a run counts it; it has no layer, no optimiser and no random number, and changes no tensor."""
     for stage in RUN_STAGES:
         assert module not in reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
-    forbidden = ("torch.nn", "torch.optim", "torch.random", "random", "numpy.random", "dlscale.models")
+    forbidden = ("torch.nn", "torch.optim", "torch.random", "random", "numpy.random", "dlscale.scores")
     assert not {name for name in imports(MODULES[module]) if f"{name}.".startswith(tuple(f"{f}." for f in forbidden))}
     assert "dlscale.train.optimizer" not in imports(MODULES[module])
     nodes = [*ast.walk(ast.parse(MODULES[module].read_text()))]
@@ -238,7 +232,7 @@ def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -
     reached = reachable(data_modules(stage, kind))
     assert STAGES[stage].module in reached
     assert {module.split(".")[2] for module in below("datasets", reached)} <= {kind}
-    assert not below("studies", reached) | below("models", reached) | below("train", reached)
+    assert not below("studies", reached) | below("train", reached) | {"dlscale.scores"} & set(reached)
     acquirers = {parts.kind_of(dataset).acquirer(dataset) for dataset in DATASETS.values() if dataset.kind == kind}
     assert not {registry.module_of(kind, acquirer) for acquirer in acquirers - {None}} & set(reached)
 

@@ -29,8 +29,8 @@ from dlscale.data.manifest import Manifest
 from dlscale.data.sampling import evenly
 from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
-from dlscale.models.losses import l1
 from dlscale.report.results import RunResult, reached
+from dlscale.scores import l1
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.imagenet_resnet50.model import ResNet
 from dlscale.train import checkpoint, trackers

@@ -13,11 +13,11 @@ import torch
 
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5.kind import PairSamples
-from dlscale.models.losses import l1, relative_l2
-from dlscale.models.metrics import MetricSum, anomaly_correlation, latitude_weights
+from dlscale.scores import anomaly_correlation, l1, latitude_weights, relative_l2
 from dlscale.studies.base import Metrics
 from dlscale.studies.cosmo_unet.study import STUDY as COSMO_UNET
 from dlscale.studies.era5_vit.study import STUDY as ERA5_VIT
+from dlscale.train.validation import MetricSum
 from tests.conftest import make_dataset
 
 CPU = torch.device("cpu")

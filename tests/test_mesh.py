@@ -24,12 +24,12 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.measure.evaluate import alone
-from dlscale.models.losses import relative_l2
 from dlscale.parallel import shards
 from dlscale.parallel.model import drawing
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import AXES, Mesh, World, arrangement
+from dlscale.scores import relative_l2
 from dlscale.studies.era5_vit.model import ViT
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints

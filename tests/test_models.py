@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dlscale.config.run import stage_class
-from dlscale.models.losses import l1
+from dlscale.scores import l1
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.era5_vit.model import Attention, ViT
 from dlscale.train.build import build_step

@@ -29,11 +29,11 @@ from dlscale.config.run import Geometry, RunCore, stage_class
 from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
 from dlscale.data.loaders.base import Share
-from dlscale.models.losses import l1, relative_l2
 from dlscale.parallel import strategy
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
+from dlscale.scores import l1, relative_l2
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.era5_vit.model import ViT
 from dlscale.train import attention

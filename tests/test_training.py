@@ -43,9 +43,9 @@ from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from dlscale.models.losses import l1, relative_l2
 from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import World
+from dlscale.scores import l1, relative_l2
 from dlscale.studies.base import PublishedLog
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.era5_vit.model import ViT

@@ -12,8 +12,7 @@ import torch
 
 from dlscale.data.manifest import Manifest
 from dlscale.datasets.era5.kind import PairSamples
-from dlscale.models.losses import l1, relative_l2
-from dlscale.models.metrics import latitude_weights, mean_square
+from dlscale.scores import l1, latitude_weights, mean_square, relative_l2
 from dlscale.studies.era5_vit.study import STUDY
 from tests.conftest import make_dataset
 from tests.published.programs import Pairs, in_order, u10_rmse, unet_loss, vit_loss

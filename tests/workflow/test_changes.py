@@ -243,7 +243,7 @@ ROWS = [
     ),
     Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
     # What all studies share: the runs, measuring included.
-    Row("losses", append(f"{PACKAGE}/models/losses.py"), runs(*users("models.losses"))),
+    Row("losses", append(f"{PACKAGE}/scores.py"), runs(*users("scores"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
     # Days are chosen by it, over which the mean of an hour is taken.
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), [*runs(*ALL), *since("describe", "years")]),

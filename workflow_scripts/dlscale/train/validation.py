@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.data.loaders.base import Loader, Share
-from dlscale.models.metrics import MetricSum
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.loop import Hook, run_steps
 from dlscale.train.step import Step
+
+
+class MetricSum:
+    """Means over samples of named per-sample values, summed in float64 where they are."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._count = 0
+
+    def add(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Add per-sample values [B, ...], if any, all of the same B."""
+        for name, value in values.items():
+            total = value.detach().double().sum(dim=0)
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._count += len(next(iter(values.values()), ()))
+
+    def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
+        """Return the mean of each value over samples, [...], on the host; `over_all` sums a tensor over processes."""
+        if not self._sums:
+            return {}
+        device = next(iter(self._sums.values())).device
+        count = int(over_all(torch.tensor(self._count, device=device)))
+        return {name: (over_all(total) / count).cpu() for name, total in self._sums.items()}
 
 
 def naive_means(

@@ -111,7 +111,7 @@ class CosmoMetrics(Metrics):
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         import torch
 
-        from dlscale.models.metrics import skill
+        from dlscale.scores import skill
 
         least = {
             f"naive_{kind}": torch.stack([means[f"{kind}_of_{name}"] for name in self.ANSWERS]).amin(dim=0)
@@ -177,7 +177,7 @@ class CosmoUNet(Study):
         return float(total)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.losses import l1
+        from dlscale.scores import l1
 
         return partial(l1, density_weight=run.loss.density_weight)
 

@@ -69,7 +69,7 @@ class Era5Metrics(Metrics):
 
         from dlscale.datasets.era5.extra import Extra
         from dlscale.datasets.era5.naive import ANSWERS, NaiveAnswers
-        from dlscale.models.metrics import latitude_weights
+        from dlscale.scores import latitude_weights
 
         extra = Extra.of(manifest)
         self.info = info = manifest.fields["fields"]
@@ -121,7 +121,7 @@ class Era5Metrics(Metrics):
         ]
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        from dlscale.models.metrics import anomaly_correlation, mean_square
+        from dlscale.scores import anomaly_correlation, mean_square
 
         square = mean_square(prediction - y, self.weights)
         values = {"square": square, "root": square.sqrt()}
@@ -132,7 +132,7 @@ class Era5Metrics(Metrics):
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
         import torch
 
-        from dlscale.models.metrics import mean_square
+        from dlscale.scores import mean_square
 
         squares: dict[str, list[torch.Tensor]] = {name: [] for name in self.called}
         for index in indices:
@@ -145,7 +145,7 @@ class Era5Metrics(Metrics):
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         import torch
 
-        from dlscale.models.metrics import skill
+        from dlscale.scores import skill
 
         rmse = means["square"].sqrt() * self.scale
         errors = {name: means[f"{name}_square"].sqrt() * self.scale for name in self.called}
@@ -241,7 +241,7 @@ class Era5ViT(Study):
         return float(m.depth * block + ends)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.models.losses import relative_l2
+        from dlscale.scores import relative_l2
 
         return relative_l2
 

@@ -1,13 +1,31 @@
-"""Validation metrics [B, ...], and their sums over batches and ranks, which stay on the device.
+"""Losses and metrics of each sample that studies share: plain PyTorch.
 
-Shape suffixes: B batch, C channels, H W grid.
+Shape suffixes: B batch, C channels, H W grid; without H W the grid's axes follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
+
+
+def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: float = 0.0) -> torch.Tensor:
+    """Return the mean absolute error of each sample, [B], and `density_weight` times that of exp(14 x) of channel 0.
+
+    With a weight of zero the exponential is not computed.
+    """
+    loss_B = _mean((prediction_BC - target_BC).abs())
+    if density_weight:
+        loss_B = loss_B + density_weight * _mean(
+            ((14.0 * prediction_BC[:, 0]).exp() - (14.0 * target_BC[:, 0]).exp()).abs()
+        )
+    return loss_B
+
+
+def relative_l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
+    """Return ||prediction - target|| / ||target|| of each sample, [B]; norms are over channels and points."""
+    rest = tuple(range(1, target_BC.dim()))  # to flatten instead would copy what is channels-last
+    difference = torch.linalg.vector_norm(prediction_BC - target_BC, dim=rest)
+    return difference / torch.linalg.vector_norm(target_BC, dim=rest)
 
 
 def latitude_weights(latitude: torch.Tensor) -> torch.Tensor:
@@ -33,29 +51,10 @@ def anomaly_correlation(
     return cross / (pp * tt).sqrt()
 
 
-class MetricSum:
-    """Means over samples of named per-sample values, summed in float64 where they are."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._count = 0
-
-    def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add per-sample values [B, ...], if any, all of the same B."""
-        for name, value in values.items():
-            total = value.detach().double().sum(dim=0)
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._count += len(next(iter(values.values()), ()))
-
-    def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
-        """Return the mean of each value over samples, [...], on the host; `over_all` sums a tensor over processes."""
-        if not self._sums:
-            return {}
-        device = next(iter(self._sums.values())).device
-        count = int(over_all(torch.tensor(self._count, device=device)))
-        return {name: (over_all(total) / count).cpu() for name, total in self._sums.items()}
-
-
 def skill(error: torch.Tensor, naive: torch.Tensor) -> torch.Tensor:
     """Return 1 - error / error of the naive answer, scalars or [C]; NaN where that answer is exact."""
     return torch.where(naive > 0, 1 - error / naive, torch.nan)
+
+
+def _mean(values_BC: torch.Tensor) -> torch.Tensor:
+    return values_BC.mean(dim=tuple(range(1, values_BC.dim())))

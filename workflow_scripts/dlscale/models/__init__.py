@@ -1,1 +1,0 @@
-"""Pure `nn.Module`s: no I/O, no globals, no distributed code."""
