@@ -32,7 +32,7 @@ from dlscale.data.source import ArraySource
 from dlscale.data.store import Reader
 from dlscale.datasets.starter.kind import KIND, StarterDataset
 from dlscale.datasets.starter.source import LENGTH, open_source, pair
-from dlscale.preflight.tiny import tiny_session
+from dlscale.preflight.study_tests import tiny_session
 from dlscale.studies import new_study
 from dlscale.studies.starter_cnn.model import StarterCNN
 from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train, variables

@@ -30,8 +30,7 @@ from dlscale.core.stages import DATA_STAGES, RUN_STAGES, STAGES
 from dlscale.core.telemetry import begin
 from dlscale.core.text import many
 from dlscale.core.urls import has_secret, hidden_in
-from dlscale.data.manifest import Manifest
-from dlscale.report.croissant import croissant, fits
+from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
 
 if TYPE_CHECKING:
@@ -46,6 +45,10 @@ PROFILES = {
     "https://w3id.org/workflowhub/workflow-ro-crate/1.0": "Workflow RO-Crate",
 }
 TERMS = "https://w3id.org/ro/terms/workflow-run"
+
+#: Of the description of data (https://docs.mlcommons.org/croissant).
+CROISSANT = "http://mlcommons.org/croissant/1.1"
+HDF5 = ["application/x-hdf5"]
 
 #: Greatest file that is copied, bytes; of others the crate has name, size and digest.
 COPIED = 10_000_000
@@ -312,10 +315,10 @@ class Crate:
                 "hasPart": parts,
             },
         )
-        if fits(manifest):
+        if _fits(manifest):
             from io import StringIO
 
-            text = json.dumps(croissant(name, manifest), indent=2, ensure_ascii=False) + "\n"
+            text = json.dumps(_croissant(name, manifest), indent=2, ensure_ascii=False) + "\n"
             about = {"name": f"Croissant of {name}", "encodingFormat": "application/ld+json", "about": dataset}
             described = self.crate.add_file(StringIO(text), f"data/{name}/croissant.json", properties=about)
             dataset.append_to("hasPart", described)
@@ -431,3 +434,71 @@ def _pack(folder: Path, file: Path) -> None:
             member = zipfile.ZipInfo(path.relative_to(folder).as_posix())  # of 1980
             member.external_attr = 0o644 << 16
             archive.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+# ---- data, as other programs read them ---------------------------------------------------------------
+
+
+def _fits(manifest: Manifest) -> bool:
+    """Return whether Croissant can describe a dataset: it asks for the SHA-256 of each file's bytes."""
+    return all(file.verifiable for files in manifest.splits.values() for file in files)
+
+
+def _croissant(name: str, manifest: Manifest) -> Raw:
+    """Return the description of a dataset: a file object each, and a record set a split, with the manifest's fields.
+
+    Addresses of files are as in the manifest: absolute, or relative to the dataset's folder.
+    """
+    import mlcroissant as mlc
+
+    distribution, record_sets = list[Any](), list[Any]()
+    for split, files in manifest.splits.items():
+        if not files:
+            continue
+        # Numbered: an identifier has no spaces, which a path may have.
+        objects = [
+            mlc.FileObject(
+                id=f"{split}-file-{number}",
+                name=file.path,
+                content_url=file.path,
+                content_size=f"{file.bytes} B",
+                encoding_formats=HDF5,
+                sha256=file.digest,
+            )
+            for number, file in enumerate(files)
+        ]
+        source = {"file_object": objects[0].id}
+        if len(files) > 1:
+            objects.append(
+                mlc.FileSet(id=f"{split}-files", includes=[file.path for file in files], encoding_formats=HDF5)
+            )
+            source = {"file_set": objects[-1].id}
+        distribution += objects
+        fields = [
+            mlc.Field(
+                id=f"{split}/{key}",
+                name=key,
+                description=", ".join(
+                    f"{channel} ({unit or 1})" for channel, unit in zip(info.channels, info.units, strict=True)
+                ),
+                data_types=[getattr(mlc.DataType, info.dtype.upper())],
+                source=mlc.Source(extract=mlc.Extract(column=key), **source),
+                **_shape(info),
+            )
+            for key, info in manifest.fields.items()
+        ]
+        rows = sum(file.rows for file in files)
+        record_sets.append(mlc.RecordSet(id=split, name=split, description=f"{rows} {manifest.rows}", fields=fields))
+    context = mlc.Context(conforms_to=CROISSANT)
+    facts = "; ".join([f"Data of kind {manifest.kind}", *manifest.facts])
+    described = mlc.Metadata(
+        ctx=context, name=name, description=facts, url="./", distribution=distribution, record_sets=record_sets
+    )
+    found: Raw = described.to_json()
+    return found
+
+
+def _shape(info: FieldInfo) -> Raw:
+    """Return the shape of a record's values; that of volumes differs from file to file."""
+    shape = (len(info.channels), *(-1 for _ in info.grid)) if info.channel_axis == 0 else info.row_shape
+    return {"is_array": True, "array_shape": ",".join(map(str, shape))} if shape else {}

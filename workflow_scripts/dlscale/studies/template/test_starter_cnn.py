@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlscale.preflight.study_tests import *  # noqa: F403
-from dlscale.preflight.tiny import study_beside
+from dlscale.preflight.study_tests import study_beside
 from dlscale.train.build import Session
 
 STUDY = study_beside(__file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlscale.preflight.study_tests import *  # noqa: F403
-from dlscale.preflight.tiny import study_beside
+from dlscale.preflight.study_tests import study_beside
 
 STUDY = study_beside(__file__)
 #: Of the shapes of your data: the network of the tests is made for them.
