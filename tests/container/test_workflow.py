@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ERA5, ERA5_RUN
+from dlscale.config.run import Geometry
+from dlscale.config.site import Site
+from dlscale.launch.launcher import PYTHON, Place, launch
+from tests import test_nsys as profiler
+from tests.conftest import ERA5, ERA5_RUN, ROOT
 from tests.container.conftest import Engine
 from tests.workflow.conftest import OUTSIDE, copy_tree
 
@@ -63,3 +67,33 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
     container_engine("tag", cpu_image, image)
     assert "Nothing to be done" in snakemake("-n")
     container_engine("untag", image)
+
+
+# ---- a run profiled by a real nsys, of which a folder is mounted and nothing installed -----------------
+
+
+def test_profiled_in_a_container(
+    container_engine: Engine,
+    cpu_image: str,
+    real_nsys: Path,
+    cosmo_data: Path,
+    tmp_path: Path,
+) -> None:
+    """Where libraries that make the report are missing there, what was recorded is kept."""
+    profiler.configure(tmp_path)
+    words = profiler.stage_words(tmp_path, cosmo_data / "manifest.json")
+    root = real_nsys.parents[2]  # of usr/bin/nsys
+    site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False, environment={"NSYS": str(real_nsys)})
+    place = Place(
+        str(tmp_path), str(ROOT / "workflow_scripts"), os.getuid(), os.getgid(), (str(ROOT), str(cosmo_data), str(root))
+    )
+    command = [sys.executable, *launch(site, place, Geometry())[1 : -len(PYTHON)], "python", *words[1:]]
+    container_engine.run(["env", f"--chdir={tmp_path}", f"PYTHONPATH={ROOT / 'workflow_scripts'}", *command])
+    tool, _ = profiler.found(tmp_path)
+    print(tool)
+    if tool.problem:
+        assert "nsys made no report" in tool.problem and "nsys.rank0.qdstrm" in tool.problem, tool
+        assert profiler.left(tmp_path) == ["nsys.rank0.qdstrm"]
+    else:
+        assert profiler.left(tmp_path) == ["nsys.rank0.nsys-rep"]
+        assert tool.steps == profiler.STEPS and "backward" in tool.ranges

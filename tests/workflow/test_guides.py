@@ -1,11 +1,15 @@
-"""docs/adding.md, followed to the letter."""
+"""Guides of docs/, followed to the letter."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from collections.abc import Callable
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.workflow.conftest import Tree
 
 ROW = """    "sizes": Stage(
@@ -133,3 +137,71 @@ def test_a_kind_of_dataset_inside(clone: Tree) -> None:
     manifest = json.loads((clone.results / "data/pulses/manifest.json").read_text())
     assert [sum(file["rows"] for file in manifest["splits"][split]) for split in ("train", "valid")] == [10, 2]
     assert (clone.results / "data/pulses/preview.png").exists()
+
+
+# ---- docs/fingerprints.md: the table of rules ----------------------------------------------------------
+
+
+Edges = set[tuple[str, str]]
+
+
+def told(text: str) -> Edges:
+    """Return the edges of the page's table: from each rule that another one needs to that one."""
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \|([^|]*)\|$", text, re.MULTILINE)
+    return {(before, after) for after, needs in rows for before in re.findall(r"\w+", needs)}
+
+
+def of_snakemake(text: str) -> Edges:
+    names = dict(re.findall(r"(id\d+)\[(\w+)\]", text))
+    return {(names[before], names[after]) for before, after in re.findall(r"(id\d+) --> (id\d+)", text)}
+
+
+@pytest.mark.slow
+def test_the_graph_of_rules(make_tree: Callable[..., Tree]) -> None:
+    """Without targets, and the rule that writes plans; of config.yaml's plans."""
+    done = make_tree().shell("snakemake --rulegraph mermaid-js")
+    assert done.returncode == 0, done.stderr
+    edges = of_snakemake(done.stdout)
+    rules = {(before, after) for before, after in edges if after != "all" and not before.startswith("configure_")}
+    assert len(rules) < len(edges) and ("train", "report") in rules
+    assert told((ROOT / "docs/fingerprints.md").read_text()) == rules
+
+
+# ---- docs/first_hour.md --------------------------------------------------------------------------------
+
+
+PAGE = (ROOT / "docs/first_hour.md").read_text()
+FILES = re.findall(r"^```(?:yaml|python)\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()]
+
+
+def written(tree: Tree) -> Tree:
+    for name, text in FILES:
+        (tree.path / name).write_text(text)
+    return tree
+
+
+@pytest.mark.slow
+def test_its_files_are_what_its_commands_name(make_tree: Callable[..., Tree]) -> None:
+    """Each `dlscale run` of the page as a dry run; its data are made before."""
+    tree = written(make_tree())
+    assert [name for name, _ in FILES] == ["mine.yaml", "fields.py", "own.yaml"]
+    for command in [command for command in COMMANDS if command.startswith(("dlscale run", "dlscale why", "python "))]:
+        shown = command if not command.startswith("dlscale run") or "-n" in command.split() else f"{command} -n"
+        done = tree.shell(shown.replace("dlscale ", "python -P -m dlscale ", 1))
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        if "mine.yaml" in command and " run " in command:
+            assert "rates.slow (train): never made" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_arrays_of_ones_own(make_tree: Callable[..., Tree]) -> None:
+    """Section 5, command by command."""
+    tree = written(make_tree())
+    for command in [command for command in COMMANDS if "own.yaml" in command or "fields.py" in command]:
+        done = tree.shell(command.replace("dlscale ", "python -P -m dlscale ", 1))
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    assert (tree.path / "results/data/fields/preview.png").exists()
+    assert (tree.path / "results/report/squares.html").exists()

@@ -1,25 +1,32 @@
-"""A sweep by the real Snakemake: rungs are decided on the way, trials that exist are not trained again."""
+"""Sweep, scaling and what tuning wrote, by the real Snakemake: what exists is not made again."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.workflow.conftest import Tree
+from dlscale.measure import tune
+from dlscale.measure.tune_records import Duel, Tuning
+from dlscale.report.results import read_plan
+from dlscale.report.speedup import series
+from tests.workflow.conftest import Outcome, Tree
 
-PLAN: dict[str, Any] = {
+#: Of the tiny digits, a few batches.
+SETTINGS: dict[str, Any] = {
+    "dataset": "mnist_cnn",
+    "model": {"widths": [4, 8], "hidden": 16},
+    "loader": {"workers": 0},
+    "precision": "fp32",
+}
+SWEPT: dict[str, Any] = {
     "study": "mnist_cnn",
     "kind": "sweep",
-    "settings": {
-        "dataset": "mnist_cnn",
-        "model": {"widths": [4, 8], "hidden": 16},
-        "loader": {"workers": 0},
-        "batch_size": 8,
-        "precision": "fp32",
-        "training": {"epochs": 2},
-    },
+    "settings": {**SETTINGS, "batch_size": 8, "training": {"epochs": 2}},
     "sweep": {"method": "halving", "over": {"optimizer.lr": [0.5, 1e30]}, "reduction_factor": 2},
 }
 
@@ -36,7 +43,7 @@ def call(tree: Tree, dry: bool = False) -> list[str]:
 @pytest.mark.slow
 def test_halving(clone: Tree) -> None:
     """Two trials, of which one diverges and the other one trains on; then a third comes, which is better than none."""
-    clone.config["plans"]["swept"] = json.loads(json.dumps(PLAN))
+    clone.config["plans"]["swept"] = json.loads(json.dumps(SWEPT))
     clone.write()
     first = ["train swept lr-0p5-rung0", "train swept lr-1e30-rung0", "promote swept 1", "configure_plan swept"]
     shown = ["collect swept", "report_plan swept"]
@@ -59,3 +66,88 @@ def test_halving(clone: Tree) -> None:
     clone.config["plans"]["swept"]["sweep"]["metric"] = "accuracy"
     clone.write()
     assert call(clone, dry=True) == sorted(["promote swept 1", "configure_plan swept", *shown])
+
+
+# ---- weak scaling over one and two processes -----------------------------------------------------------
+
+
+WEAK: dict[str, Any] = {
+    "study": "mnist_cnn",
+    "kind": "weak_scaling",
+    "settings": {
+        **SETTINGS,
+        "threads": 1,
+        "throughput": {"warmup": 1, "trials": 2, "batches": 3, "seconds": 0, "beside": 0},
+    },
+    "scaling": {"devices": [1, 2], "batch_sizes": [8]},
+}
+RUNS = {"b8_ddp_1": (1, 8, True), "b8_ddp_2": (2, 16, True), "b8_no_sync_2": (2, 16, False)}
+
+
+@pytest.mark.slow
+def test_weak_scaling(clone: Tree) -> None:
+    clone.config["plans"]["weak"] = WEAK
+    clone.write()
+    jobs = ["configure_plan weak", *(f"throughput weak {run}" for run in RUNS), "collect weak", "report_plan weak"]
+    outcome = clone.snakemake("--cores", "2", "--", "plan_weak")
+    assert outcome.status == 0, outcome.output[-5000:]
+    assert outcome.names == sorted(jobs)
+    assert clone.planned(targets=["plan_weak"]).names == []
+
+    folder = clone.results / "plans/weak"
+    plan = read_plan(folder / "plan.yaml")
+    (found,) = series(plan)
+    assert (found.batch, [point.devices for point in found.points]) == (8, [1, 2])
+    for run in plan.runs:
+        record = run.throughput
+        assert record and (record.nranks, record.batch_size, run.averages) == RUNS[run.name]
+        assert record.predicted and record.predicted.peak and record.predicted.peak < (record.peak_memory_bytes or 0)
+        assert (record.alone is None) == (run.name != "b8_ddp_2")
+    assert all(found.points[1].communication(mode) for mode in ("IO", "SYNTHETIC", "FULL"))
+    html = (folder / "report.html").read_text()
+    assert "<h3>Scaling</h3>" in html and "of the ideal on 2 devices" in html
+
+
+# ---- what tuning wrote, used with the command that its file and the page name --------------------------
+
+
+NEW = "tuned_mine_tuned"
+#: All that is lacking for the plan that was written: one run that is timed again, one that is new.
+JOBS = [
+    f"collect {NEW}",
+    f"configure_plan {NEW}",
+    f"report_plan {NEW}",
+    "throughput tuned mine",
+    f"throughput {NEW} tuned",
+    f"train {NEW} tuned",
+]
+
+
+@pytest.mark.slow
+def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome], clone: Tree) -> None:
+    """In a folder of results whose name has to be quoted, of a plan that only a second file has."""
+    (job,) = [job for job in finished[1].jobs if job.rule == "tune"]
+    words = shlex.split(job.command)
+    given = {flag: words[words.index(flag) + 1] for flag in ("--call", "--run", "--out")}
+    assert given["--call"] == "snakemake --configfile tiny.yaml"
+    # Whether the demonstration gained anything is the machine's to say; here it did.
+    folder = clone.results / "plans/tuned/mine"
+    found = Tuning.read(folder / "tune.json")
+    assert found.run == given["--run"] == "tuned.mine"
+    duel = Duel(challenger=1, rates=[(2.0, 1.0)] * 3, ratio=2.0, low=1.9, high=2.1)
+    file = f"{given['--out']}/tuned.yaml"
+    command = f"{given['--call']} {shlex.quote(file)} -- plan_{NEW}"
+    found = found.model_copy(update={"duel": duel, "command": command})
+    time = (folder / "tuned.yaml").stat().st_mtime_ns
+    (folder / "tuned.yaml").write_text(tune.tuned(found, "cosmo_unet"))
+    os.utime(folder / "tuned.yaml", ns=(time, time))
+    assert found.plan == NEW and f"#   {command}\n" in (folder / "tuned.yaml").read_text()
+    assert list(yaml.safe_load((folder / "tuned.yaml").read_text())["plans"]) == [NEW]
+
+    clone.log.unlink(missing_ok=True)
+    done = clone.shell(command.replace("snakemake ", "snakemake -np --logger jobs ", 1))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Outcome(0, done.stdout, clone.jobs()).names == JOBS
+
+    # With the same files nothing else has changed, least of all what was tuned.
+    assert clone.planned("--configfile", "tiny.yaml", file).names == []
