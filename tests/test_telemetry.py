@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlscale.config.records import PlanRecord, Published
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
@@ -30,7 +31,8 @@ from dlscale.core.telemetry import GpuSample, Sample, sampled
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
 from dlscale.measure.telemetry import Gpus, Meter, bus_ids
-from dlscale.report.results import RunResult
+from dlscale.report import profiles
+from dlscale.report.results import PlanResult, RunResult
 from dlscale.train.provenance import Provenance
 from tests.conftest import variables
 from tests.test_usage import BURN, answer, drop, end, on_disk, python
@@ -231,6 +233,42 @@ def test_goodput_is_the_share_of_training_over_all_tries() -> None:
     assert whole and (whole.training, whole.rest) == pytest.approx((0.3, 0.65))
     assert result([]).goodput is None
     assert result([], *epochs, started=at[1], finished=at[0]).goodput is None, "a clock that was set back"
+
+
+# ---- job efficiency, by the definition of Slurm's `seff` ---------------------------------------------
+
+
+def published_job() -> RunResult:
+    """53 s of processor time in 56 s on one of 64 cores, 1.31 GB of 8 GB, in unequal steps."""
+    rows, time_ = [], 1000.0
+    for seconds, share in ((1.0, 0.0), (15.0, 0.8), (40.0, 1.0250)):
+        time_ += seconds
+        rows.append(Sample(time_, seconds, cores=64, cpu_run=share / 64, rss_bytes=1.31e9 * share))
+    return result([rows], cores=1, memory_bytes=8_000_000_000)
+
+
+def test_the_published_job() -> None:
+    job = profiles.job(published_job())
+    assert job is not None
+    assert (job.stage, job.seconds, job.cores) == ("train", 56, 1)
+    assert job.cpu_seconds == pytest.approx(15 * 0.8 + 40 * 1.025) and job.cpu_seconds == pytest.approx(53)
+    assert job.efficiency == pytest.approx(0.9464, abs=1e-4)
+    assert job.peak_bytes == pytest.approx(1.025 * 1.31e9) and job.gpu is None
+
+
+def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
+    figures = [
+        Published(label="job", metric="CPU efficiency", value=94.64, unit="%", source="workshop", runs=["p.a"]),
+        Published(label="job", metric="CPU efficiency", value=1.0, unit="%", source="other", runs=["q.a"]),
+    ]
+    reference = {"name": "a", "plan": "p", "run": "a", "measure": ["train"]}
+    plan = PlanRecord(plan="p", study="mnist_cnn", measure=["train"], runs=[reference], published=figures)
+    view = profiles.efficiency(PlanResult(plan, [published_job()]))
+    assert view and view.notes[0].startswith("Published for these runs, at full size: job: CPU efficiency 94.64 % (")
+    headings = [heading for heading, _ in view.tables[0].columns]
+    cells = dict(zip(headings, (cell.text for cell in view.tables[0].rows[0]), strict=True))
+    assert cells["CPU efficiency"] == "95\u00a0%" and cells["memory efficiency"] == "17\u00a0%"
+    assert "GPU utilisation" not in cells and "waiting for data" not in cells
 
 
 # ---- of real processes -----------------------------------------------------------------------------
