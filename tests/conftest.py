@@ -25,9 +25,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 from dlscale import cli
 from dlscale.config import resolve as config
+from dlscale.config.dataset import DatasetSettings
 from dlscale.core.settings import read_yaml
-from dlscale.data import parts
 from dlscale.data.parts import load_dataset
+from dlscale.preflight import study_tests
 from dlscale.studies.new_study import TEMPLATE
 from tests import changed
 from tests.nsys import real_nsys as real_nsys  # a fixture
@@ -86,37 +87,19 @@ def stage(*arguments: object) -> int:
 
 def make_parts(folder: Path, settings: dict[str, Any]) -> list[Path]:
     """Bring a dataset's files into being with its stages, as the workflow would; return raw files used as they are."""
-    assert stage("configure", "--settings", json.dumps(settings), "--out", folder / "config.yaml") == 0
-    dataset = load_dataset(folder / "config.yaml")
-    configured = ["--config", folder / "config.yaml"]
-    paths = {}
-    for name, raw in parts.raws(dataset).items():
-        acquired = parts.acquired(dataset, raw)
-        paths[name] = folder / "source" / name if acquired else Path(raw.origin)
-        if acquired:
-            assert stage("acquire", *configured, "--file", name, "--out", paths[name]) == 0
-    if parts.kind_of(dataset).prepared(dataset):
-        return list(paths.values())
-    for part in parts.parts(dataset):
-        pieces = []
-        for piece in range(dataset.pieces):
-            pieces.append(folder / "pieces" / f"{part.label}-{piece}.h5")
-            raws = [paths[raw.name] for raw in part.raws]
-            arguments = ["--part", part.label, "--piece", piece, "--source", *raws, "--out", pieces[-1]]
-            assert stage("preprocess", *configured, *arguments) == 0
-        assert stage("assemble", *configured, "--pieces", *pieces, "--out", folder / f"{part.label}.h5") == 0
-    return []
+    return study_tests.make_parts(_configured(folder, settings), folder)
 
 
 def make_dataset(folder: Path, settings: dict[str, Any]) -> Path:
     """Bring a dataset into being, its description and preview included; return its folder."""
-    sources = make_parts(folder, settings)
-    manifest = ["--manifest", folder / "manifest.json"]
-    configured = ["--config", folder / "config.yaml"]
-    sources = ["--source", *sources] if sources else []
-    assert stage("describe", *configured, *sources, *manifest, "--stats", folder / "stats") == 0
-    assert stage("preview", *manifest, "--out", folder / "preview.png") == 0
+    study_tests.make_dataset(_configured(folder, settings), folder / "manifest.json")
+    assert stage("preview", "--manifest", folder / "manifest.json", "--out", folder / "preview.png") == 0
     return folder
+
+
+def _configured(folder: Path, settings: dict[str, Any]) -> DatasetSettings:
+    assert stage("configure", "--settings", json.dumps(settings), "--out", folder / "config.yaml") == 0
+    return load_dataset(folder / "config.yaml")
 
 
 def make_run(folder: Path, study: str, settings: dict[str, Any], dataset: dict[str, Any]) -> Path:

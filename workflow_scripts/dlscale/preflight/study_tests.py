@@ -50,24 +50,31 @@ def tiny_session(study: str, dataset: dict[str, Any], run: dict[str, Any], folde
 
 def make_dataset(dataset: DatasetSettings, manifest: Path) -> None:
     """Bring a dataset's files into being, and last its manifest, by the stages that the workflow calls."""
-    config, folder = dataset.model_dump_json(), manifest.parent
+    sources = make_parts(dataset, manifest.parent)
+    _stage(dataset, "describe", source=sources, manifest=manifest, stats=manifest.parent / "stats")
 
-    def stage(name: str, **options: Any) -> None:
-        registry.load(STAGES[name].module).main(Namespace(config=config, **options))
 
+def make_parts(dataset: DatasetSettings, folder: Path) -> list[Path]:
+    """Bring all parts of a dataset into being; return raw files that are used as they are."""
     paths = {}
     for name, raw in parts.raws(dataset).items():
         acquired = parts.acquired(dataset, raw)
         paths[name] = folder / "source" / name if acquired else Path(raw.origin)
         if acquired:
-            stage("acquire", file=name, out=paths[name])
-    prepared = parts.kind_of(dataset).prepared(dataset)
-    for part in [] if prepared else parts.parts(dataset):
+            _stage(dataset, "acquire", file=name, out=paths[name])
+    if parts.kind_of(dataset).prepared(dataset):
+        return list(paths.values())
+    for part in parts.parts(dataset):
         pieces = [folder / "pieces" / f"{part.label}-{piece}.h5" for piece in range(dataset.pieces)]
+        raws = [paths[raw.name] for raw in part.raws]
         for piece, out in enumerate(pieces):
-            stage("preprocess", part=part.label, piece=piece, source=[paths[raw.name] for raw in part.raws], out=out)
-        stage("assemble", pieces=pieces, out=folder / f"{part.label}.h5")
-    stage("describe", source=list(paths.values()) if prepared else [], manifest=manifest, stats=folder / "stats")
+            _stage(dataset, "preprocess", part=part.label, piece=piece, source=raws, out=out)
+        _stage(dataset, "assemble", pieces=pieces, out=folder / f"{part.label}.h5")
+    return []
+
+
+def _stage(dataset: DatasetSettings, name: str, **options: Any) -> None:
+    registry.load(STAGES[name].module).main(Namespace(config=dataset.model_dump_json(), **options))
 
 
 @pytest.fixture
