@@ -41,7 +41,7 @@ from dlscale.train import memory
 from dlscale.train.build import open_session
 from dlscale.train.memory import FakeStep
 from dlscale.train.precision import set_matmul_precision
-from tests.manifests import manifest_of
+from tests.raw_files import manifest_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -38,7 +38,7 @@ from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import Pairs
-from tests.manifests import manifest_of
+from tests.raw_files import manifest_of
 
 CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720
 CPU = torch.device("cpu")

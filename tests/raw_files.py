@@ -1,13 +1,16 @@
-"""Small files in the layouts that dlscale reads: raw cosmological volumes, and the published ones of both studies."""
+"""Small files in the layouts that dlscale reads (raw volumes, the published ones of both studies), and manifests."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
+from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 
 CHANNELS_OF = {name: list(spec[0]) for name, spec in CHANNELS.items()}
@@ -86,3 +89,41 @@ def write_years(
 def era5(folder: Path, **more: Any) -> dict[str, Any]:
     """Return the settings of an ERA5 dataset in the published layout."""
     return {"kind": "era5", "source": {"kind": "prepared", "path": str(folder)}, **more}
+
+
+def manifest_of(
+    folder: Path, kind: str, fields: Sequence[Field], splits: dict[str, list[tuple[str, int]]], **info: Any
+) -> Manifest:
+    """Describe files as the describe stage would, without statistics.
+
+    Parameters
+    ----------
+    fields
+        What the first file holds.
+    splits
+        Name and rows of each file of a split.
+    info
+        What differs in all `FieldInfo`s.
+    """
+    infos = {
+        field.name: FieldInfo(
+            **{
+                "channels": list(field.channels),
+                "units": list(field.units),
+                "grid": list(field.grid),
+                "transforms": list(field.transforms),
+                "stored": "model",
+                "mean": [],
+                "std": [],
+                "dtype": field.dtype,
+                "channel_axis": field.channel_axis,
+                **info,
+            }
+        )
+        for field in fields
+    }
+    described = {
+        split: [File(path=name, rows=rows, bytes=(folder / name).stat().st_size, digest=name) for name, rows in files]
+        for split, files in splits.items()
+    }
+    return Manifest(kind=kind, fields=infos, splits=described, folder=folder)

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.data.acquire import download
+from tests.conftest import served
 
 MIB = 2**20
 BODY = random.Random(0).randbytes(2 * MIB + 3)
@@ -131,16 +132,9 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def remote() -> Iterator[Remote]:
     remote = Remote()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Answer,), {"remote": remote}))
-    server.daemon_threads = True
-    remote.address = f"127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield remote
-    remote.released.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(type("Bound", (Answer,), {"remote": remote})) as remote.address:
+        yield remote
+        remote.released.set()
 
 
 @pytest.fixture

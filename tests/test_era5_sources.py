@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from dlscale.datasets.era5 import zarr as era5_zarr
 from dlscale.datasets.era5.kind import Era5Dataset
 from dlscale.datasets.era5.source import Era5Source, open_source
 from dlscale.datasets.era5.zarr import acquire
+from tests.conftest import served
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "era5"
 GRIB = REAL / "era5-2mt-2019-03-uk.grib"
@@ -601,12 +601,9 @@ def server(tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("aiohttp", reason="http stores need aiohttp")
     write(atmosphere(names=("t2m",)), tmp_path / "store", "zarr")
     xr.open_dataset(tmp_path / "store", engine="zarr").load().to_zarr(tmp_path / "served", consolidated=True)
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=str(tmp_path)))
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{listening.server_address[1]}"
+    with served(functools.partial(Server, directory=str(tmp_path))) as place:
+        yield f"http://{place}"
     Server.refusing = 0
-    listening.shutdown()
-    listening.server_close()
 
 
 def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:

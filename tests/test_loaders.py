@@ -37,7 +37,7 @@ from dlscale.datasets.cosmo.samples import Crops
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT, TINY, make_run
-from tests.manifests import manifest_of
+from tests.raw_files import manifest_of
 from tests.waiting import PATIENCE, until
 
 CPU = torch.device("cpu")

@@ -36,8 +36,7 @@ from dlscale.datasets.cosmo.kind import CropSamples
 from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, line
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
-from tests.manifests import manifest_of
-from tests.raw_files import CHANNELS_OF
+from tests.raw_files import CHANNELS_OF, manifest_of
 
 CPU = torch.device("cpu")
 #: Volumes of different sizes, and no cubes: (file, edges) by split.

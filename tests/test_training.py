@@ -72,7 +72,7 @@ from tests.conftest import (
     train,
 )
 from tests.test_rungs import settings
-from tests.waiting import PATIENCE
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 FILES = {
@@ -503,25 +503,14 @@ LONG: dict[str, Any] = {
 }
 
 
-def start(folder: Path, manifest: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, manifest: Path) -> subprocess.Popen[str]:
     """Train in a process of its own."""
     command = [
         *(sys.executable, "-m", "dlscale", "train", "--config", folder / "config.yaml", "--manifest", manifest),
         *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", "1", "--device", "cpu"),
     ]
     with open(folder / "log", "wb") as log:
-        return subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
-
-
-def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> Path:
-    """Wait until a file is there."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        if found := sorted(folder.glob(pattern)):
-            return found[0]
-        assert process.poll() is None, (folder / "log").read_text()
-        time.sleep(0.001)
-    raise AssertionError(f"no {pattern} in time")
+        return subprocess.Popen([str(word) for word in command], stdout=log, stderr=log, text=True)
 
 
 @pytest.mark.parametrize(
@@ -543,10 +532,10 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         make_era5(tmp_path / name, over)
     assert train(tmp_path / "whole", manifest) == 0
 
-    killed = tmp_path / "killed"
+    killed, log = tmp_path / "killed", tmp_path / "killed/log"
     process = start(killed, manifest)
     try:
-        first = wait_for(killed, "checkpoints/*/step-*", process)
+        (first, *_) = until("a checkpoint", lambda: sorted(killed.glob("checkpoints/*/step-*")), process, log.read_text)
         process.send_signal(signal.SIGSTOP)
         # While it holds the run, alive or stopped, nobody else may write there.
         capfd.readouterr()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import TINY
+from tests.conftest import TINY, served
 from tests.test_mnist import files
 from tests.workflow.conftest import Tree
 
@@ -48,11 +48,8 @@ def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     files(folder, (rng.integers(0, 256, (48, 28, 28), dtype=np.uint8), rng.integers(0, 10, 48, dtype=np.uint8)))
     asked: list[str] = []
     handler = type("Bound", (_Guarded,), {"asked": asked})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
+    with served(functools.partial(handler, directory=str(folder))) as place:
+        yield place, asked
 
 
 def _with_secrets(text: bytes) -> bool:
