@@ -59,7 +59,6 @@ A100 = {"kind": "cuda", "name": "NVIDIA A100-SXM4-40GB"}
 
 def measured(results: Path, work: Work, rate: object, device: dict | None = None, **changes: Any) -> Path:
     """Leave behind what the throughput stage would, of the run or of one with other settings."""
-    assert work.run
     settings = config.merge(work.run.model_dump(mode="json"), changes)
     file = results / "plans" / work.plan / work.run_name / "throughput.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +168,6 @@ def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict)
     """Nor does it where the run has other settings since, which config.yaml beside it may say already."""
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     file = measured(tmp_path, here, **{"rate": 50.0, **other})
-    assert here.run
     (file.parent / "config.yaml").write_text(yaml.safe_dump(here.run.model_dump(mode="json")))
     assert cost.estimate(here, tmp_path, scheduler()).basis == "published"
 
@@ -178,7 +176,6 @@ def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
     """The learning rate is no work; the slowest of several; the run's own before all."""
     configuration = load(tmp_path, plans=ladder(optimizer={"lr": 0.5}))
     here, other = (work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
-    assert here.run
     for name, rate in (("one", 50.0), ("two", 40.0)):
         measured(tmp_path, Work("throughput", "elsewhere", name, here.run), rate, optimizer={"lr": 1.0})
     found = cost.estimate(here, tmp_path, scheduler())
@@ -262,7 +259,6 @@ def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[
     """Channels, grids, classes and rows: of the files that the stages make."""
     made = Manifest.read(tiny_data(study) / "manifest.json")
     outline = cost.manifest_of("none", parts.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
-    assert outline is not None
     for name, field in outline.fields.items():
         there = made.fields[name]
         assert (len(field.channels), field.grid, field.classes) == (len(there.channels), there.grid, there.classes)
@@ -273,7 +269,6 @@ def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[
 def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
     source = {"kind": "simulated", "latitudes": 16, "longitudes": 32, "train": [2000, 2001], "valid": [2004]}
     outline = cost.manifest_of("none", parts.load_dataset(json.dumps({"kind": "era5", "source": source})), tmp_path)
-    assert outline is not None
     rows = {split: [file.rows for file in files] for split, files in outline.splits.items() if files}
     assert rows == {"train": [4 * 366, 4 * 365], "valid": [4 * 366]}
 

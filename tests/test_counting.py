@@ -356,7 +356,6 @@ def test_a_peak_is_not_below_what_the_run_reached(
     monkeypatch.setattr(peaks, "measure_peaks", lambda *arguments: low)
     tiny_run("mnist_cnn", tmp_path, throughput={"warmup": 0, "trials": 2, "batches": 2})
     found = throughput(tmp_path, tiny_data("mnist_cnn") / "manifest.json")
-    assert found.synthetic and found.full and found.work and found.peaks
     fastest = max(*found.synthetic.trial_throughput, *found.full.trial_throughput)
     assert found.peaks.flops == pytest.approx(fastest * found.work.flops)
     assert max(found.mfu("SYNTHETIC") or 0, found.mfu("FULL") or 0) <= 1

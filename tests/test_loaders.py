@@ -489,7 +489,6 @@ def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> N
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/workflow_scripts:{ROOT}"}
     command = [sys.executable, tmp_path / "endless.py", tmp_path]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as training:
-        assert training.stdout is not None
         processes = [Path(f"/proc/{pid}") for pid in training.stdout.readline().split()]
         assert len(processes) == 2 and all(process.exists() for process in processes)
         training.kill()

@@ -103,7 +103,6 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
         assert at["forward"] == pytest.approx(found.activations - batch + parts, abs=64)
     assert at["backward"] == pytest.approx(own, abs=64)
     held = found.parameters + found.optimizer + masters + batch
-    assert found.peak is not None
     assert most == pytest.approx(found.peak - held, abs=64)
 
 
@@ -132,7 +131,6 @@ def test_several_ranks_hold_their_gradients() -> None:
     assert one.gradients == two.gradients == one.parameters
     assert predicted(UNET, ranks=2, parallel={"bucket_view": False}).gradients == 2 * one.gradients
     assert [predicted(UNET, ranks=n, **masters).gradients for n in (1, 2)] == [1.5 * one.parameters] * 2
-    assert one.peak and two.peak
     assert 0.9 * one.gradients <= two.peak - one.peak <= 1.1 * one.gradients
 
 

@@ -68,7 +68,6 @@ def test_one_cuda_in_the_gpu_image() -> None:
 def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where else it stands, `make version` writes it, and `make release-check` reads it."""
     spec = spec_from_file_location("release", ROOT / ".ci/release.py")
-    assert spec and spec.loader
     release = module_from_spec(spec)
     spec.loader.exec_module(release)
     assert list(release.wrong(None)) == []

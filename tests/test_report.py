@@ -826,7 +826,6 @@ def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
     """Not the rates of other moments: where both were timed in turns they may differ."""
     plan = read_plan(ladder.plans[0])
     shown = sections.speed(plan)
-    assert shown
     ratios = [1.0, 110 / 24, 180 / 24]
     assert [bar["share"] for bar in shown["bars"]] == pytest.approx([ratio / 7.5 for ratio in ratios])
     html = ladder.report()
@@ -1103,7 +1102,6 @@ def test_a_ladder_is_a_waterfall(results: Results) -> None:
         results.run("p", name, triplet=each, epochs=0, precision=name)
     path = results.plan("p", {name: name for name in rates}, measure=("throughput",))
     section = sections.waterfall(read_plan(path), sections.Page())
-    assert section
     rows = section.charts[0].rows
     assert [(row["from"], row["to"]) for row in rows] == [(0, 1), (1, 4), (4, 4.05), (4.05, 3)]
     assert [row["step"] for row in rows] == ["first", "faster", "within noise", "slower"]
@@ -1195,7 +1193,6 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     """Waiting for data is without the copy within it; what no range covers is the rest; the line is a plain step."""
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     profile = plan.runs[0].profile
-    assert profile
     expected = {"data": 0.02, "copy": 0.01, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.01}
     assert profiles.of_tool(profile.tools[0]) == pytest.approx(expected)
     # 16 samples at 66 and 490 samples/s are the steps of FULL
@@ -1204,7 +1201,6 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     page = Page(explained.report()).text
     assert "The upright line and the number are FULL" in page and "that was not profiled" not in page
     section = profiles.section(plan, Path())
-    assert section
     chart = section.charts[0]
     said = [row["said"] for row in chart.rows if "said" in row]
     assert said == ["242 ms", "32.7 ms"] and "time of a step (ms)" in chart.text
@@ -1323,7 +1319,6 @@ def test_curves_are_where_the_numbers_are(results: Results) -> None:
     results.run("p", "a", triplet=None, epochs=6, final=0.5, speed=32.0)
     plan = read_plan(results.plan("p", {"a": "a"}, measure=("train",)))
     section, (run,) = curves.training(plan), plan.runs
-    assert section
     loss = section.charts[0]
     for what, key in (("validation", "valid_loss"), ("training", "train_loss")):
         rows = [row for row in loss.rows if row["what"] == what]
@@ -1347,7 +1342,6 @@ def test_a_published_metric_is_followed(results: Results) -> None:
     plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
     metric, section = curves.followed(plan), curves.training(plan)
     assert metric and metric.name == "rmse_normalised/u10", "the published one, not the leading rmse/u10"
-    assert section
     chart = section.charts[1]
     assert chart.spec["layer"][1]["data"]["values"] == [{"level": 0.13, "words": "published: 0.13"}]
     expected = [epoch.metrics[metric.name] for run in plan.runs for epoch in run.epochs]

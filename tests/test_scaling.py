@@ -278,7 +278,6 @@ def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> Non
 
 def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) -> None:
     view = scaling.section(weak)
-    assert view
     row = cells(view.tables[0], 2)
     assert row["Run", "run"] == ("b16_ddp_8", "b16 ddp 8")
     expected = {
@@ -410,7 +409,6 @@ def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -
         Published(runs=figure.runs, samples_per_second=100),  # stands beside none of the shares
     ]
     view = scaling.section(PlanResult(weak.record.model_copy(update={"published": figures}), weak.runs))
-    assert view
     row = cells(view.tables[0], 2)
     assert row["FULL", "efficiency"][1] == "± 4 %; published: 78 %, SC22"
     assert row["SYNTHETIC", "communication"][1] == "± 4 %; published: 25 %, SC22"
@@ -516,7 +514,6 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
     view = scaling.parallelism(
         PlanResult(plan.record.model_copy(update={"published": [memory, later, speed]}), plan.runs)
     )
-    assert view
     ddp, tp4, fsdp = (cells(view.tables[0], row) for row in range(3))
     assert [tp4["Devices", key][0] for key in ("in all", "tp", "cp", "dp")] == ["16", "4", "1", "4"]
     assert [tp4["Memory of a device", key][0] for key in ("predicted", "measured")] == ["30.0 GB", "32.7 GB"]

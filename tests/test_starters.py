@@ -77,7 +77,6 @@ def test_nobody_gets_into_a_run_on_one_node() -> None:
     command = [*words[:-3], "-c", STAY.format(nodes=1, each=2)]  # in place of -P -m dlscale
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, **pipes) as node:
-        assert node.stdout
         said = "".join(node.stdout.readline() for _ in range(4))  # two of each
         family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
         listening = {each.laddr.ip for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"}

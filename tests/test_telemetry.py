@@ -249,7 +249,6 @@ def published_job() -> RunResult:
 
 def test_the_published_job() -> None:
     job = profiles.job(published_job())
-    assert job is not None
     assert (job.stage, job.seconds, job.cores) == ("train", 56, 1)
     assert job.cpu_seconds == pytest.approx(15 * 0.8 + 40 * 1.025) and job.cpu_seconds == pytest.approx(53)
     assert job.efficiency == pytest.approx(0.9464, abs=1e-4)

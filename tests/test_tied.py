@@ -88,7 +88,6 @@ def save(step: Step, world: World, folder: Path) -> None:
 def resume(step: Step, world: World, folder: Path) -> None:
     make_state(step.optimizer)
     loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.shards().items()})
-    assert loaded
     step.load(loaded[1], loaded[0].scaler)
 
 

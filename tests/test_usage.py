@@ -38,7 +38,6 @@ def python(code: str, *words: object) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> float:
-    assert process.stdout
     return float(process.stdout.readline())
 
 

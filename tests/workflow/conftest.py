@@ -222,7 +222,6 @@ class Tree:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-        assert self._dry_runs.stdin and self._dry_runs.stdout
         self.log.unlink(missing_ok=True)
         self._dry_runs.stdin.write(json.dumps([*COMMON, "--dry-run", "-p", *arguments, "--", *targets]) + "\n")
         self._dry_runs.stdin.flush()

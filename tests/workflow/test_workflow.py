@@ -401,7 +401,6 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     process.kill()  # Snakemake alone: its training lives on
     process.wait()
     owner = int((checkpoints / ".lock").read_text().split()[1])
-    assert process.stdout
     try:
         os.kill(owner, signal.SIGSTOP)  # so that it is there still when the others ask
         locked = clone.snakemake(*call)
