@@ -232,7 +232,6 @@ def test_it_begins_with_a_day_and_is_drawn(machine: Machine, capsys: pytest.Capt
 def test_what_is_wrong_is_one_message(
     machine: Machine, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
-    folders = measured(machine, (100.0, 101.0, 150.0))
-    assert main(["history", *folders, *words]) == 2
+    assert main(["history", *measured(machine, (100.0, 101.0, 150.0)), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

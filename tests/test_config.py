@@ -371,8 +371,7 @@ def test_later_layers_win_and_the_rest_stays() -> None:
     ).plans["p"]
     a, b = (found[name].run for name in "ab")
     assert (a.optimizer.lr, a.optimizer.eps, a.optimizer.weight_decay, b.optimizer.lr) == (3.0, 2.0, 1.0, 0.1)
-    kept = (shipped["loss"]["kind"], shipped["model"]["init_std"])
-    assert (a.loss.kind, a.model.init_std) == kept  # type: ignore[union-attr]
+    assert (a.loss.kind, a.model.init_std) == (shipped["loss"]["kind"], shipped["model"]["init_std"])  # type: ignore[union-attr]
 
 
 def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
@@ -665,8 +664,7 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
         }
         assert run.loss.model_dump() == {"kind": "l1", "density_weight": 0.0}
         assert (run.optimizer.kind, run.schedule.kind, run.schedule.end_lr) == ("adam", "cosine", 0.0)
-        found = (run.samples.crop, run.training.steps, run.local_batch_size)  # type: ignore[union-attr]
-        assert found == (64, None, local)
+        assert (run.samples.crop, run.training.steps, run.local_batch_size) == (64, None, local)
         assert run.geometry.gpus_per_node <= 4  # those of the site that is shipped; Summit's nodes had six
         optimised = "opt" in run_name or "test" in run_name
         workers = 2 if not optimised else 8 if run_name == "short_opt" else 2 if local == 64 else 7

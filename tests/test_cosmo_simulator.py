@@ -20,8 +20,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def simulate(path: Path, index: int, progress: Callable[..., None] = lambda *done: None, **source: float) -> Path:
-    raw = SimpleNamespace(index=index)
-    simulator.acquire(SimpleNamespace(source=SimpleNamespace(**source)), raw, path, progress)
+    simulator.acquire(SimpleNamespace(source=SimpleNamespace(**source)), SimpleNamespace(index=index), path, progress)
     return path
 
 

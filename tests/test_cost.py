@@ -469,5 +469,4 @@ def test_a_training_in_parts_is_its_part(
 ) -> None:
     """Of 12 samples in batches of 4, and 3 for validation before all and after each epoch, a third of the work each."""
     training = SimpleNamespace(epochs=epochs, steps=steps, stop_after=until)
-    validations = 1 + (until or 4)
-    assert training_work(SimpleNamespace(batch_size=4, training=training), 12, 3) == samples + validations
+    assert training_work(SimpleNamespace(batch_size=4, training=training), 12, 3) == samples + 1 + (until or 4)

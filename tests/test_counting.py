@@ -72,8 +72,7 @@ def test_formula_operators_and_figures_by_hand_agree(case: Case, by_hand: float)
 def test_what_the_operators_count_less_is_the_gradient_of_the_input() -> None:
     """The convention of formulas has it: one more product of the first layer."""
     found = count(UNET)
-    first_layer = 2 * 4**3 * 4 * 64 * 32**3
-    assert UNET.flops() - found.flops.total() / UNET.batch_size == first_layer
+    assert UNET.flops() - found.flops.total() / UNET.batch_size == 2 * 4**3 * 4 * 64 * 32**3, "the first layer's"
 
 
 #: A tiny run of each study; and one that is told more: earlier states, the clock and static fields.

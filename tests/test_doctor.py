@@ -482,8 +482,7 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
         return {finding["name"]: finding for finding in json.loads(done.stdout)}
 
     sound = found(SBATCH_ACCOUNT="m0000")
-    names = ("Slurm", "account", "CPU nodes", "GPU nodes")
-    assert [sound[name]["status"] for name in names] == ["ok"] * 4, sound
+    assert [sound[name]["status"] for name in ("Slurm", "account", "CPU nodes", "GPU nodes")] == ["ok"] * 4, sound
     assert sound["account"]["text"] == "m0000, m0000_g" and "constraint gpu" in sound["GPU nodes"]["text"]
     assert found(SBATCH_ACCOUNT="m9999")["account"]["status"] == "FAIL"
     site["scheduler"]["gpu_nodes"]["constraint"] = "gpu&hbm90g"

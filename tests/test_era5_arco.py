@@ -75,8 +75,7 @@ def write(states: xr.Dataset, store: Path) -> None:
 def small(store: Path) -> dict[str, Any]:
     """Return the shipped dataset on a store of three days."""
     days = {"train": ["2019-12-31", "2020-01-01"], "valid": ["2020-01-02", "2020-01-02"]}
-    changes = {"source": {"kind": "zarr", "store": str(store)}, "split": days, "crop": [ROWS - 1, COLUMNS]}
-    return shipped() | changes
+    return shipped() | {"source": {"kind": "zarr", "store": str(store)}, "split": days, "crop": [ROWS - 1, COLUMNS]}
 
 
 def humidity(t: float, q: float, p: float) -> float:
@@ -172,5 +171,4 @@ def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callab
     MnistDataset.model_validate({"kind": "mnist", "source": source})  # a digest for each file, and of no other
     assert len(source["sha256"]) == 4
     for name in ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"):
-        found = hashlib.sha256(shared(f"data/mnist/{name}").read_bytes()).hexdigest()
-        assert found == source["sha256"][name]
+        assert hashlib.sha256(shared(f"data/mnist/{name}").read_bytes()).hexdigest() == source["sha256"][name]

@@ -524,8 +524,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     era5(training=settings)  # it was done: nothing is trained
     assert provenance(folder)["resumed_from_step"] == 30
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
-    place = client.get_experiment_by_name(folder.parent.name).experiment_id
-    (run,) = client.search_runs([place])
+    (run,) = client.search_runs([client.get_experiment_by_name(folder.parent.name).experiment_id])
     assert (run.info.run_name, run.info.status) == (f"{folder.parent.name}.run", "FINISHED")
     expected = flat(load_run(folder / "config.yaml", "train").model_dump(mode="json"))
     assert run.data.params == {key: str(value) for key, value in expected.items()}

@@ -368,8 +368,7 @@ def test_the_profiles_sites_are_valid(name: str, monkeypatch: pytest.MonkeyPatch
 def perlmutter(monkeypatch: pytest.MonkeyPatch) -> slurm.Scheduler:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("SBATCH_ACCOUNT", "m1234")
-    scheduler = config.load_files("config.yaml", site="perlmutter").workflow.site.scheduler
-    return scheduler
+    return config.load_files("config.yaml", site="perlmutter").workflow.site.scheduler
 
 
 def test_what_a_run_on_one_gpu_asks_for(perlmutter: slurm.Scheduler) -> None:

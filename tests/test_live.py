@@ -179,5 +179,4 @@ def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
 
 
 def test_a_call_that_is_killed(tmp_path: Path) -> None:
-    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    assert status.shown(killed) == 137
+    assert status.shown([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]) == 137

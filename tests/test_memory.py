@@ -102,8 +102,7 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
         parts = own if "accumulation_steps" in over else 0
         assert at["forward"] == pytest.approx(found.activations - batch + parts, abs=64)
     assert at["backward"] == pytest.approx(own, abs=64)
-    held = found.parameters + found.optimizer + masters + batch
-    assert most == pytest.approx(found.peak - held, abs=64)
+    assert most == pytest.approx(found.peak - (found.parameters + found.optimizer + masters + batch), abs=64)
 
 
 def test_activations_are_what_autograd_saves() -> None:

@@ -188,8 +188,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
     assert json.loads(done.stdout)[1:] == digests, "what a checkout made is made again by the same code, installed"
 
     laid = {path: path.read_text() for path in installed.study.rglob("*") if path.is_file()}
-    said = installed.call("dlscale", "init", ".", status=2)
-    assert "Snakefile: is there already, and nothing was written" in said
+    assert "Snakefile: is there already, and nothing was written" in installed.call("dlscale", "init", ".", status=2)
     assert laid == {path: path.read_text() for path in laid}
     links = [(path, link) for path, text in laid.items() for link in re.findall(r"\]\((\.[^)]*)\)", text)]
     assert links and not [link for path, link in links if not (path.parent / link).exists()]

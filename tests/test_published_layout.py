@@ -130,8 +130,7 @@ def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, y
     means, stds = np.linspace(-3, 50, CHANNELS), np.geomspace(0.1, 1e5, CHANNELS)
     for name, values in (("means", means), ("stds", stds)):
         np.save(years / "stats" / f"global_{name}.npy", values.reshape(1, -1, 1, 1).astype(np.float32))
-    data = make_dataset(tmp_path / "data", era5(years, crop=[HEIGHT, WIDTH]))
-    manifest = Manifest.read(data / "manifest.json")
+    manifest = Manifest.read(make_dataset(tmp_path / "data", era5(years, crop=[HEIGHT, WIDTH])) / "manifest.json")
     for split in ("train", "valid"):
         pairs = Pairs(manifest, split, PairSamples(kind="pairs", dt=2), seed=0)
         for index in range(pairs.size):
@@ -211,5 +210,4 @@ def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_da
     for index in range(one.size):
         for x, y in zip(one.read(1, index), two.read(1, index), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-    means = [np.load(m.path(Extra.of(m).climatology or "")) for m in (ours, theirs)]
-    np.testing.assert_array_equal(*means)
+    np.testing.assert_array_equal(*[np.load(m.path(Extra.of(m).climatology or "")) for m in (ours, theirs)])

@@ -1101,8 +1101,7 @@ def test_a_ladder_is_a_waterfall(results: Results) -> None:
     for name, each in rates.items():
         results.run("p", name, triplet=each, epochs=0, precision=name)
     path = results.plan("p", {name: name for name in rates}, measure=("throughput",))
-    section = sections.waterfall(read_plan(path), sections.Page())
-    rows = section.charts[0].rows
+    rows = sections.waterfall(read_plan(path), sections.Page()).charts[0].rows
     assert [(row["from"], row["to"]) for row in rows] == [(0, 1), (1, 4), (4, 4.05), (4.05, 3)]
     assert [row["step"] for row in rows] == ["first", "faster", "within noise", "slower"]
     assert [row["was"] for row in rows] == ["–", "data loading", "computation", "computation"]

@@ -167,8 +167,7 @@ def test_the_call() -> None:
     ],
 )
 def test_an_option_that_snakemake_has_not_is_one_message(words: str, said: str) -> None:
-    call = run.command(run.sort(words.split()), [], {})
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    done = subprocess.run(run.command(run.sort(words.split()), [], {}), capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith(f"dlscale run: {said}") and done.stderr.count("\n") == 1
 
 

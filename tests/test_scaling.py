@@ -463,8 +463,7 @@ def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None
     assert view and "the target" in view.about
     heading = f"To validation loss ≤ {wanted:g}"
     first, _, last = (cells(view.tables[0], row) for row in range(3))
-    spent = [took(run, *scaling.aim(plan)) for run in plan.runs[:2]]  # type: ignore[misc]
-    steps = [each.epoch.step for each in spent if each.epoch]
+    steps = [each.epoch.step for each in [took(run, *scaling.aim(plan)) for run in plan.runs[:2]] if each.epoch]
     assert len(steps) == 2
     assert first[heading, "reached by"][0] == "2 of 2 runs" and last[heading, "reached by"][0] == "0 of 2 runs"
     assert first[heading, "steps"][0] == str(round(sum(steps) / 2))

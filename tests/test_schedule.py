@@ -49,8 +49,7 @@ def test_the_cosine_ends_at_its_end(warmup: int, end: float) -> None:
 )
 def test_closed_form(step: int, share: float) -> None:
     found = rates(100, peak=3e-4, warmup_steps=20, end_lr=1e-5)
-    expected = 3e-4 * share if step < 20 else 1e-5 + (3e-4 - 1e-5) * share
-    assert found[step] == pytest.approx(expected, rel=1e-12)
+    assert found[step] == pytest.approx(3e-4 * share if step < 20 else 1e-5 + (3e-4 - 1e-5) * share, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,7 @@ def test_draws_are_spread_as_the_range_says() -> None:
     }
     trials = list(Sweep(method="random", over=over, trials=1000).runs.values())
     a, b = (np.sort([trial[key] for trial in trials]) for key in "ab")
-    shares = np.log10(a / 1e-4) / 3, (b + 2) / 5
-    for share in shares:
+    for share in (np.log10(a / 1e-4) / 3, (b + 2) / 5):
         assert share.min() >= 0 and share.max() <= 1
         assert np.abs(share - (np.arange(1000) + 0.5) / 1000).max() < 1.95 / math.sqrt(1000)
     for key, count in (("c", 4), ("d", 3)):

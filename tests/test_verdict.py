@@ -335,8 +335,7 @@ def test_explain_prints_the_verdict(
     assert "p.r: bound by data loading" in printed and "slow storage" in printed and "Try next: " in printed
     assert max(map(len, printed.splitlines())) <= 100
     assert stage("explain", tmp_path / "results/plans/p/r", "p.r", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["findings"][0]["cause"] for each in found.values()] == ["storage"] * 2
+    assert [each["findings"][0]["cause"] for each in json.loads(capsys.readouterr().out).values()] == ["storage"] * 2
     (tmp_path / "results/plans/p/r/throughput.json").unlink()
     assert stage("explain", "p.r") == 2
     assert "neither throughput nor a profile was measured" in capsys.readouterr().err

@@ -98,8 +98,7 @@ def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path)
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
     states = published.length
     for year in (0, 1):
-        count = [published.each.count((year, row)) for row in range(states)]
-        assert count == [0, 3, *[1] * (states - 3), 0]
+        assert [published.each.count((year, row)) for row in range(states)] == [0, 3, *[1] * (states - 3), 0]
         assert [mended.each.count((year, row)) for row in range(states)] == [*[1] * (states - 1), 0]
 
 
@@ -109,8 +108,7 @@ def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> Non
     cube = published.boxes[0][1][:, :8, :8, :8]
     vectors = [(1, 2, 3)]
     ours = {apply(symmetry, cube, vectors).tobytes() for symmetry in SYMMETRIES if symmetry.determinant == 1}
-    theirs = {np.ascontiguousarray(mended._turned(cube, *turn)).tobytes() for turn in mended.turns}
-    assert ours == theirs
+    assert ours == {np.ascontiguousarray(mended._turned(cube, *turn)).tobytes() for turn in mended.turns}
     assert len(ours) == 24
     for turn in published.turns[:-1]:
         plain, turned = published._turned(cube, *turn), mended._turned(cube, *turn)

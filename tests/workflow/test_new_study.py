@@ -76,8 +76,7 @@ def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
     assert "7 passed" in call(tree, f"{tests} -p no:cacheprovider -n 0")
     call(tree, "python -m pytest -n 0 tests/test_architecture.py -k 'quokka or named_outside or tiny'")
     call(tree, run)
-    plan = tree.path / "results/plans/quokka_ladder"
-    check_ladder(tree.path / "results", "quokka", plan / "report.html")
+    check_ladder(tree.path / "results", "quokka", tree.path / "results/plans/quokka_ladder/report.html")
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:

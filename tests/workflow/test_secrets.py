@@ -47,8 +47,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     folder.mkdir()
     files(folder, (rng.integers(0, 256, (48, 28, 28), dtype=np.uint8), rng.integers(0, 10, 48, dtype=np.uint8)))
     asked: list[str] = []
-    handler = type("Bound", (_Guarded,), {"asked": asked})
-    with served(functools.partial(handler, directory=str(folder))) as place:
+    with served(functools.partial(type("Bound", (_Guarded,), {"asked": asked}), directory=str(folder))) as place:
         yield place, asked
 
 
