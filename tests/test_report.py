@@ -35,7 +35,7 @@ from dlscale.core.files import OLDEST
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
-from dlscale.measure.records import OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
+from dlscale.measure.records import MODES, OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
 from dlscale.report.results import read_plan, read_run
@@ -1086,15 +1086,6 @@ def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
     assert training and [chart.name for chart in training.charts] == ["p-metric"], "of the others there is nothing"
 
 
-def test_bars_and_whiskers_are_as_long_as_the_numbers(ladder: Results) -> None:
-    rows = sections.rates(plan := read_plan(ladder.plans[0]), plan.runs).rows
-    assert [row["mode"] for row in rows] == ["IO", "SYNTHETIC", "FULL"] * 3
-    means = [30, 120, 24, 200, 120, 110, 205, 240, 180]
-    assert [(row["from"], row["to"]) for row in rows] == [(0, mean) for mean in means]
-    ends = [(mean * 0.98, mean * 1.02) for mean in means]  # one standard deviation, mean / 50, to each side
-    assert [(row["low"], row["high"]) for row in rows] == [pytest.approx(each) for each in ends]
-
-
 def test_a_ladder_is_a_waterfall(results: Results) -> None:
     """Each bar begins where the one before came to; the last two rungs give nothing, and take some away."""
     rates = {"a": (30.0, 120.0, 20.0), "b": (500.0, 120.0, 80.0), "c": (500.0, 120.0, 81.0), "d": (500.0, 90.0, 60.0)}
@@ -1123,12 +1114,13 @@ def test_charts_are_files_too(ladder: Results) -> None:
     means = [30, 120, 24, 200, 120, 110, 205, 240, 180]
     assert [bar / max(bars) for bar in bars] == pytest.approx([mean / 240 for mean in means], abs=1e-3)
     assert (folder / "ladder-loss.pdf").read_bytes().startswith(b"%PDF")
-    rows = list(csv.DictReader((folder / "ladder-throughput.csv").open()))
-    assert [float(row["to"]) for row in rows] == means
+    rows = [*csv.DictReader((folder / "ladder-throughput.csv").open())]
+    assert [(row["mode"], float(row["to"])) for row in rows] == [*zip([*MODES] * 3, means, strict=True)]
+    ends = [(0.98 * mean, 1.02 * mean) for mean in means]  # one standard deviation, mean / 50, to each side
+    assert [(float(row["low"]), float(row["high"])) for row in rows] == [pytest.approx(each) for each in ends]
     columns = next(csv.reader((folder / "ladder-loss.csv").open()))
     assert "time, validation included (s)" in columns, "units are told"
-    early = ladder.report("Demo", "q")
-    assert 'href="figures/' not in early, "of a page that is being filled"
+    assert 'href="figures/' not in ladder.report("Demo", "q"), "of a page that is being filled"
 
 
 # ---- profiles, telemetry ----------------------------------------------------------------

@@ -547,22 +547,6 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_the_one_stream(make: Any, ranks: int) -> None:
-    """The published ranks were all seeded alike and trained on the same crops."""
-    samples, batch = make(), 6
-    expected = stream(samples, 1)
-    loaders = [torch_loader_of(make(), batch, rank=rank, ranks=ranks) for rank in range(ranks)]
-    found = [epoch_of(loader, 1) for loader in loaders]
-    assert samples.size % batch, "choose sizes with a partial last batch"
-    for step in range(-(-samples.size // batch)):
-        together = flat([found[rank][step] for rank in range(ranks)])
-        assert together == expected[step * batch : (step + 1) * batch]
-        assert len(set(together)) == len(together)
-    assert len({len(loader) for loader in loaders}) == 1  # nobody waits for a step that others do not have
-    assert all(loader.samples == samples.size for loader in loaders)
-
-
 def test_shares_cover_every_batch_as_equally_as_can_be() -> None:
     for size, batch, ranks in itertools.product(range(1, 25), range(1, 9), range(1, 5)):
         shares = [Share(batch, rank, ranks) for rank in range(ranks)]
