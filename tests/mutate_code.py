@@ -209,7 +209,7 @@ MUTATIONS = [
         "config/compute.py",
         '"optimizer", "precision", "compile"),',
         '"optimizer", "compile"),',
-        "test_compute.py::test_what_is_computed_does",
+        "test_jobs.py::test_what_is_computed_does",
     ),
     Mutation(
         "scaling_weak_for_strong",
@@ -407,14 +407,14 @@ MUTATIONS = [
         "data/staging.py",
         "record.get(file.path) != _seen(manifest, file)]",
         "file.path not in record]",
-        "test_verification.py::test_once",
+        "test_staging.py::test_once",
     ),
     Mutation(
         "manifest_without_its_seal",
         "data/manifest.py",
         "if manifest.own != manifest._sealed().own:",
         "if not manifest.own:",
-        "test_verification.py::test_a_number_that_was_changed_in_a_manifest_is_refused",
+        "test_staging.py::test_a_number_that_was_changed_in_a_manifest_is_refused",
     ),
     Mutation(
         "resumed_one_byte_late",
@@ -592,7 +592,7 @@ MUTATIONS = [
         "measure/turns.py",
         "for turn in (order, order[::-1]):",
         "for turn in (order, order):",
-        "test_turns.py::test_who_goes_first_changes_with_each_turn_and_each_opening",
+        "test_throughput.py::test_who_goes_first_changes_with_each_turn_and_each_opening",
     ),
     Mutation(
         "ring_sends_all",
@@ -642,7 +642,7 @@ MUTATIONS = [
         "studies/imagenet_resnet50/model.py",
         "x_BCHW = (x_BCHW - self.mean) / self.std",
         "x_BCHW = x_BCHW / self.std",
-        "test_resnet.py::test_logits_are_those_of_the_layers_one_by_one",
+        "test_models.py::test_logits_are_those_of_the_layers_one_by_one",
     ),
     # ---- parallel --------------------------------------------------------------------------------
     Mutation(
@@ -965,14 +965,14 @@ MUTATIONS = [
         "measure/window.py",
         "    counts = list[int]()\n",
         "    counts = timed_steps.__dict__.setdefault('counts', list[int]())\n",
-        "test_turns.py::test_each_turn_counts_its_own_samples",
+        "test_throughput.py::test_each_turn_counts_its_own_samples",
     ),
     Mutation(
         "call_goes_on_unseen",
         "preflight/status.py",
         "            preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),\n",
         "",
-        "test_live.py::test_nothing_goes_on_unseen",
+        "test_status.py::test_nothing_goes_on_unseen",
     ),
     Mutation(
         "jobs_wait_for_each_other",
