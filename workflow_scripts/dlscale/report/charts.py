@@ -351,6 +351,7 @@ def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], show
     encoding |= {
         "color": {**pair, "scale": _scale({run: colour for run, (colour, _) in looks.items()})},
         "opacity": {"condition": {"param": "chosen", "value": 0.8}, "value": 0.08},
+        "tooltip": _told(kept, {"run": "run", **shown}),
     }
     params = [
         {"name": "chosen", "select": {"type": "point", "fields": ["run"]}, "bind": "legend"},
@@ -359,11 +360,16 @@ def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], show
     shape = {**pair, "scale": _scale({run: shape for run, (_, shape) in looks.items()})}
     size = {"field": "share", "type": "quantitative", "scale": {"range": [12, 400]}, "legend": None}
     layer: list[View] = [
-        {"mark": {"type": "line", "clip": True}, "transform": [{"filter": "datum.roof"}], "params": params},
+        {
+            "mark": {"type": "line", "clip": True},
+            "transform": [{"filter": "datum.roof"}],
+            "params": params,
+            "encoding": {"tooltip": {"value": None}},
+        },
         {
             "mark": {"type": "point", "filled": True, "clip": True},
             "transform": [{"filter": "!datum.roof"}],
-            "encoding": {"shape": shape, "size": size, "tooltip": _told(kept, {"run": "run", **shown})},
+            "encoding": {"shape": shape, "size": size},
         },
         {
             "mark": {"type": "text", "dy": -14, "limit": 160, "clip": True},
