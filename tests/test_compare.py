@@ -14,8 +14,10 @@ import pytest
 from PIL import Image
 
 from dlscale.cli import main
+from dlscale.core.files import save_png
 from dlscale.measure.records import Beside, Throughput, Trials
 from dlscale.parallel.records import Device
+from dlscale.report import history
 from tests.test_environment import BEFORE
 from tests.test_report import Results
 from tests.test_speedup import noisy
@@ -214,11 +216,29 @@ def test_each_is_held_against_the_one_before(machine: Machine, capsys: pytest.Ca
     assert main(["history", *folders]) == 0 and "NaN" not in capsys.readouterr().out
 
 
-def test_it_begins_with_a_day_and_is_drawn(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_work_and_other_devices_are_not_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    others: tuple[dict[str, Any], ...] = ({}, {"device": Device(kind="cuda", name="a GPU")}, {"compute": "other"})
+    folders = [str(machine.measure(f"{n}", {"first": 100.0 * n}, **more)) for n, more in enumerate(others, 1)]
+    assert main(["history", *folders, "--json"]) == 0
+    assert [each["over_before"] for each in json.loads(capsys.readouterr().out)] == [None] * 3
+
+
+def test_it_begins_with_a_day_and_is_drawn(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = measured(machine, (100.0, 101.0, 150.0))
-    assert main(["history", *folders, "--since", "2026-04-15", "--out", "history.png"]) == 0
+    drawn = list[Any]()
+
+    def save(figure: Any, path: Path, dpi: int) -> None:
+        drawn.append(figure)
+        save_png(figure, path, dpi)
+
+    monkeypatch.setattr(history, "save_png", save)
+    assert main(["history", *folders, "--since", DAYS[1], "--out", "history.png"]) == 0
     said = capsys.readouterr().out
     assert said.count("p.first") == 2 and "2026-05-01 12:00" in said and DAYS[0] not in said
+    (fast, _) = drawn[0].axes[0].containers
+    assert fast.lines[0].get_ydata() == pytest.approx([1, 150 / 101])
     assert "p.fast" in rows(said) and Image.open(Path("history.png")).size == (900, 500)
 
 
