@@ -179,7 +179,7 @@ def epoch(number: int, end: float, seconds: float, speed: float) -> Epoch:
 def test_energy_a_sample() -> None:
     """100 W while training, 1000 W else: what is not training does not count, nor the first epoch, which warms up."""
     training = [(2, 4), (6, 9), (10, 14)]
-    watts = [100.0 if any(begin <= second < end for begin, end in training) else 1000.0 for second in range(20)]
+    watts = [100.0 if any(begin <= second < end for begin, end in training[1:]) else 1000.0 for second in range(20)]
     samples = [Sample(START + second + 1, 1.0, 2, gpus=(gpu(watts=power),)) for second, power in enumerate(watts)]
     epochs = [epoch(number + 1, end, end - begin, 50.0) for number, (begin, end) in enumerate(training)]
     run = result([samples, samples], *epochs)
@@ -208,7 +208,7 @@ def test_a_node_counts_its_energy(tmp_path: Path) -> None:
         for file, content in {"name": name, "max_energy_range_uj": "100000000", "energy_uj": "90000000"}.items():
             (folder / zone / file).write_text(f"{content}\n")
     meter = Meter(tmp_path)
-    for zone in ("intel-rapl:0", "intel-rapl:0:0"):
+    for zone in ("intel-rapl:0", "intel-rapl:0:0", "intel-rapl:1"):
         (folder / zone / "energy_uj").write_text("95000000\n")
     assert meter.joules() == pytest.approx(5)
     (folder / "intel-rapl:0/energy_uj").write_text("1000000\n")
@@ -226,9 +226,9 @@ def test_a_node_counts_its_energy(tmp_path: Path) -> None:
 def test_goodput_is_the_share_of_training_over_all_tries() -> None:
     epochs = [epoch(1, 10, 10, 1.0), epoch(2, 60, 20, 1.0)]
     epochs[1] = epochs[1].model_copy(update={"valid_seconds": 5.0})
-    resumed = result([], *epochs, resumed_from_step=1).goodput
-    assert resumed and (resumed.training, resumed.validation, resumed.rest) == pytest.approx((30 / 65, 5 / 65, 30 / 65))
     at = [dt.datetime.fromtimestamp(START + moment, dt.UTC).isoformat() for moment in (-20, 80)]
+    resumed = result([], *epochs, resumed_from_step=1, started=at[0], finished=at[1]).goodput
+    assert resumed and (resumed.training, resumed.validation, resumed.rest) == pytest.approx((30 / 65, 5 / 65, 30 / 65))
     whole = result([], *epochs, started=at[0], finished=at[1]).goodput
     assert whole and (whole.training, whole.rest) == pytest.approx((0.3, 0.65))
     assert result([]).goodput is None
