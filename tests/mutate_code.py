@@ -830,7 +830,7 @@ MUTATIONS = [
         "train/schedule.py",
         "return peak * (step + 1) / warmup",
         "return peak * step / warmup",
-        "test_schedule.py::test_closed_form",
+        "test_schedule.py::test_each_form_after_each_warm_up_is_pytorchs",
     ),
     Mutation(
         "schedule_linear_for_sqrt",

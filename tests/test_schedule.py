@@ -35,24 +35,6 @@ def test_the_cosine_ends_at_its_end(warmup: int, end: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "share"),
-    [
-        (0, 1 / 20),  # the warm-up begins at its first step's share, not at zero
-        (9, 10 / 20),
-        (19, 1.0),
-        (20, 1.0),  # 80 steps of cosine follow
-        (40, (1 + math.sqrt(0.5)) / 2),  # a quarter of them: cos 45 degrees
-        (60, 0.5),
-        (80, (1 - math.sqrt(0.5)) / 2),
-        (100, 0.0),
-    ],
-)
-def test_closed_form(step: int, share: float) -> None:
-    found = rates(100, peak=3e-4, warmup_steps=20, end_lr=1e-5)
-    assert found[step] == pytest.approx(3e-4 * share if step < 20 else 1e-5 + (3e-4 - 1e-5) * share, rel=1e-12)
-
-
-@pytest.mark.parametrize(
     ("settings", "theirs"),
     [
         ({"gamma": 0.7}, lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.7)),
@@ -140,11 +122,6 @@ def test_the_schedule_of_published_image_classifiers() -> None:
 def test_what_does_not_go_together(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         validate(Schedule, settings)
-
-
-def test_constant() -> None:
-    assert rates(50, kind="constant") == [1.0] * 51
-    assert rates(50, kind="constant", warmup_steps=4)[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])

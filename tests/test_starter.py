@@ -6,6 +6,8 @@ Its network and its loss are tested in `test_starter_cnn.py`, which is what a ne
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import shlex
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from dlscale.studies import new_study
 from dlscale.studies.starter_cnn.model import StarterCNN
 from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train, variables
 from tests.test_parallel import train_by
+from tests.test_training import bare_loop
 
 # ---- the network -------------------------------------------------------------------------------------
 
@@ -310,41 +313,21 @@ def test_it_trains_as_a_plain_loop_does(tmp_path: Path, tiny_data: Callable[[str
     tiny = TINY["starter_cnn"]
     make_run(tmp_path, "starter_cnn", {**tiny["run"], "training": {"epochs": 3}}, tiny["dataset"])
     assert train(tmp_path, tiny_data("starter_cnn") / "manifest.json") == 0
-    session = tiny_session(
-        "starter_cnn", tiny["dataset"], {**tiny["run"], "training": {"epochs": 3}}, tiny_data("starter_cnn")
-    )
+    session = tiny_session("starter_cnn", tiny["dataset"], tiny["run"], tiny_data("starter_cnn"))
     torch.manual_seed(session.run.seed)
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.LeakyReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.LeakyReLU()),
-        *(nn.Conv2d(8, 8, 3, padding=1), nn.LeakyReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.LeakyReLU()),
-        *(nn.Conv2d(8, 1, 3, padding=1), nn.LeakyReLU()),
+    convolutions = [nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise((1, 8, 8, 8, 8, 1))]
+    train_losses, valid_losses = bare_loop(
+        nn.Sequential(*(layer for each in convolutions for layer in (each, nn.LeakyReLU()))),
+        lambda prediction, target: F.mse_loss(prediction, target, reduction="none").mean((1, 2, 3)),
+        *(session.samples(split) for split in ("train", "valid")),
+        steps_by_epoch=[2, 2, 2],
+        batch=8,
+        rate=lambda step: 1e-2 * 0.5 * (1 + math.cos(math.pi * step / 6)),
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * 2)
-
-    def batches(split: str, epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        samples = session.samples(split)
-        x, y = (
-            torch.from_numpy(np.stack(a))
-            for a in zip(*(samples.read(epoch, i) for i in range(samples.size)), strict=True)
-        )
-        return list(zip(x.split(8), y.split(8), strict=True))
-
-    for epoch, record in enumerate(records(tmp_path)):
-        losses = []
-        for x, y in batches("train", epoch):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        assert record["train_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-        with torch.no_grad():
-            x, y = batches("valid", 0)[0]
-            error = F.mse_loss(model(x), y).item()
-        assert record["valid_loss"] == pytest.approx(error, rel=1e-4)
-        assert record["metrics"]["rmse"] == pytest.approx(error**0.5, rel=1e-4)
+    found = records(tmp_path)
+    assert [each["train_loss"] for each in found] == pytest.approx(train_losses, rel=1e-4)
+    assert [each["valid_loss"] for each in found] == pytest.approx(valid_losses, rel=1e-4)
+    assert found[-1]["metrics"]["rmse"] == pytest.approx(valid_losses[-1] ** 0.5, rel=1e-4)
 
 
 def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
