@@ -30,7 +30,7 @@ from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample, sampled
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
-from dlscale.measure.telemetry import Gpus, Meter, bus_ids
+from dlscale.measure.telemetry import Gpus, Energy, bus_ids
 from dlscale.report import profiles
 from dlscale.report.results import PlanResult, RunResult
 from dlscale.train.provenance import Provenance
@@ -207,7 +207,7 @@ def test_a_node_counts_its_energy(tmp_path: Path) -> None:
         (folder / zone).mkdir(parents=True)
         for file, content in {"name": name, "max_energy_range_uj": "100000000", "energy_uj": "90000000"}.items():
             (folder / zone / file).write_text(f"{content}\n")
-    meter = Meter(tmp_path)
+    meter = Energy(tmp_path)
     for zone in ("intel-rapl:0", "intel-rapl:0:0", "intel-rapl:1"):
         (folder / zone / "energy_uj").write_text("95000000\n")
     assert meter.joules() == pytest.approx(5)
@@ -216,11 +216,11 @@ def test_a_node_counts_its_energy(tmp_path: Path) -> None:
     assert meter.joules() == pytest.approx(5 + 6 + 2)
     (tmp_path / "cray/pm_counters").mkdir(parents=True)
     (tmp_path / "cray/pm_counters/energy").write_text("5000 J 1700000000000000 us\n")
-    cray = Meter(tmp_path)
+    cray = Energy(tmp_path)
     (tmp_path / "cray/pm_counters/energy").write_text("5300 J 1700000001000000 us\n")
-    assert cray.joules() == 300 and Meter(tmp_path / "nothing").joules() is None
+    assert cray.joules() == 300 and Energy(tmp_path / "nothing").joules() is None
     (tmp_path / "cray/pm_counters/energy").write_bytes(b"\xff")
-    assert Meter(tmp_path).joules() == 0, "RAPL's, where Cray's cannot be read"
+    assert Energy(tmp_path).joules() == 0, "RAPL's, where Cray's cannot be read"
 
 
 def test_goodput_is_the_share_of_training_over_all_tries() -> None:

@@ -41,7 +41,7 @@ class Node:
 
     def __init__(self, root: int, ranks: int, gpus: int) -> None:
         self._root, self._ranks, self._cores = root, ranks, psutil.cpu_count() or 1
-        self.gpus, self._meter = Gpus(gpus), None if gpus else Meter()
+        self.gpus, self._meter = Gpus(gpus), None if gpus else Energy()
         self._time, self._machine, self._run = time.monotonic(), psutil.cpu_times(), self._used()
 
     def sample(self) -> Sample:
@@ -103,7 +103,7 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
 # ---- the node's own counters of energy ----------------------------------------------------------------
 
 
-class Meter:
+class Energy:
     """Energy since it was made: of the whole node where Cray counts it, else of processors and memory (RAPL).
 
     RAPL's counters are in microjoules, and begin anew at `max_energy_range_uj` (Linux, Documentation/power/powercap);
