@@ -30,7 +30,7 @@ from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample, sampled
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
-from dlscale.measure.telemetry import Gpus, Energy, bus_ids
+from dlscale.measure.telemetry import Energy, Gpus, bus_ids
 from dlscale.report import profiles
 from dlscale.report.results import PlanResult, RunResult
 from dlscale.train.provenance import Provenance
