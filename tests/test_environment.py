@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,9 +54,22 @@ def test_it_is_that_of_the_process(tmp_path: Path) -> None:
     listed = subprocess.run(freeze, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.split()
     same = [{re.sub(r"[-_.]+", "-", each).lower() for each in packages} for packages in (found.packages, listed)]
     assert same[0] == same[1]
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert (found.git or {}).get("commit", "") == head
+    calls = ["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]
+    head, changed = (
+        subprocess.run(["git", "-C", str(ROOT), *call], capture_output=True, text=True).stdout.strip() for call in calls
+    )
+    assert found.commit() == f"{head}{' with local changes' * bool(changed)}"
     assert found.kernel == os.uname().release and found.host == os.uname().nodename
+
+
+def test_a_gpu_is_told_in_the_units_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, device = Mock(), Mock(total_memory=H200.memory_bytes)
+    device.name = H200.name
+    driver.nvmlDeviceGetEnforcedPowerLimit.return_value = 700_000  # mW
+    driver.nvmlDeviceGetEccMode.return_value, driver.nvmlDeviceGetMigMode.return_value = (1, 1), (0, 0)
+    driver.nvmlDeviceGetMaxClockInfo.side_effect = lambda _, kind: {driver.NVML_CLOCK_SM: 1980}.get(kind, 2619)
+    monkeypatch.setattr(environment, "nvml", lambda ask: ask(driver))
+    assert environment._gpu(device) == H200.model_copy(update={"memory_mhz": 2619})
 
 
 def test_a_stage_is_done_without_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

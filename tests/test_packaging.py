@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
+from dlscale.core.fingerprint import DOCS
 from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.settings import read_yaml
 from dlscale.launch import launcher
@@ -148,7 +149,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     base = tmp_path_factory.mktemp("installed")
     source, made = base / "source", Installed(base / "environment", base / "work/a study")
     source.mkdir()
-    for name in ("Snakefile", "config.yaml", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("Snakefile", "config.yaml", "CITATION.cff", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, source)
     for name in ("rules", "profiles", "workflow_scripts"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -193,6 +194,9 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
     links = [(path, link) for path, text in laid.items() for link in re.findall(r"\]\((\.[^)]*)\)", text)]
     assert links and not [link for path, link in links if not (path.parent / link).exists()]
 
+    assert (installed.packages / "dlscale/workflow/CITATION.cff").is_file(), "crates name the software by it"
+    told = installed.call("dlscale", "new-study", "ripples")
+    assert "make " not in told and f"{DOCS}adding.md leads on" in told
     would = installed.call("dlscale", "run", "-n")
     assert all(target in would for target in read_yaml(ROOT / "config.yaml")["targets"])
 

@@ -22,6 +22,9 @@ from dlscale.core.files import write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  #: Folder of the package.
+WORKFLOW = ROOT / "workflow"  #: In a checkout these are links to its files.
+#: Where the documents are, which are no part of the package.
+DOCS = "https://github.com/dlscale/dlscale/blob/main/docs/"
 #: The repository, where the package is not installed but lies in one.
 CHECKOUT = ROOT.parents[1] if (ROOT.parents[1] / "Snakefile").is_file() else None
 #: Digest of each source file, by fingerprint of this process.

@@ -9,11 +9,7 @@ from pathlib import Path
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import remove, write_text
-from dlscale.core.fingerprint import ROOT
-
-WORKFLOW = ROOT / "workflow"  #: In a checkout these are links to its files.
-#: Where docs are that shipped files link to; they are no part of the package.
-DOCS = "https://github.com/dlscale/dlscale/blob/main/docs/"
+from dlscale.core.fingerprint import DOCS, ROOT, WORKFLOW
 
 SNAKEFILE = """\
 # The workflow of dlscale, from where that is installed; config.yaml says what it runs. Rules of your own may follow.

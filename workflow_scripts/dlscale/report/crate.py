@@ -23,6 +23,7 @@ from dlscale.config.places import check_plans, results_of
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256, whole
+from dlscale.core.fingerprint import WORKFLOW
 from dlscale.core.record import Record
 from dlscale.core.schema import NAME, NAME_IN_WORDS
 from dlscale.core.settings import Raw, flat, read_yaml, validate
@@ -130,7 +131,7 @@ class Crate:
         self.results, self.plan = results, plan
         self.crate = ROCrate(gen_preview=True, version=RO_CRATE)
         self.crate.metadata.extra_contexts.append(f"{TERMS}/context")
-        self.software = _read_citation(Path("CITATION.cff"))
+        self.software = _read_citation(WORKFLOW / "CITATION.cff")
         self.citation = _read_citation(citation) if citation else self.software
         self.authors = self._authors(self.citation)
         self.agents = self.authors if citation else []
@@ -331,13 +332,12 @@ class Crate:
 
     def _workflow(self, objects: list[Any], results: list[Any]) -> None:
         """Add the workflow with its execution, and say of the crate as a whole what is known then."""
-        if not Path("Snakefile").is_file():
-            raise UserError("Snakefile: no such file here; call this in the workflow's folder, as snakemake")
         if not self.times:
             raise UserError(f"{self.plan.name}: no record says when a stage ran; run the plan again")
         begun, ended = min(first for first, _ in self.times), max(last for _, last in self.times)
-        for path in sorted(Path("rules").glob("*.smk")):
-            self.crate.add_file(path, path, properties={"name": str(path), "encodingFormat": "text/plain"})
+        for path in sorted(WORKFLOW.glob("rules/*.smk")):
+            place = str(path.relative_to(WORKFLOW))
+            self.crate.add_file(path, place, properties={"name": place, "encodingFormat": "text/plain"})
         at = {"url": self.software.repository_code} if self.software.repository_code else {}
         about = {
             "@type": ["File", "SoftwareSourceCode", "ComputationalWorkflow", "HowTo"],
@@ -350,7 +350,9 @@ class Crate:
             "step": list(self.steps.values()),
             **at,
         }
-        workflow = self.crate.add_workflow("Snakefile", "Snakefile", main=True, lang="snakemake", properties=about)
+        workflow = self.crate.add_workflow(
+            WORKFLOW / "Snakefile", "Snakefile", main=True, lang="snakemake", properties=about
+        )
         done = self.add(
             f"#plan_{self.plan.name}",
             "CreateAction",

@@ -16,7 +16,7 @@ from pathlib import Path
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import remove, write_text
-from dlscale.core.fingerprint import CHECKOUT
+from dlscale.core.fingerprint import CHECKOUT, DOCS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = CHECKOUT or Path.cwd()  # of an installed dlscale: the folder of `dlscale init`
@@ -48,11 +48,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         calls += [f"{call} -n", call]
         page = f"results/{name}/report/index.html"
     print("\nNext:", *(f"  {call}" for call in calls), sep="\n")
-    print("pytest comes with `make install-dev`; the rest works without.")
-    page, guide = (
-        _seen(path, Path.cwd())
-        for path in (place / page, REPOSITORY / "docs" / ("from_notebook.md" if images else "adding.md"))
-    )
+    print(f"pytest comes with `{'make install-dev' if CHECKOUT else 'pip install pytest'}`; the rest works without.")
+    guide = "from_notebook.md" if images else "adding.md"
+    guide = _seen(CHECKOUT / "docs" / guide, Path.cwd()) if CHECKOUT else DOCS + guide
+    page = _seen(place / page, Path.cwd())
     print(f"The last one makes data, trains, measures, and writes {page}; {guide} leads on.")
     return 0
 
