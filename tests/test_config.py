@@ -26,7 +26,7 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, Throughput, load_run, run_class
 from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
-from dlscale.core.settings import read_yaml
+from dlscale.core.settings import flat, read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
 from dlscale.studies import new_study
@@ -647,30 +647,26 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
     assert list(runs) == list(expected)
     for run_name, published in expected.items():
         run = runs[run_name]
-        assert (
-            run.batch_size,
-            run.training.epochs,
-            run.samples.train,
-            run.samples.valid,
-            run.geometry.world_size,
-            pytest.approx(peak_rate(run.schedule, run.optimizer.lr, run.batch_size)),
-            run.schedule.warmup_steps,
-        ) == published, run_name
-        assert run.model.model_dump() == {
-            "kind": "unet3d",
-            "widths": [64, 128, 256, 512, 512, 512],
-            "init_std": 0.02,
-            "space_to_depth": False,
-        }
-        assert run.loss.model_dump() == {"kind": "l1", "density_weight": 0.0}
-        assert (run.optimizer.kind, run.schedule.kind, run.schedule.end_lr) == ("adam", "cosine", 0.0)
-        assert (run.samples.crop, run.training.steps, run.local_batch_size) == (64, None, local)
-        assert run.geometry.gpus_per_node <= 4  # those of the site that is shipped; Summit's nodes had six
         optimised = "opt" in run_name or "test" in run_name
         workers = 2 if not optimised else 8 if run_name == "short_opt" else 2 if local == 64 else 7
-        assert (run.loader.kind, run.loader.workers) == ("dali" if optimised else "torch", workers), run_name
-        assert (run.optimizer.fused, run.compile.mode != "none") == (optimised, optimised), run_name
-        assert run.precision == ("fp16" if optimised else "tf32" if local == 64 else "fp32"), run_name
+        found = run.model_dump(mode="json") | flat(run.model_dump(mode="json"))
+        found |= {"gpus": run.geometry.world_size, "local": run.local_batch_size, "compiled": run.compile.mode}
+        found |= {"peak": pytest.approx(peak_rate(run.schedule, run.optimizer.lr, run.batch_size))}
+        keys = ("batch_size", "training.epochs", "samples.train", "samples.valid", "gpus", "peak")
+        wanted = {
+            **dict(zip((*keys, "schedule.warmup_steps"), published, strict=True)),
+            "model": {
+                **{"kind": "unet3d", "widths": [64, 128, 256, 512, 512, 512], "init_std": 0.02},
+                "space_to_depth": False,
+            },
+            **{"loss": {"kind": "l1", "density_weight": 0.0}, "optimizer.kind": "adam", "optimizer.fused": optimised},
+            **{"schedule.kind": "cosine", "schedule.end_lr": 0.0, "samples.crop": 64, "training.steps": None},
+            **{"local": local, "loader.kind": "dali" if optimised else "torch", "loader.workers": workers},
+            "compiled": "default" if optimised else "none",
+            "precision": "fp16" if optimised else "tf32" if local == 64 else "fp32",
+        }
+        assert {key: found[key] for key in wanted} == wanted, run_name
+        assert run.geometry.gpus_per_node <= 4  # those of the site that is shipped; Summit's nodes had six
     assert next(iter(runs.values())).throughput == Throughput(warmup=3, trials=3, batches=50)
 
 
@@ -710,35 +706,26 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
     assert set(runs) == set(expected)
     for name, (batch, steps, samples, gpus, rate, precision, compiled) in expected.items():
         run = runs[name]
-        assert (run.batch_size, run.training.steps, run.geometry.world_size) == (batch, steps, gpus), name
-        assert (run.optimizer.lr, run.schedule.scaling) == (rate, "none"), name  # literally, not by a rule
-        assert run.samples.model_dump() == {
-            "kind": "pairs",
-            "dt": 1,
-            "train": samples and samples[0],
-            "valid": samples and samples[1],
-            "subset": "first" if samples else "spread",
-            "history": [],
-            "clock": [],
-        }, name
-        assert (run.precision, run.compile.mode != "none") == (precision, compiled), name
         optimised = precision != "tf32"
-        assert run.loader.model_dump(include={"kind", "workers"}) == (
-            {"kind": "dali", "workers": 8} if optimised else {"kind": "torch", "workers": 0}
-        ), name
-        assert (run.optimizer.fused, run.training.epochs) == (optimised, None), name
-        assert run.model.model_dump() == {
-            "kind": "vit",
-            "patch": 4 if name == "mp_patch4" else 8,
-            "embed_dim": 1024 if name.startswith("mp") else 384,
-            "depth": 12,
-            "heads": 8,
-            "dropout": 0.0,
-            "residual": False,
-            "static": [],
-        }, name
-        assert (run.loss.kind, run.optimizer.betas, run.optimizer.weight_decay) == ("relative_l2", (0.9, 0.95), 0.0)
-        assert (run.schedule.kind, run.schedule.warmup_steps, run.schedule.end_lr) == ("cosine", 0, 0.0)
+        found = run.model_dump(mode="json") | flat(run.model_dump(mode="json"))
+        wanted = {
+            **{"batch_size": batch, "training.steps": steps, "training.epochs": None, "precision": precision},
+            **{"optimizer.lr": rate, "schedule.scaling": "none"},  # literally, not by a rule
+            "samples": {
+                **{"kind": "pairs", "dt": 1, "train": samples and samples[0], "valid": samples and samples[1]},
+                **{"subset": "first" if samples else "spread", "history": [], "clock": []},
+            },
+            **{"loader.kind": "dali" if optimised else "torch", "loader.workers": 8 if optimised else 0},
+            "optimizer.fused": optimised,
+            "model": {
+                **{"kind": "vit", "patch": 4 if name == "mp_patch4" else 8, "depth": 12, "heads": 8, "dropout": 0.0},
+                **{"embed_dim": 1024 if name.startswith("mp") else 384, "residual": False, "static": []},
+            },
+            **{"loss.kind": "relative_l2", "optimizer.betas": [0.9, 0.95], "optimizer.weight_decay": 0.0},
+            **{"schedule.kind": "cosine", "schedule.warmup_steps": 0, "schedule.end_lr": 0.0},
+        }
+        assert {key: found[key] for key in wanted} == wanted, name
+        assert (run.geometry.world_size, run.compile.mode != "none") == (gpus, compiled), name
         if name.startswith("bs"):
             assert run.local_batch_size == 16, name
     assert runs["mp_patch4"].local_batch_size == 1
