@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,14 @@ def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert run.configured(run.sort(["--configfile", str(tmp_path / name)])), f"{page}: {name}"
             found += 1
     assert found > 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_table_stands_apart(page: Path) -> None:
+    """The site takes one that follows another line at once for text."""
+    lines = page.read_text().splitlines()
+    glued = [line for before, line in pairwise(lines) if re.match(r"\|.*\|$", line) and before and before[0] != "|"]
+    assert not glued
 
 
 def test_links_of_the_readme() -> None:

@@ -823,7 +823,7 @@ def test_a_published_figure_of_another_size_stands_in_the_table_alone(ladder: Re
 
 
 def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
-    """Not the rates of other moments: where both were timed in turns they may differ."""
+    """Not the rates of other moments: where both were timed in turn they may differ."""
     plan = read_plan(ladder.plans[0])
     shown = sections.speed(plan)
     ratios = [1.0, 110 / 24, 180 / 24]

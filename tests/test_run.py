@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlscale import cli
 from dlscale.config import resolve
+from dlscale.core import machine
 from dlscale.core.errors import UserError
 from dlscale.core.stages import STAGES
 from dlscale.preflight import run
@@ -179,3 +183,12 @@ def test_help_lists_the_commands_of_users_and_names_the_stages() -> None:
     assert sorted(listed) == sorted(["run", *cli.QUERIES]) and len(listed) <= 20
     stages = " ".join(text.partition("Stages, ")[2].split())
     assert stages.endswith(f": {', '.join(STAGES)}.") and {*listed, *STAGES} == {*commands}
+
+
+def test_an_environment_need_not_be_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python comes first for jobs, whatever else is in PATH, and PATH stays behind it."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    machine.put_python_first()
+    machine.put_python_first()
+    assert Path(shutil.which("python") or "").parent == Path(sys.executable).parent
+    assert os.environ["PATH"] == f"{Path(sys.executable).parent}:/usr/bin:/bin"

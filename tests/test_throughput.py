@@ -242,7 +242,7 @@ def test_the_wait_for_data_counts() -> None:
     assert all(seconds >= 0.06 for seconds in found.trial_time)
 
 
-# ---- two runs timed in turns: of both in step, one stopped while the other works -----------------------
+# ---- two runs timed in turn: of both in step, one stopped while the other works -----------------------
 
 
 FEW = {"warmup": 0, "trials": 1, "batches": 1, "seconds": 0, "beside": 1, "error": 0.5}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dlscale.core import environment, process, progress, registry, telemetry
 from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
-from dlscale.core.machine import let_threads_wait
+from dlscale.core.machine import let_threads_wait, put_python_first
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
@@ -366,11 +366,14 @@ def _run(args: argparse.Namespace) -> int:
         if not (name and equals and path):
             raise UserError(f"--study: {text}: expected NAME=PATH")
         registry.add(name, path)
+    query = QUERIES.get(args.stage)
+    if args.stage == "run" or (query and query.configured):
+        put_python_first()
     if args.stage == "run":
         from dlscale.preflight import run
 
         return run.main(args.words)
-    if query := QUERIES.get(args.stage):
+    if query:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # of a locale that has no dash
         configuration = _configuration(args) if query.configured else None

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -30,6 +31,13 @@ def let_threads_wait() -> None:
     """Set `WAITING`, unless the environment says otherwise; call it before anything loads OpenMP."""
     if not any(name in os.environ for name in (*WAITING, "KMP_BLOCKTIME")):
         os.environ.update(WAITING)
+
+
+def put_python_first() -> None:
+    """Have commands find the programs of this Python's environment first, which need not be activated."""
+    folder, path = Path(sys.executable).parent, os.environ.get("PATH", os.defpath)
+    if (folder / "python").exists() and path.split(os.pathsep)[0] != str(folder):
+        os.environ["PATH"] = os.pathsep.join([str(folder), path])
 
 
 def with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -1,4 +1,4 @@
-"""A run and the first run of its plan, timed in turns: their ratio, from which the machine's drift cancels.
+"""A run and the first run of its plan, timed in turn: their ratio, from which the machine's drift cancels.
 
 Each run is a process of its own, which is stopped in the other's turn. Two processes that do the same differ by up to
 4 % for as long as they live, by where their memory is: so both are opened several times, and each opening is one
