@@ -13,11 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from dlscale.config.run import stage_class
+from dlscale.core.errors import UserError
 from dlscale.scores import l1
 from dlscale.studies.cosmo_unet.model import UNet3D
-from dlscale.studies.era5_vit.model import Attention, ViT
+from dlscale.studies.era5_vit.model import Attention, ViT, _Patches
 from dlscale.studies.imagenet_resnet50.model import DEPTHS, ResNet, cross_entropy
 from dlscale.train.build import build_step
+from dlscale.train.precision import CONVOLUTIONS, check_convolutions
 from tests.test_rungs import need_compiler
 
 
@@ -458,3 +460,38 @@ def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
     assert all(gradient.isfinite().all() for gradient in rounded.values()) and len(rounded) == len(exact)
     last, of_exact = (each["fc.weight"].double().ravel() for each in (rounded, exact))
     assert F.cosine_similarity(last, of_exact, dim=0) > 0.8
+
+
+# ---- convolutions in bf16 on a processor -------------------------------------------------------------
+
+
+def test_patches_in_bf16_are_the_products_that_they_are() -> None:
+    """Against float64 on the same rounded numbers, with gradients; on AMX oneDNN is off by more than 100 %."""
+    torch.manual_seed(0)
+    layer, x = _Patches(20, 48, kernel_size=(8, 8), stride=(8, 8)), torch.randn(2, 20, 32, 64)
+    exact, rounded = nn.Conv2d(20, 48, 8, 8).double(), x.bfloat16()
+    exact.load_state_dict({name: value.bfloat16().double() for name, value in layer.state_dict().items()})
+    assert torch.equal(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, stride=8)), "in float32 it is one"
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(rounded)
+    expected = exact(rounded.double())
+    y.float().square().sum().backward()
+    expected.square().sum().backward()
+    pairs = [(y, expected), (layer.weight.grad, exact.weight.grad), (layer.bias.grad, exact.bias.grad)]
+    for found, wanted in pairs:
+        assert (found.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As oneDNN does on AMX, here with a function that is wrong; others pass, and nothing is drawn."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 2, 2), nn.Conv2d(8, 8, 1), _Patches(8, 8, 2, 2))
+    state = torch.get_rng_state()
+    check_convolutions(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def wrong(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return nn.functional.conv2d(x, *rest) * (1.2 if x.dtype == torch.bfloat16 else 1)
+
+    monkeypatch.setitem(CONVOLUTIONS, nn.Conv2d, wrong)
+    with pytest.raises(UserError, match=r"the layer 1 wrong on this processor .*ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
+        check_convolutions(model)

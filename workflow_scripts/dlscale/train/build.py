@@ -27,7 +27,7 @@ from dlscale.parallel.world import AXES, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
 from dlscale.train.optimizer import build_optimizer
-from dlscale.train.precision import Weights, compute_dtype, convert, set_matmul_precision
+from dlscale.train.precision import Weights, check_convolutions, compute_dtype, convert, set_matmul_precision
 from dlscale.train.step import CudaBackend, Network, Step
 
 
@@ -68,6 +68,8 @@ def build_step(
         divided = ModelParallel(model, partition, world.mesh, device, own)
     elif world.data_size > 1 and isinstance(run.parallel, DDP) and run.parallel.sync_batchnorm:
         model = synchronised(model, device)
+    if device.type == "cpu" and compute_dtype(run.precision) == torch.bfloat16:
+        check_convolutions(model)
     # 3. Placed: device and layout.
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
     # 4. and 5. Its number format, its loss, the other ranks, the optimiser.

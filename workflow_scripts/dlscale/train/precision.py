@@ -15,6 +15,7 @@ float32. The loss is a long sum and always in float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,12 +23,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dlscale.core.errors import UserError
 from dlscale.parallel.shards import Cut, Shard, cut, local
 
 #: Precisions that scale the loss.
 SCALED = ("fp16", "fp16_master")
+
+#: By kind of layer its function.
+CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+
+#: Error of a convolution in bf16, relative, beyond which it is wrong: rounding makes a few thousandths.
+WRONG = 0.05
+
+#: What has oneDNN leave AMX alone.
+WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 
 FLOAT16 = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -54,6 +66,32 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     if precision not in FLOAT16:
         return nullcontext()
     return torch.autocast(device.type, FLOAT16[precision])
+
+
+def check_convolutions(model: nn.Module) -> None:
+    """Raise a `UserError` for a convolution that this processor computes wrong in bf16.
+
+    On Intel's AMX oneDNN 3.12 (PyTorch 2.13) does so, without a word, where the stride is the kernel and channels are
+    few: such layers are held against float32, on values that take nothing from the random state.
+    """
+    for name, layer in model.named_modules():
+        suspect = type(layer) in CONVOLUTIONS and layer.stride == layer.kernel_size and layer.padding_mode == "zeros"
+        if not suspect or set(layer.kernel_size) == {1}:
+            continue
+        apply = CONVOLUTIONS[type(layer)]
+        shape = (2, layer.in_channels, *(8 * edge for edge in layer.kernel_size))
+        values = torch.arange(math.prod(shape), dtype=torch.float32).sin().reshape(shape)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            x, weight = values.bfloat16(), layer.weight.detach().bfloat16()
+            wide, narrow = (
+                apply(x.to(kind), weight.to(kind), None, layer.stride, layer.padding, layer.dilation, layer.groups)
+                for kind in (torch.float32, torch.bfloat16)
+            )
+        if (narrow.float() - wide).norm() > WRONG * wide.norm():
+            raise UserError(
+                f"precision: bf16: PyTorch computes the layer {name} wrong on this processor (a convolution whose "
+                f"stride is its kernel, by oneDNN on AMX); export {WITHOUT_AMX}, or use another precision"
+            )
 
 
 def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
