@@ -38,6 +38,7 @@ from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool,
 from dlscale.measure.records import MODES, OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
+from dlscale.report.figures import joules
 from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import bound, disturbance, of
 from dlscale.train.provenance import Provenance
@@ -714,6 +715,7 @@ def test_units_times_and_sizes() -> None:
     assert [text.size(b, " ") for b in (512, 1_500_000, 999_499_999, 999_600_000)] == [
         *("512 B", "1.50 MB", "999 MB", "1.00 GB")
     ]
+    assert [joules(used) for used in (None, 100.0, 7200.0, 7.2e6)] == ["–", "100 J", "2.00 Wh", "2.00 kWh"]
     assert [text.size(b) for b in (None, 2.5e12, 3e15)] == ["–", "2.50\u00a0TB", "3,000\u00a0TB"]
 
 
@@ -830,6 +832,17 @@ def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
     assert [bar["share"] for bar in shown["bars"]] == pytest.approx([ratio / 7.5 for ratio in ratios])
     html = ladder.report()
     assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "110 samples/s by itself" in Page(html).text
+
+
+def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
+    """Once for all runs; not the commit, since code that changed what a run is would have made it run again."""
+    for name, driver in {"a": "570.1", "b": "580.2", "c": "570.1", "d": "580.2"}.items():
+        file = results.run("p", name) / "telemetry/throughput.json"
+        file.parent.mkdir(exist_ok=True)
+        update = {"versions": {**BEFORE.versions, "driver": driver}, "git": {"commit": name, "dirty": False}}
+        BEFORE.model_copy(update=update).write(file)
+    plan = read_plan(results.plan("p", {name: name for name in "abcd"}))
+    assert sections.environments(plan) == ["b, d and a differ: driver 570.1 → 580.2."]
 
 
 def test_what_is_worse_than_naive_is_red_and_to_the_left(results: Results) -> None:
