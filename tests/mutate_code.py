@@ -96,6 +96,7 @@ class Copy:
         )
         self._environment = {
             **os.environ,
+            "PYTHONDONTWRITEBYTECODE": "1",  # it would pass for that of a file of the same second and size
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(folder / "workflow_scripts"),
         }

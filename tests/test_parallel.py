@@ -178,7 +178,7 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
             assert rate * seconds == pytest.approx(2 * 4)  # two batches of four, of both together
         assert found[mode]["usage"]["cpu_seconds"] >= 0
     # One process of the node has telemetry beside it, of both.
-    assert [path.name for path in (folder / "telemetry").iterdir()] == ["throughput.csv"]
+    assert sorted(path.name for path in (folder / "telemetry").iterdir()) == ["throughput.csv", "throughput.json"]
     rows = telemetry.read(folder / "telemetry/throughput.csv")
     assert rows and rows[-1].cpu_others is not None, "both were seen"
     assert max(row.rss_bytes or 0 for row in rows) > 1.5 * found["peak_memory_bytes"]

@@ -182,7 +182,8 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) ->
     logs = "".join(path.read_text() for path in together.glob("*.log"))
     assert [node.returncode for node in nodes] == [0, 0], "\n".join([*said, logs])
     close(alone, together, 2e-5)
-    assert sorted(path.name for path in (together / "telemetry").iterdir()) == ["train.csv", "train.node1.csv"]
+    kept = sorted(path.name for path in (together / "telemetry").iterdir())
+    assert kept == ["train.csv", "train.json", "train.node1.csv"]
 
 
 @pytest.mark.slow

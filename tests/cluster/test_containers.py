@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dlscale.core.environment import Environment
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import CONFIG, Flow, repository
 from tests.conftest import records
@@ -40,8 +41,9 @@ def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # 
     """From simulated data to the report; two nodes with four tasks, each in a container of its own."""
     assert flow.run(timeout=900) == 0, flow.output[-8000:]
     assert (flow.path / "results/report/shapes.html").exists()
-    found = flow.provenance("shapes/eight")
-    assert found["processes"] == 8 and found["image"]["name"].startswith("localhost/dlscale")
+    met = Environment.read(flow.path / "results/plans/shapes/eight/telemetry/train.json")
+    assert flow.provenance("shapes/eight")["processes"] == 8
+    assert met.image and met.image["name"].startswith("localhost/dlscale")
     a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "eight", "mesh"))
     for b in others:
         assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "eight train as one does"
