@@ -87,6 +87,28 @@ QUERIES = {
             ),
         ),
     ),
+    "measure": Query(
+        "dlscale.outside.measure",
+        "Run any training program as it is: how fast it trains, and what bounds it.",
+        (
+            ("command", {"nargs": "+", "metavar": "COMMAND", "help": "after --: the program and its words"}),
+            option("--name", "of what is measured; that of its script if absent", False, metavar="NAME"),
+            option(
+                "--batch-size",
+                "samples a step of all processes, where nothing else tells it",
+                False,
+                type=int,
+                metavar="N",
+            ),
+            option(
+                "--rate",
+                "what it prints has its samples/s: a regular expression with one group",
+                False,
+                metavar="PATTERN",
+            ),
+        ),
+        configured=False,
+    ),
     "explain": Query(
         "dlscale.report.verdict",
         "Say what holds runs back, how far they are from their device's limit, and what to try next.",

@@ -31,6 +31,7 @@ PLACES = {
     "Manifest": "dlscale.data.manifest",
     "Sharding": "dlscale.parallel.sharding",
     "Strict": "dlscale.core.schema",
+    "timed": "dlscale.outside.timed",
 }
 
 

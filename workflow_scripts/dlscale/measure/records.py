@@ -91,6 +91,21 @@ class Beside(Record):
         return [interval([math.log(own / first) for own, first in rounds])[0] for rounds in self.openings]
 
 
+class Outside(Record):
+    """A program that knows nothing of dlscale, and how its steps were seen."""
+
+    command: list[str]
+    way: Literal["timed", "seen", "log", "rate"]  #: By itself, in PyTorch's functions, in its log, in what it prints.
+    samples: bool = True  #: Whether rates are samples/s; else steps/s.
+    steps: int  #: That count.
+    status: int  #: Exit status.
+    seconds: float = Field(ge=0)  #: From its start to its end.
+    first_step_seconds: float = Field(ge=0)  #: From its start to the end of its first step.
+    waiting: float | None = Field(None, ge=0, le=1)  #: Share of FULL's time in which it waited for batches.
+    training: float = Field(ge=0, le=1)  #: Share of the time between first and last step that FULL is of.
+    stalled: float | None = None  #: Share of its time in which processes of the machine waited for memory.
+
+
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
@@ -110,6 +125,7 @@ class Throughput(Record):
     peak_memory_bytes: int | None = None  #: Greatest memory of any process: the GPU's, or the process's on a CPU.
     predicted: MemoryUse | None = None  #: Memory that a step was predicted to take on each device.
     links: Links | None = None  #: Between several processes, if they were tested.
+    outside: Outside | None = None  #: Of another program; FULL is then of windows of its steps.
 
     def mode(self, name: str) -> Trials | None:
         """Return one of `MODES`, or what was measured `alone`."""

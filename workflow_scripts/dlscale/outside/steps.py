@@ -1,0 +1,177 @@
+"""Steps that processes of another program wrote, and the pace that they come to."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlscale.core.errors import UserError
+
+#: Ways of seeing steps in a folder, the surest first: what the program says itself, what PyTorch's functions say.
+WAYS = ("timed", "seen")
+
+#: Share of the steps, and least and greatest number of them, that warm up.
+WARM_UP, FEWEST, MOST = 0.1, 2, 50
+
+#: Windows of steps, each of which gives a rate.
+WINDOWS = 10
+
+#: A step longer than so many others, and than so many seconds, is a pause: a checkpoint, a compilation.
+PAUSE, PAUSE_SECONDS = 10.0, 1.0
+
+
+@dataclass
+class Process:
+    """What one process did; times are seconds since 1970-01-01 UTC."""
+
+    rank: int
+    steps: list[float] = field(default_factory=list)  #: Their ends.
+    #: Of batches: time of delivery, loader, seconds waited, samples.
+    batches: list[tuple[float, str, float, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Training of all processes together, after warming up, without validations and pauses."""
+
+    begin: float  #: Seconds since 1970-01-01 UTC.
+    end: float
+    first_step: float  #: When the first step ended.
+    processes: int
+    steps: int  #: Of the first process, counted.
+    samples: bool  #: Whether rates are samples/s; else steps/s.
+    batch_size: int | None  #: Samples a step of all processes.
+    rates: list[float]  #: By window.
+    seconds: list[float]  #: Length of each window, of the first process.
+    of_ranks: list[float]  #: Mean rate of each process.
+    waiting: float | None  #: Share of the time that processes waited for batches; None where nothing tells.
+    training: float  #: Share of the time between first and last step that these steps take.
+
+
+def read(folder: Path) -> tuple[str, list[Process]]:
+    """Return the surest way by which steps in `folder` were seen, and the processes that made any, by rank."""
+    for way in WAYS:
+        found = [_process(path) for path in sorted(folder.glob(f"{way}.*"))]
+        if known := [process for process in found if len(process.steps) > 1]:
+            return way, sorted(known, key=lambda process: process.rank)
+    return "", []
+
+
+def _process(path: Path) -> Process:
+    """Read a file of `dlscale.outside.timed.Log`; half a last line, of a killed process, is left out."""
+    found, shift = Process(0), 0.0
+    for line in path.read_text().splitlines(keepends=True):
+        kind, *words = line.split() if line.endswith("\n") else [""]
+        if kind == "begin":
+            shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
+        elif kind == "s":
+            found.steps.append(shift + float(words[0]))
+        elif kind == "b":
+            found.batches.append((shift + float(words[1]), words[0], float(words[2]), int(words[3])))
+    return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    end: float
+    seconds: float
+    batches: int
+    waited: float
+    samples: int
+
+
+def _steps(process: Process) -> list[_Step]:
+    """Return all steps but the first, whose begin nobody knows, with what was delivered within each."""
+    times = [batch[0] for batch in process.batches]
+    found = []
+    for before, end in itertools.pairwise(process.steps):
+        within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
+        waited, samples = sum(batch[2] for batch in within), sum(batch[3] for batch in within)
+        found.append(_Step(end, end - before, len(within), min(waited, end - before), samples))
+    return found
+
+
+def _kept(process: Process) -> list[_Step]:
+    """Return the steps that count: a step with more batches than others has a validation in it."""
+    steps = _steps(process)
+    skipped = min(max(math.ceil(WARM_UP * len(steps)), FEWEST), MOST)
+    steps = steps[skipped:] or steps[-1:]
+    batches = statistics.median_high(step.batches for step in steps)
+    usual = [step for step in steps if step.batches <= batches]
+    longest = max(PAUSE * statistics.median(step.seconds for step in usual), PAUSE_SECONDS)
+    return [step for step in usual if step.seconds - step.waited <= longest]
+
+
+def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | None:
+    """Return the pace of all processes; None if they made fewer than two steps that count.
+
+    `batch_size` is that of all processes, where the program's own batches do not tell it.
+    """
+    each = [kept for process in processes if len(kept := _kept(process)) > 1]
+    if not each:
+        return None
+    known = all(step.samples for kept in each for step in kept)
+    share = 1 if known else batch_size or 1
+    windows = max(1, min(WINDOWS, min(map(len, each)) // 3))
+    rates, seconds, of_ranks = [0.0] * windows, list[float](), list[float]()
+    for kept in each:
+        # Without samples of its own a process has the same steps as the others, and its part of the batch.
+        amounts = [step.samples if known else share / len(each) for step in kept]
+        edges = [len(kept) * number // windows for number in range(windows + 1)]
+        lengths = [sum(step.seconds for step in kept[a:b]) for a, b in itertools.pairwise(edges)]
+        parts = [sum(amounts[a:b]) for a, b in itertools.pairwise(edges)]
+        rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
+        seconds = seconds or lengths
+        of_ranks.append(sum(parts) / sum(lengths))
+    first, steps = processes[0], [step for kept in each for step in kept]
+    lasted, waited = sum(step.seconds for step in steps), sum(step.waited for step in steps)
+    samples = sum(statistics.median(step.samples for step in kept) for kept in each)
+    return Pace(
+        begin=each[0][0].end - each[0][0].seconds,
+        end=each[0][-1].end,
+        first_step=min(process.steps[0] for process in processes),
+        processes=len(each),
+        steps=len(each[0]),
+        samples=known or batch_size is not None,
+        batch_size=round(samples) if known else batch_size,
+        rates=rates,
+        seconds=seconds,
+        of_ranks=of_ranks,
+        waiting=waited / lasted if any(step.batches for step in steps) else None,
+        training=sum(step.seconds for step in each[0]) / max(first.steps[-1] - first.steps[0], 1e-9),
+    )
+
+
+# ---- what the program prints, or logs ---------------------------------------------------------------
+
+#: Patterns of what the published programs print, by name: samples/s of all processes, and steps.
+PATTERNS = {"nersc": r"avg (\S+) samples/sec"}
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """Return the pattern that `--rate` names, or is; a `UserError` where it has not one group."""
+    try:
+        found = re.compile(PATTERNS.get(text, text))
+    except re.error as error:
+        raise UserError(f"--rate: {text}: no regular expression: {error}") from None
+    if found.groups != 1:
+        raise UserError(
+            f"--rate: {text}: expected one group for the number, as in 'avg (\\S+) samples/sec', or one of "
+            f"{', '.join(PATTERNS)}"
+        )
+    return found
+
+
+def number_in(match: str) -> float | None:
+    """Return a rate that was printed; None of what is no rate."""
+    try:
+        found = float(match.replace(",", ""))
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and found > 0 else None
