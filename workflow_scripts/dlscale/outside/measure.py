@@ -37,7 +37,9 @@ from dlscale.outside import steps as seen
 from dlscale.outside.timed import FOLDER
 from dlscale.parallel.records import Device
 from dlscale.report import report
-from dlscale.report.results import read_plan
+from dlscale.report.results import read_plan, read_run
+from dlscale.report.verdict import Verdict, of
+from dlscale.report.verdict import told as explained
 
 #: The plan of all programs that were measured, and its study.
 PLAN, STUDY = "measured", "program"
@@ -72,7 +74,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         print(f"dlscale measure: {error}", file=sys.stderr)
         return run.status
     page = _page(plan)
-    print("\n".join(lines(plan / name, throughput)), file=sys.stderr)
+    print("\n".join(lines(plan / name, throughput, of(read_run(plan / name)))), file=sys.stderr)
     print(f"Page: {page}", file=sys.stderr, flush=True)
     return run.status
 
@@ -319,8 +321,8 @@ def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
 # ---- telling it --------------------------------------------------------------------------------------
 
 
-def lines(folder: Path, throughput: Throughput) -> list[str]:
-    """Return what was measured, in lines for a terminal."""
+def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
+    """Return what was measured, and the verdict, in lines for a terminal."""
     full, outside = throughput.full, throughput.outside
     assert full and outside
     centre, reach = interval(full.trial_throughput)
@@ -331,7 +333,7 @@ def lines(folder: Path, throughput: Throughput) -> list[str]:
     ranks = f", {throughput.nranks} processes" if throughput.nranks > 1 else ""
     text = [f"{folder.name}: {said} ({many(outside.steps, 'step')}{batch}{ranks}; {WAYS[outside.way]})"]
     text.append(f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}")
-    return text
+    return [*text, *explained(verdict)]
 
 
 #: How steps were seen, in words.

@@ -22,7 +22,7 @@ from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Summary, summary
 from dlscale.core.text import many, number, percent, size
 from dlscale.measure.profilers import Activity, Profile
-from dlscale.measure.records import MODES, Throughput, Trials, Usage
+from dlscale.measure.records import MODES, Outside, Throughput, Trials, Usage
 from dlscale.report.results import LEAST, LEAST_SECONDS, RunResult, crowd, others, read_run, setting
 from dlscale.report.speedup import between, spread
 
@@ -36,6 +36,9 @@ UNKNOWN = "not known"
 
 #: Rungs that several remedies name, as YAML.
 COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
+
+#: Seconds of a step of another program on a processor, below which calling operators counts.
+TINY = 4e-3
 
 #: FULL may seem faster than its slower part by this share, however quiet the trials were: they were timed apart.
 ABOVE = 0.1
@@ -58,6 +61,8 @@ def bound(throughput: Throughput | None) -> Bound | None:
     FULL cannot beat the slower of loading alone (IO) and computing alone (SYNTHETIC); its share of that says how well
     the two overlap.
     """
+    if throughput and throughput.outside:
+        return _bound_outside(throughput.outside)
     modes = [trials for mode in MODES if throughput and (trials := throughput.mode(mode))]
     if len(modes) < len(MODES) or not all(trials.mean for trials in modes):
         return None
@@ -88,6 +93,20 @@ def bound(throughput: Throughput | None) -> Bound | None:
         advice = "They overlap only in part."
     alone = f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}."
     return Bound(what, key, f"{alone} FULL reaches {reaches}. {advice}", share, loading)
+
+
+def _bound_outside(program: Outside) -> Bound | None:
+    """Read what another program's steps wait for; None where nothing tells."""
+    if program.waiting is None:
+        return None
+    share, rest = percent(program.waiting), percent(1 - program.waiting)
+    what, key = "both alike", "both"
+    if program.waiting >= 0.5:
+        what, key = "data loading", "io"
+    elif program.waiting <= 0.2:
+        what, key = "computation", "synthetic"
+    why = f"It waits for batches for {share} of a step; {rest} are computing, and all else."
+    return Bound(what, key, why, 1.0, None)
 
 
 # ---- a quiet machine ---------------------------------------------------------------------------------
@@ -126,6 +145,11 @@ class Evidence:
     throughput: Throughput | None = None
     profile: Profile | None = None
     watched: Summary | None = None  #: Telemetry of the first node.
+
+    @property
+    def outside(self) -> Outside | None:
+        """Another program, if it is one."""
+        return self.throughput.outside if self.throughput else None
 
     def trials(self, mode: str) -> Trials | None:
         return self.throughput.mode(mode) if self.throughput else None
@@ -499,6 +523,77 @@ def throttled(evidence: Evidence) -> Finding | None:
     )
 
 
+# ---- causes: programs of others ----------------------------------------------------------------------
+
+
+def waiting(evidence: Evidence) -> Finding | None:
+    """Find a program that waits for its batches: for storage, or for what computes them."""
+    program, usage = evidence.outside, _usage(evidence, "FULL")
+    if not (program and program.waiting and program.waiting >= 2 * LEAST):
+        return None
+    why = f"It waits for batches for {percent(program.waiting)} of a step"
+    busy = usage.cpu_seconds / usage.seconds if usage else 0.0
+    spare = usage and usage.cores - usage.cores_cpu_seconds / usage.seconds
+    read = f"; {size(usage.read_bytes / usage.seconds)}/s come from disks" if usage and usage.read_bytes else ""
+    ranks = evidence.throughput.nranks if evidence.throughput else 1
+    if usage and busy < 0.5 * min(ranks, usage.cores):
+        return Finding(
+            "storage",
+            "slow storage",
+            f"{why}, and computes meanwhile on {number(busy, 2)} of {usage.cores} cores{read}: it waits for files, or "
+            "sleeps.",
+            "Copy the data to faster storage (a node's own disk, or memory); let more workers wait at the same time "
+            "(num_workers of its DataLoader).",
+            program.waiting,
+        )
+    idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spare and spare >= 0.5 else ""
+    todo = "More workers (num_workers of its DataLoader), as far as there are cores; " if idle or not usage else ""
+    return Finding(
+        "workers" if idle else "loader",
+        "too few workers" if idle else "the loader's work",
+        f"{why}{idle}{read}.",
+        f"{todo}data stored as the model takes them, with less to decode and to transform.",
+        program.waiting,
+    )
+
+
+def small_steps(evidence: Evidence) -> Finding | None:
+    """Find steps of another program that are too small for its device."""
+    program, full = evidence.outside, evidence.trials("FULL")
+    if not (program and full and full.mean) or (program.waiting or 0.0) > 0.5:
+        return None
+    seconds = (evidence.throughput.batch_size or 1) / full.mean if evidence.throughput else math.inf
+    gpu = evidence.watched.means.get("gpu0_utilization") if evidence.watched else None
+    if evidence.cuda and gpu is not None and gpu < 0.7:
+        why = f"The GPU computes for {percent(gpu)} of the time, and no batch is waited for: the host does not keep up."
+        share = 1 - gpu
+    elif not evidence.cuda and seconds < TINY:
+        why = (
+            f"A step takes {1e3 * seconds:.2f} ms: to call its operators takes as long as to compute them, whatever "
+            "its batch."
+        )
+        share = min(1.0, 0.5 * TINY / seconds) * 0.5
+    else:
+        return None
+    todo = "A larger batch; torch.compile; on a GPU a fused optimiser, CUDA graphs (mode='reduce-overhead')."
+    return Finding("launches", "tiny steps", why, todo, share)
+
+
+def stalled(evidence: Evidence) -> Finding | None:
+    """Find a program whose machine waits for memory: it swaps, or reads again what it had to drop."""
+    program = evidence.outside
+    if not (program and program.stalled and program.stalled >= LEAST):
+        return None
+    return Finding(
+        "swapping",
+        "too little memory",
+        f"For {percent(min(program.stalled, 1.0))} of the time processes of this machine waited for memory: it swaps, "
+        "or files are read again that memory had no room to keep.",
+        "Fewer workers, a smaller prefetch or batch; a machine, or a job's request, with more memory.",
+        min(program.stalled, 1.0),
+    )
+
+
 LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     loading,
     overlap,
@@ -508,6 +603,9 @@ LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     sync,
     memory,
     copies,
+    waiting,
+    small_steps,
+    stalled,
     neighbour,
     throttled,
 )
@@ -535,6 +633,8 @@ def limit(evidence: Evidence) -> str:
 
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return what to try next, and its settings."""
+    if evidence.outside:
+        return "Profile it: `torch.profiler`, or py-spy, shows what it computes.", ""
     if bounding is None:
         return "Measure throughput: it says what bounds the run.", ""
     if bounding.key == "io":
@@ -599,10 +699,15 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def lines(name: str, found: Verdict) -> list[str]:
     """Return a verdict as lines of text."""
-    text = [name]
+    said = ""
     if found.bound:
-        said = "what bounds it is not known" if found.bound.what == UNKNOWN else f"bound by {found.bound.what}"
-        text = [f"{name}: {said}", *_wrapped(found.bound.why)]
+        said = ": what bounds it is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"
+    return [f"{name}{said}", *told(found)]
+
+
+def told(found: Verdict) -> list[str]:
+    """Return why, the findings and what to try, as lines of text."""
+    text = _wrapped(found.bound.why) if found.bound else []
     for finding in found.findings:
         costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
         text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
