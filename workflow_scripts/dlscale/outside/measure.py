@@ -252,10 +252,12 @@ def measured(command: Sequence[str], folder: Path, run: Ended, batch_size: int |
         )
         way = "rate"
     elif (pace := seen.pace(processes, batch_size)) is None:
+        if run.status:
+            raise UserError(f"it ended with status {run.status} after {duration(run.seconds)}, before it trained")
         raise UserError(
-            f"{command[0]}: ended with status {run.status} after {duration(run.seconds)}, and no training step was "
-            "seen: PyTorch's optimisers and loaders are seen by themselves; any other loop by `for batch in "
-            "dlscale.timed(loader)`, or by what it prints: --rate 'avg (\\S+) samples/sec'"
+            f"no training step was seen in {duration(run.seconds)}. Steps of PyTorch's optimisers are seen by themselves; "
+            "those of any other loop by `for batch in dlscale.timed(loader)`, or by what it prints: --rate 'avg (\\S+) "
+            "samples/sec'"
         )
     else:
         found = pace

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ class Process:
 
     rank: int
     steps: list[float] = field(default_factory=list)  #: Their ends.
-    #: Of batches: time of delivery, loader, seconds waited, samples.
+    #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
 
 
@@ -79,33 +80,43 @@ def _process(path: Path) -> Process:
 
 @dataclass(frozen=True)
 class _Step:
-    end: float
     seconds: float
-    batches: int
     waited: float
-    samples: int
+    end: float
 
 
-def _steps(process: Process) -> list[_Step]:
-    """Return all steps but the first, whose begin nobody knows, with what was delivered within each."""
+def _training(process: Process) -> set[str]:
+    """Return the loaders' iterators between whose batches steps are made; a validation's are not among them."""
+    of = defaultdict[str, list[float]](list)
+    for time, iterator, _, _ in process.batches:
+        of[iterator].append(time)
+    shares = {iterator: _share(times, process.steps) for iterator, times in of.items()}
+    return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
+
+
+def _share(times: Sequence[float], steps: Sequence[float]) -> float:
+    """Return the share of an iterator's batches after which a step is made before the next one."""
+    places = [bisect.bisect_right(steps, time) for time in times] + [len(steps)]
+    gaps = list(itertools.pairwise(places))
+    gaps = gaps[:-1] or gaps  # the next epoch's steps are none of the last batch
+    return sum(after > before for before, after in gaps) / len(gaps)
+
+
+def _kept(process: Process, training: set[str]) -> list[_Step]:
+    """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses."""
     times = [batch[0] for batch in process.batches]
-    found = []
+    found = list[_Step | None]()
     for before, end in itertools.pairwise(process.steps):
         within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
-        waited, samples = sum(batch[2] for batch in within), sum(batch[3] for batch in within)
-        found.append(_Step(end, end - before, len(within), min(waited, end - before), samples))
-    return found
-
-
-def _kept(process: Process) -> list[_Step]:
-    """Return the steps that count: a step with more batches than others has a validation in it."""
-    steps = _steps(process)
-    skipped = min(max(math.ceil(WARM_UP * len(steps)), FEWEST), MOST)
-    steps = steps[skipped:] or steps[-1:]
-    batches = statistics.median_high(step.batches for step in steps)
-    usual = [step for step in steps if step.batches <= batches]
-    longest = max(PAUSE * statistics.median(step.seconds for step in usual), PAUSE_SECONDS)
-    return [step for step in usual if step.seconds - step.waited <= longest]
+        waited = min(sum(batch[2] for batch in within), end - before)
+        alone = all(batch[1] in training for batch in within)
+        found.append(_Step(end - before, waited, end) if alone else None)
+    skipped = min(max(math.ceil(WARM_UP * len(found)), FEWEST), MOST)
+    steps = [step for step in found[skipped:] if step]
+    if not steps:
+        return []
+    longest = max(PAUSE * statistics.median(step.seconds for step in steps), PAUSE_SECONDS)
+    return [step for step in steps if step.seconds - step.waited <= longest]
 
 
 def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | None:
@@ -113,25 +124,26 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
 
     `batch_size` is that of all processes, where the program's own batches do not tell it.
     """
-    each = [kept for process in processes if len(kept := _kept(process)) > 1]
-    if not each:
+    iterators = [_training(process) for process in processes]
+    each = [_kept(*one) for one in zip(processes, iterators, strict=True)]
+    if not each or min(map(len, each)) < 2:
         return None
-    known = all(step.samples for kept in each for step in kept)
-    share = 1 if known else batch_size or 1
+    # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
+    sizes = [_samples(*one) for one in zip(processes, iterators, strict=True)]
+    known = all(sizes)
+    if not known:
+        sizes = [(batch_size or 1) / len(each)] * len(each)
     windows = max(1, min(WINDOWS, min(map(len, each)) // 3))
     rates, seconds, of_ranks = [0.0] * windows, list[float](), list[float]()
-    for kept in each:
-        # Without samples of its own a process has the same steps as the others, and its part of the batch.
-        amounts = [step.samples if known else share / len(each) for step in kept]
+    for kept, size in zip(each, sizes, strict=True):
         edges = [len(kept) * number // windows for number in range(windows + 1)]
         lengths = [sum(step.seconds for step in kept[a:b]) for a, b in itertools.pairwise(edges)]
-        parts = [sum(amounts[a:b]) for a, b in itertools.pairwise(edges)]
+        parts = [size * (b - a) for a, b in itertools.pairwise(edges)]
         rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
         seconds = seconds or lengths
         of_ranks.append(sum(parts) / sum(lengths))
     first, steps = processes[0], [step for kept in each for step in kept]
     lasted, waited = sum(step.seconds for step in steps), sum(step.waited for step in steps)
-    samples = sum(statistics.median(step.samples for step in kept) for kept in each)
     return Pace(
         begin=each[0][0].end - each[0][0].seconds,
         end=each[0][-1].end,
@@ -139,13 +151,19 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
         processes=len(each),
         steps=len(each[0]),
         samples=known or batch_size is not None,
-        batch_size=round(samples) if known else batch_size,
+        batch_size=round(sum(sizes)) if known else batch_size,
         rates=rates,
         seconds=seconds,
         of_ranks=of_ranks,
-        waiting=waited / lasted if any(step.batches for step in steps) else None,
+        waiting=waited / lasted if all(iterators) else None,
         training=sum(step.seconds for step in each[0]) / max(first.steps[-1] - first.steps[0], 1e-9),
     )
+
+
+def _samples(process: Process, training: set[str]) -> float:
+    """Return the mean samples of a step; 0 where a batch does not tell them."""
+    counts = [samples for _, iterator, _, samples in process.batches if iterator in training]
+    return sum(counts) / len(process.steps) if all(counts) else 0.0
 
 
 # ---- what the program prints, or logs ---------------------------------------------------------------

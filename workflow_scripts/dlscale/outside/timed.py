@@ -29,10 +29,10 @@ class Log:
     def __init__(self, way: str) -> None:
         self._way, self._process = way, 0
 
-    def batch(self, loader: int, wait: float, samples: int) -> None:
-        """Note that a loader delivered a batch of so many samples (0: not known) now, after a wait."""
+    def batch(self, iterator: int, wait: float, samples: int) -> None:
+        """Note that an iterator delivered a batch of so many samples (0: not known) now, after a wait."""
         now = time.perf_counter()
-        self._note(now, f"b {loader:x} {now:.6f} {wait:.6f} {samples}\n")
+        self._note(now, f"b {iterator} {now:.6f} {wait:.6f} {samples}\n")
 
     def step(self) -> None:
         """Note that a step has ended now."""
@@ -88,6 +88,6 @@ def timed(loader: Iterable[Any]) -> Iterator[Any]:
             batch = next(batches)
         except StopIteration:
             return
-        log.batch(id(loader), time.perf_counter() - begin, samples_of(batch))
+        log.batch(0, time.perf_counter() - begin, samples_of(batch))
         yield batch
         log.step()

@@ -8,6 +8,7 @@ well. For Python 3.8 and later.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -56,12 +57,15 @@ class Watcher:
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.time.perf_counter, self._timed.samples_of, module._BaseDataLoaderIter
-        original, note = iterator.__next__, self._log.batch
+        original, note, numbers = iterator.__next__, self._log.batch, itertools.count()
 
         def following(self: Any) -> Any:
             begin = clock()
             batch = original(self)
-            note(id(self._dataset), clock() - begin, samples_of(batch))
+            wait = clock() - begin
+            if not hasattr(self, "_dlscale_number"):
+                self._dlscale_number = next(numbers)
+            note(self._dlscale_number, wait, samples_of(batch))
             return batch
 
         iterator.__next__ = following
