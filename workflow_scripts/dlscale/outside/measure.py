@@ -196,6 +196,7 @@ def _end_rest() -> None:
     for each in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
+    psutil.wait_procs(alive, 5)
     if rest:
         print(
             f"dlscale measure: the program left {many(len(rest), 'process')} running, which were ended",
@@ -255,7 +256,7 @@ def measured(command: Sequence[str], folder: Path, run: Ended, batch_size: int |
         if run.status:
             raise UserError(f"it ended with status {run.status} after {duration(run.seconds)}, before it trained")
         raise UserError(
-            f"no training step was seen in {duration(run.seconds)}. Steps of PyTorch's optimisers are seen by themselves; "
+            f"no training step was seen in {duration(run.seconds)}. Steps of PyTorch's optimisers are seen; "
             "those of any other loop by `for batch in dlscale.timed(loader)`, or by what it prints: --rate 'avg (\\S+) "
             "samples/sec'"
         )

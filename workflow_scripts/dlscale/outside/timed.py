@@ -61,6 +61,10 @@ class Log:
             self._file.flush()
 
 
+#: That of all loops of a process.
+LOG = Log("timed")
+
+
 def samples_of(batch: Any) -> int:
     """Return the number of samples of a batch: the first axis of the first array in it; 0 if there is none."""
     for _ in range(4):
@@ -81,13 +85,13 @@ def timed(loader: Iterable[Any]) -> Iterator[Any]:
     if FOLDER not in os.environ:
         yield from loader
         return
-    log, batches = Log("timed"), iter(loader)
+    batches = iter(loader)
     while True:
         begin = time.perf_counter()
         try:
             batch = next(batches)
         except StopIteration:
             return
-        log.batch(0, time.perf_counter() - begin, samples_of(batch))
+        LOG.batch(0, time.perf_counter() - begin, samples_of(batch))
         yield batch
-        log.step()
+        LOG.step()

@@ -1,0 +1,256 @@
+"""Programs that know nothing of dlscale: their pace is what their own clocks say, and they run as if alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dlscale.core.errors import UserError
+from dlscale.measure.records import Throughput
+from dlscale.outside import steps, timed
+from dlscale.outside.measure import PLAN
+from dlscale.report.results import read_run
+from dlscale.report.verdict import of
+from tests.conftest import ROOT
+
+# ---- the pace of steps that were written -------------------------------------------------------------
+
+
+class Clock:
+    """A process's file, by a clock of its own that begins at 1000 s."""
+
+    def __init__(self, folder: Path, rank: int = 0, way: str = "seen") -> None:
+        self.now, self.number, self.iterator = 1000.0, rank, 0
+        self.file = folder / f"{way}.host.{rank}"
+        self.file.write_text(f"begin {1.7e9:.6f} 1000.000000 {rank}\n")
+
+    def note(self, line: str) -> None:
+        with self.file.open("a") as file:
+            file.write(line + "\n")
+
+    def batch(self, wait: float, samples: int = 8) -> None:
+        self.now += wait
+        self.note(f"b {self.iterator} {self.now:.6f} {wait:.6f} {samples}")
+
+    def step(self, seconds: float) -> None:
+        self.now += seconds
+        self.note(f"s {self.now:.6f}")
+
+    def epoch(self, count: int, wait: float, seconds: float, ahead: bool = False) -> None:
+        """Train on batches, each fetched just before its step or one step ahead."""
+        self.iterator += 1
+        if ahead:
+            self.batch(wait)
+        for number in range(count):
+            if not ahead or number < count - 1:
+                self.batch(wait)
+            self.step(seconds)
+
+    def validate(self, count: int, seconds: float) -> None:
+        self.iterator += 1
+        for _ in range(count):
+            self.batch(0.0, samples=1000)
+            self.now += seconds
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
+    """Without validations, pauses and the first steps; whether or not a batch is fetched ahead."""
+    clock = Clock(tmp_path)
+    clock.now += 30  # compiling
+    for _ in range(5):
+        clock.epoch(60, wait=0.02, seconds=0.06, ahead=ahead)
+        clock.validate(2, seconds=3.0)
+        clock.now += 5  # a checkpoint
+    way, processes = steps.read(tmp_path)
+    found = steps.pace(processes)
+    assert way == "seen" and found
+    assert found.rates == pytest.approx([8 / 0.08] * steps.WINDOWS, rel=0.02)
+    assert found.waiting == pytest.approx(0.25, abs=0.01) and found.batch_size == 8
+    assert found.first_step == pytest.approx(1.7e9 + 30.08 + 0.02 * ahead)
+    assert found.training == pytest.approx(0.08 * 270 / (300 * 0.08 + 4 * 11), rel=0.05)
+
+
+def test_paces_of_processes_add_up(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        Clock(tmp_path, rank).epoch(100, wait=0.0, seconds=0.1)
+    _, processes = steps.read(tmp_path)
+    found = steps.pace(processes)
+    assert found and [process.rank for process in processes] == [0, 1]
+    assert found.rates == pytest.approx([160.0] * 10) and found.of_ranks == pytest.approx([80.0] * 2)
+    assert (found.processes, found.batch_size, found.waiting) == (2, 16, 0.0)
+
+
+def test_steps_without_samples_count_as_steps_or_as_the_batch_that_is_named(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    for _ in range(100):
+        clock.step(0.1)
+    _, processes = steps.read(tmp_path)
+    plain, named = steps.pace(processes), steps.pace(processes, batch_size=32)
+    assert plain and not plain.samples and plain.rates == pytest.approx([10.0] * 10) and plain.waiting is None
+    assert named and named.samples and named.rates == pytest.approx([320.0] * 10)
+
+
+def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path) -> None:
+    for way, seconds in (("seen", 0.1), ("timed", 0.2)):
+        Clock(tmp_path, way=way).epoch(100, wait=0.0, seconds=seconds)
+    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0\ns 6.")  # killed, half a line
+    way, processes = steps.read(tmp_path)
+    assert way == "timed" and len(processes) == 1
+
+
+def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
+    Clock(tmp_path).epoch(2, wait=0.0, seconds=0.1)
+    assert steps.pace(steps.read(tmp_path)[1]) is None and steps.read(tmp_path / "none") == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("avg (", "no regular expression"), ("avg", "one group for the number"), (r"(\d)(\d)", "one group")],
+)
+def test_a_pattern_has_one_number(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        steps.pattern(text)
+
+
+def test_samples_of_a_batch_are_those_of_its_first_array() -> None:
+    class Array:
+        shape = (5, 2)
+
+    batches = [Array(), [Array(), 3], {"x": Array()}, ({"x": [Array()]},), [], "text", 3, {}]
+    assert [timed.samples_of(batch) for batch in batches] == [5, 5, 5, 5, 0, 0, 0, 0]
+
+
+def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(timed.FOLDER, raising=False)
+    assert list(timed.timed(range(3))) == [0, 1, 2]
+
+
+# ---- programs ----------------------------------------------------------------------------------------
+
+#: A training that prints the samples/s of each epoch by its own clock.
+TRAIN = """
+import sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+torch.set_num_threads(1)
+
+class Slow(Dataset):
+    def __len__(self): return 160
+    def __getitem__(self, i): time.sleep(float(sys.argv[1])); return torch.randn(64), torch.randn(1)
+
+loader, valid = DataLoader(Slow(), batch_size=8), DataLoader(Slow(), batch_size=40)
+model = nn.Sequential(nn.Linear(64, 900), nn.ReLU(), nn.Linear(900, 900), nn.ReLU(), nn.Linear(900, 1))
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(4):
+    begin = time.perf_counter()
+    for x, y in TIMED(loader):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    print(f"avg {160 / (time.perf_counter() - begin)} samples/sec", flush=True)
+    with torch.no_grad():
+        for x, y in valid: model(x)
+"""
+
+
+def program(folder: Path, text: str = TRAIN, wrapped: str = "") -> Path:
+    """Write a program, whose loader is wrapped in a function, or in none."""
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(text.replace("TIMED", wrapped)))
+    return path
+
+
+def measure(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run `dlscale measure` in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dlscale", "measure", *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def found(folder: Path, name: str = "train") -> Throughput:
+    return Throughput.read(folder / "results/plans" / PLAN / name / "throughput.json")
+
+
+def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
+    """Seen in PyTorch, timed by one line, and as it prints them; and its own output is untouched."""
+    path = program(tmp_path)
+    seen = measure(tmp_path, "--", sys.executable, path, 0.001)
+    printed = measure(tmp_path, "--rate", "nersc", "--", sys.executable, path, 0.001)
+    program(tmp_path, "import dlscale\n" + TRAIN, "dlscale.timed")
+    itself = measure(tmp_path, "--", sys.executable, path, 0.001)
+    for each, way, name in ((seen, "seen", "train"), (printed, "rate", "train_2"), (itself, "timed", "train_3")):
+        assert each.returncode == 0, each.stderr
+        own = [float(line.split()[1]) for line in each.stdout.splitlines()]
+        record = found(tmp_path, name)
+        assert record.outside and record.full and (record.outside.way, len(own)) == (way, 4)
+        assert record.full.mean == pytest.approx(sum(own[1:]) / 3, rel=0.15)
+        assert f"{name}: " in each.stderr and "samples/s ±" in each.stderr and "results/plans" in each.stderr
+    one = found(tmp_path)
+    assert one.outside and one.outside.waiting and one.outside.waiting > 0.5 and one.batch_size == 8
+    verdict = of(read_run(tmp_path / "results/plans" / PLAN / "train"))
+    assert verdict.bound and verdict.bound.what == "data loading"
+    assert "storage" in [finding.cause for finding in verdict.findings], "it sleeps"
+    assert (tmp_path / "results/plans" / PLAN / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        ("raise SystemExit(3)", 3, "it ended with status 3 after"),
+        ("print('nothing')", 0, "no training step was seen"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "it ended with status 137"),
+    ],
+)
+def test_a_program_without_steps_has_one_message_and_its_own_status(
+    tmp_path: Path, code: str, status: int, message: str
+) -> None:
+    ended = measure(tmp_path, "--", sys.executable, "-c", code)
+    assert ended.returncode == status and message in ended.stderr and "Traceback" not in ended.stderr
+    assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "nothing half-written"
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    ended = measure(tmp_path, "--", "no-such-command")
+    assert ended.returncode == 127 and ended.stderr == "dlscale measure: no-such-command: no such command\n"
+
+
+def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
+    """A child of a child, in a session of its own, that ignores SIGTERM."""
+    stubborn = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
+    )
+    code = f"""
+        import subprocess, sys, time
+        subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)
+        time.sleep(2)
+    """
+    ended = measure(tmp_path, "--", sys.executable, program(tmp_path, code))
+    assert "left 1 process running" in ended.stderr
+    assert not psutil.pid_exists(int(ended.stdout))
+
+
+def test_signals_are_the_programs(tmp_path: Path) -> None:
+    """It may save; its status is what it says."""
+    code = (
+        "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(9)); print('here', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dlscale", "measure", "--", sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "on\n"
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 9 and "status 9" in told
