@@ -240,7 +240,7 @@ def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
 def test_signals_are_the_programs(tmp_path: Path) -> None:
     """It may save; its status is what it says."""
     code = (
-        "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(9)); print('here', flush=True); time.sleep(60)"
+        "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(9)); print('on', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "dlscale", "measure", "--", sys.executable, "-c", code],
