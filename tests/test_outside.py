@@ -78,6 +78,17 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
     assert found.training == pytest.approx(0.08 * 270 / (300 * 0.08 + 4 * 11), rel=0.05)
 
 
+def test_what_is_between_loops_is_no_part_of_a_step(tmp_path: Path) -> None:
+    """A validation that nobody sees, shorter than a pause."""
+    clock = Clock(tmp_path, way="timed")
+    for _ in range(20):
+        clock.note(f"l {clock.now:.6f}")
+        clock.epoch(5, wait=0.02, seconds=0.06)
+        clock.now += 0.5
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.rates == pytest.approx([100.0] * steps.WINDOWS)
+
+
 def test_paces_of_processes_add_up(tmp_path: Path) -> None:
     for rank in (1, 0):
         Clock(tmp_path, rank).epoch(100, wait=0.0, seconds=0.1)
@@ -147,7 +158,7 @@ class Slow(Dataset):
     def __getitem__(self, i): time.sleep(float(sys.argv[1])); return torch.randn(64), torch.randn(1)
 
 loader, valid = DataLoader(Slow(), batch_size=8), DataLoader(Slow(), batch_size=40)
-model = nn.Sequential(nn.Linear(64, 900), nn.ReLU(), nn.Linear(900, 900), nn.ReLU(), nn.Linear(900, 1))
+model = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters())
 for epoch in range(4):
     begin = time.perf_counter()
@@ -182,16 +193,16 @@ def found(folder: Path, name: str = "train") -> Throughput:
 def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
     """Seen in PyTorch, timed by one line, and as it prints them; and its own output is untouched."""
     path = program(tmp_path)
-    seen = measure(tmp_path, "--", sys.executable, path, 0.001)
-    printed = measure(tmp_path, "--rate", "nersc", "--", sys.executable, path, 0.001)
+    seen = measure(tmp_path, "--", sys.executable, path, 0.004)
+    printed = measure(tmp_path, "--rate", "nersc", "--", sys.executable, path, 0.004)
     program(tmp_path, "import dlscale\n" + TRAIN, "dlscale.timed")
-    itself = measure(tmp_path, "--", sys.executable, path, 0.001)
+    itself = measure(tmp_path, "--", sys.executable, path, 0.004)
     for each, way, name in ((seen, "seen", "train"), (printed, "rate", "train_2"), (itself, "timed", "train_3")):
         assert each.returncode == 0, each.stderr
         own = [float(line.split()[1]) for line in each.stdout.splitlines()]
         record = found(tmp_path, name)
         assert record.outside and record.full and (record.outside.way, len(own)) == (way, 4)
-        assert record.full.mean == pytest.approx(sum(own[1:]) / 3, rel=0.15)
+        assert record.full.mean == pytest.approx(sum(own[1:]) / 3, rel=0.1)
         assert f"{name}: " in each.stderr and "samples/s ±" in each.stderr and "results/plans" in each.stderr
     one = found(tmp_path)
     assert one.outside and one.outside.waiting and one.outside.waiting > 0.5 and one.batch_size == 8

@@ -33,6 +33,7 @@ class Process:
 
     rank: int
     steps: list[float] = field(default_factory=list)  #: Their ends.
+    loops: list[float] = field(default_factory=list)  #: Begins of loops, where they are known.
     #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
 
@@ -71,8 +72,8 @@ def _process(path: Path) -> Process:
         kind, *words = line.split() if line.endswith("\n") else [""]
         if kind == "begin":
             shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
-        elif kind == "s":
-            found.steps.append(shift + float(words[0]))
+        elif kind in ("s", "l"):
+            (found.steps if kind == "s" else found.loops).append(shift + float(words[0]))
         elif kind == "b":
             found.batches.append((shift + float(words[1]), words[0], float(words[2]), int(words[3])))
     return found
@@ -107,6 +108,8 @@ def _kept(process: Process, training: set[str]) -> list[_Step]:
     times = [batch[0] for batch in process.batches]
     found = list[_Step | None]()
     for before, end in itertools.pairwise(process.steps):
+        if begun := [loop for loop in process.loops if before < loop < end]:
+            before = begun[-1]
         within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
         waited = min(sum(batch[2] for batch in within), end - before)
         alone = all(batch[1] in training for batch in within)

@@ -34,6 +34,11 @@ class Log:
         now = time.perf_counter()
         self._note(now, f"b {iterator} {now:.6f} {wait:.6f} {samples}\n")
 
+    def loop(self) -> None:
+        """Note that a loop begins now: what was before is no part of its first step."""
+        now = time.perf_counter()
+        self._note(now, f"l {now:.6f}\n")
+
     def step(self) -> None:
         """Note that a step has ended now."""
         now = time.perf_counter()
@@ -85,6 +90,7 @@ def timed(loader: Iterable[Any]) -> Iterator[Any]:
     if FOLDER not in os.environ:
         yield from loader
         return
+    LOG.loop()
     batches = iter(loader)
     while True:
         begin = time.perf_counter()
