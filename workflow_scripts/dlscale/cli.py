@@ -101,6 +101,12 @@ QUERIES = {
                 metavar="N",
             ),
             option(
+                "--steps",
+                "where it logs its steps: TensorBoard's file or folder, or a file of JSON lines",
+                False,
+                metavar="FILE",
+            ),
+            option(
                 "--rate",
                 "what it prints has its samples/s: a regular expression with one group",
                 False,

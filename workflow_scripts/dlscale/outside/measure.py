@@ -62,7 +62,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         with whole(plan / name) as folder:
             (folder / "steps").mkdir(parents=True)
             run = run_command(args.command, folder, pattern)
-            throughput = measured(args.command, folder, run, args.batch_size)
+            throughput = measured(args, folder, run)
             shutil.rmtree(folder / "steps")
             throughput.write(folder / "throughput.json")
             settings: dict[str, Any] = {"study": STUDY, "command": args.command, "folder": str(Path.cwd())}
@@ -234,34 +234,24 @@ def _stalled() -> float | None:
 # ---- what it comes to --------------------------------------------------------------------------------
 
 
-def measured(command: Sequence[str], folder: Path, run: Ended, batch_size: int | None) -> Throughput:
+def measured(args: argparse.Namespace, folder: Path, run: Ended) -> Throughput:
     """Return what a program's steps come to; a `UserError` where none were seen."""
-    way, processes = seen.read(folder / "steps")
     nodes = telemetry.read_nodes(folder / "telemetry/throughput.csv")
-    if run.printed:
-        rates = [rate for _, rate in run.printed]
-        rates = rates[1:] if len(rates) > 3 else rates  # the first one warms up
-        times = [run.begin, *(when for when, _ in run.printed)]
-        lengths = [max(b - a, 1e-9) for a, b in itertools.pairwise(times)][-len(rates) :]
-        found = seen.Pace(
-            *(times[-len(rates) - 1], times[-1], times[1], max(1, len(processes)), len(rates), True, batch_size),
-            rates,
-            lengths,
-            [],
-            None,
-            1.0,
-        )
-        way = "rate"
-    elif (pace := seen.pace(processes, batch_size)) is None:
+    way, processes = seen.read(folder / "steps")
+    if args.rate:
+        way, found = "rate", seen.pace_of_rates(run.printed, run.begin, args.batch_size)
+    elif args.steps:
+        way, found = "log", seen.pace_of_log(seen.logged(Path(args.steps), run.begin), args.batch_size)
+    else:
+        found = seen.pace(processes, args.batch_size)
+    if found is None:
         if run.status:
             raise UserError(f"it ended with status {run.status} after {duration(run.seconds)}, before it trained")
         raise UserError(
-            f"no training step was seen in {duration(run.seconds)}. Steps of PyTorch's optimisers are seen; "
-            "those of any other loop by `for batch in dlscale.timed(loader)`, or by what it prints: --rate 'avg (\\S+) "
-            "samples/sec'"
+            f"no training step was seen in {duration(run.seconds)}. Steps of PyTorch's optimisers are seen; any "
+            "other loop's by `for batch in dlscale.timed(loader)`, by a log of its steps (--steps FILE), or by what it "
+            "prints (--rate 'avg (\\S+) samples/sec')"
         )
-    else:
-        found = pace
     mean = statistics.fmean(found.rates)
     full = Trials(
         trial_throughput=found.rates,
@@ -278,7 +268,7 @@ def measured(command: Sequence[str], folder: Path, run: Ended, batch_size: int |
         device=_device(nodes),
         full=full,
         outside=Outside(
-            command=list(command),
+            command=args.command,
             way=way,
             samples=found.samples,
             steps=found.steps,

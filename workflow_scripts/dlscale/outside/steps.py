@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import math
 import re
 import statistics
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dlscale.core import board
 from dlscale.core.errors import UserError
 
 #: Ways of seeing steps in a folder, the surest first: what the program says itself, what PyTorch's functions say.
@@ -189,6 +191,28 @@ def pattern(text: str) -> re.Pattern[str]:
     return found
 
 
+def pace_of_rates(printed: Sequence[tuple[float, float]], begin: float, batch_size: int | None) -> Pace | None:
+    """Return the pace that a program printed, with the times of its lines; of more than three the first warms up."""
+    if not printed:
+        return None
+    times = [begin, *(when for when, _ in printed)]
+    skipped = 1 if len(printed) > 3 else 0
+    return Pace(
+        begin=times[skipped],
+        end=times[-1],
+        first_step=times[1],
+        processes=1,
+        steps=len(printed) - skipped,
+        samples=True,
+        batch_size=batch_size,
+        rates=[rate for _, rate in printed[skipped:]],
+        seconds=[max(after - before, 1e-9) for before, after in itertools.pairwise(times)][skipped:],
+        of_ranks=[],
+        waiting=None,
+        training=1.0,
+    )
+
+
 def number_in(match: str) -> float | None:
     """Return a rate that was printed; None of what is no rate."""
     try:
@@ -196,3 +220,60 @@ def number_in(match: str) -> float | None:
     except ValueError:
         return None
     return found if math.isfinite(found) and found > 0 else None
+
+
+def logged(path: Path, begin: float) -> list[tuple[float, float]]:
+    """Return times and numbers of steps since `begin` in a program's log: TensorBoard's, or one of JSON lines.
+
+    Of event files the tag with the most points counts. A line of JSON has `step`, or `global_step`, and `time` (seconds
+    since 1970-01-01 UTC, or since any moment).
+    """
+    files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
+    if not files or not all(file.exists() for file in files):
+        raise UserError(
+            f"--steps: {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
+        )
+    if path.is_dir() or ".tfevents." in path.name:
+        points = defaultdict[str, dict[int, float]](dict)
+        for event in itertools.chain.from_iterable(map(board.events, files)):
+            for value in event.summary.value:
+                if event.wall_time >= begin and board.scalar(value) is not None:
+                    points[value.tag].setdefault(event.step, event.wall_time)
+        steps = max(points.values(), key=len, default={})
+    else:
+        steps = {}
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            try:
+                row = json.loads(line)
+                steps[int(row.get("step", row.get("global_step")))] = float(row["time"])
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise UserError(f"--steps: {path}: line {number}: expected JSON with `step` and `time`") from None
+    return sorted((time, step) for step, time in steps.items())
+
+
+def pace_of_log(points: Sequence[tuple[float, float]], batch_size: int | None) -> Pace | None:
+    """Return the pace of steps that were logged, between one point and the next; None of fewer than three points."""
+    if len(points) < 3:
+        return None
+    spans = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(points[1:])]
+    usual = statistics.median(seconds / steps for seconds, steps in spans if steps > 0)
+    # A validation or a checkpoint between two points is none of their steps.
+    kept = [(seconds, steps) for seconds, steps in spans if 0 < seconds <= 2 * usual * steps]
+    if not kept:
+        return None
+    share = batch_size or 1
+    lasted = sum(seconds for seconds, _ in kept)
+    return Pace(
+        begin=points[1][0],
+        end=points[-1][0],
+        first_step=points[0][0],
+        processes=1,
+        steps=round(sum(steps for _, steps in kept)),
+        samples=batch_size is not None,
+        batch_size=batch_size,
+        rates=[share * steps / seconds for seconds, steps in kept],
+        seconds=[seconds for seconds, _ in kept],
+        of_ranks=[],
+        waiting=None,
+        training=lasted / max(points[-1][0] - points[1][0], 1e-9),
+    )

@@ -73,7 +73,7 @@ class Page:
 
 def plan_view(plan: PlanResult, page: Page) -> View:
     """Return a plan for the template."""
-    used = dict.fromkeys(str(run.settings.get("dataset")) for run in plan.runs)
+    used = dict.fromkeys(str(run.settings["dataset"]) for run in plan.runs if "dataset" in run.settings)
     sections = [section for make in SECTIONS if (section := make(plan, page))]
     names = list(dict.fromkeys(run for section in sections for chart in section.charts for run in chart.runs))
     least = first_and_least(plan.runs, DRAWN, lambda run: (run.final_loss, slowness(run)))
@@ -92,6 +92,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "omitted": len(plan.record.left_out),
         "disturbance": disturbance(plan.runs, page.call),
         "environments": environments(plan),
+        "outside": any(run.throughput and run.throughput.outside for run in plan.runs),
         "datasets": [{"name": name, "linked": name in page.datasets} for name in used],
         "devices": profiles.devices(plan.runs),
         "speed": speed(plan),

@@ -37,6 +37,9 @@ UNKNOWN = "not known"
 #: Rungs that several remedies name, as YAML.
 COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
 
+#: Share of the time in which a machine's processes wait for memory, from which on that is told: others' count, too.
+STALLED = 0.25
+
 #: Seconds of a step of another program on a processor, below which calling operators counts.
 TINY = 4e-3
 
@@ -582,7 +585,7 @@ def small_steps(evidence: Evidence) -> Finding | None:
 def stalled(evidence: Evidence) -> Finding | None:
     """Find a program whose machine waits for memory: it swaps, or reads again what it had to drop."""
     program = evidence.outside
-    if not (program and program.stalled and program.stalled >= LEAST):
+    if not (program and program.stalled and program.stalled >= STALLED):
         return None
     return Finding(
         "swapping",
