@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from dlscale.core.errors import UserError
 from dlscale.measure.records import Throughput
@@ -120,6 +122,29 @@ def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path
 def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
     Clock(tmp_path).epoch(2, wait=0.0, seconds=0.1)
     assert steps.pace(steps.read(tmp_path)[1]) is None and steps.read(tmp_path / "none") == ("", [])
+
+
+def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
+    """Every tenth of steps of 50 ms, a validation after each hundredth; as JSON, and as TensorBoard writes it."""
+    time, rows = 1.7e9, []
+    for step in range(0, 1000, 10):
+        rows.append({"step": step, "time": time, "loss": 1.0})
+        time += 0.5 + 7.0 * (step % 100 == 90)
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with SummaryWriter(str(tmp_path / "board")) as board:
+        for row in rows:
+            board.add_scalar("loss", row["loss"], row["step"], walltime=row["time"])
+        board.add_scalar("accuracy", 1.0, 5, walltime=1.7e9)
+    for path in (tmp_path / "log.jsonl", tmp_path / "board"):
+        points = steps.logged(path, begin=1.7e9 - 1)
+        found = steps.pace_of_log(points, batch_size=32)
+        assert found and found.rates == pytest.approx([640.0] * 89, rel=1e-4) and found.samples
+    assert steps.logged(tmp_path / "board", begin=time + 1) == [], "of an earlier run"
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "time": 2.0}\nthree\n')
+    with pytest.raises(UserError, match="line 2: expected JSON with `step` and `time`"):
+        steps.logged(tmp_path / "log.jsonl", begin=0.0)
+    with pytest.raises(UserError, match="no such file"):
+        steps.logged(tmp_path / "none", begin=0.0)
 
 
 @pytest.mark.parametrize(
