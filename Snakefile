@@ -41,6 +41,7 @@ wildcard_constraints:
 localrules:
     all,
     image,
+    checkout,
     configure_plan,
     preview,
     promote,

@@ -4,6 +4,8 @@ rule throughput:
         manifest=JOBS.run_manifest,
         data=JOBS.run_data,
         first=JOBS.first_data,
+        program=JOBS.program_files,
+        checkout=JOBS.run_checkout,
     output:
         throughput=f"{RESULTS}/plans/{{plan}}/{{run}}/throughput.json",
         telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/throughput.csv",
@@ -23,11 +25,12 @@ rule throughput:
         launch=JOBS.run_launch,
         device=JOBS.run_device,
         beside=JOBS.throughput_beside,
+        start=JOBS.program_start,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} throughput --config {params.settings:q} --record {params.record:q} --manifest {input.manifest:q}"
-        " {params.beside:q} --device {params.device:q} --threads {threads} --out {output.throughput:q}"
+        " {params.beside:q} {params.start:q} --device {params.device:q} --threads {threads} --out {output.throughput:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"
 
 

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dlscale.core.errors import UserError
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps, timed
-from dlscale.outside.measure import PLAN
+from dlscale.outside.command import PLAN
 from dlscale.report.results import read_run
 from dlscale.report.verdict import of
 from tests.conftest import ROOT

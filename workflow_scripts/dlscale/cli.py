@@ -88,7 +88,7 @@ QUERIES = {
         ),
     ),
     "measure": Query(
-        "dlscale.outside.measure",
+        "dlscale.outside.command",
         "Run any training program as it is: how fast it trains, and what bounds it.",
         (
             ("command", {"nargs": "+", "metavar": "COMMAND", "help": "after --: the program and its words"}),
@@ -410,7 +410,7 @@ def _run(args: argparse.Namespace) -> int:
         return status
     first = not ranks().rank
     with progress.told(args.log if first else None), _watched(args), _near(args):
-        stage = _imported(STAGES[args.stage].module)
+        stage = _imported(_module(args))
         logging.info(progress.STARTED, progress.age())
         if first and getattr(args, "record", None):
             write_yaml(args.record, read_settings(args.config)[0])
@@ -421,6 +421,15 @@ def _run(args: argparse.Namespace) -> int:
         telemetry.show(Path(args.telemetry))
         environment.record(Path(args.telemetry).with_suffix(".json"))
     return 0
+
+
+def _module(args: argparse.Namespace) -> str:
+    """Return the module of a stage; another program than dlscale's training has its own."""
+    row = STAGES[args.stage]
+    other = row.scope == "run" and read_settings(args.config)[0].get("program")
+    if other and not row.program:
+        raise UserError(f"{args.stage}: a program goes through {', '.join(n for n, s in STAGES.items() if s.program)}")
+    return str(row.program) if other else row.module
 
 
 def _imported(module: str) -> Any:
@@ -442,6 +451,7 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
     geometry = validate(Geometry, settings.get("geometry") or {}, f"{where}: geometry")
     parallel = settings.get("parallel")
     one = isinstance(parallel, dict) and parallel.get("kind") == "dp"  # process for all of them
+    one = one or bool(settings.get("program"))
     here, several = geometry.gpus_per_node, geometry.world_size > 1 and not one
     rank, _, local_rank = ranks() if several else Ranks()
     if local_rank:
@@ -456,7 +466,7 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
 def _near(args: argparse.Namespace) -> Iterator[None]:
     """Have a run, and the run that it is timed with, read data from copies here, where their loaders ask for it."""
     with contextlib.ExitStack() as copies:
-        if STAGES[args.stage].scope == "run":
+        if STAGES[args.stage].scope == "run" and not read_settings(args.config)[0].get("program"):
             original = args.manifest
             args.manifest = _copy(args.config, original, copies)
             if getattr(args, "beside", None):

@@ -15,7 +15,7 @@ from typing import Any
 KEYS = (
     *("study", "dataset", "batch_size", "model", "loss", "samples", "loader", "optimizer", "precision", "compile"),
     *("cuda_graph", "memory_format", "attention", "accumulation_steps", "activation_checkpointing", "threads"),
-    *("geometry", "parallel"),
+    *("geometry", "parallel", "program"),
 )
 #: Parts of these that it does not depend on: numbers that are multiplied by whatever they are, how many samples an
 #: epoch has, what is tested before all.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlscale.config import program
 from dlscale.config.dataset import Written, seen
 from dlscale.config.records import Published, Series
 from dlscale.config.run import Run, run_class
@@ -25,7 +26,8 @@ from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.schema import MOST_SEED, Name, Strict
-from dlscale.core.settings import Raw, holds, read_yaml, validate
+from dlscale.core.settings import Raw, flat, holds, read_yaml, validate
+from dlscale.core.stages import STAGES
 from dlscale.core.urls import hide
 
 #: Keys of which one gives a plan its runs.
@@ -34,6 +36,11 @@ MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
 EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
 #: Kinds of a run's sections that do not say theirs.
 KINDS = {key: field.default.kind for key, field in Run.model_fields.items() if hasattr(field.default, "kind")}
+#: Settings of a program's run that need no place in its command: they say what it is, and how it is measured.
+DESCRIBING = {
+    *("program", "dataset", "batch_size", "local_batch_size", "geometry", "throughput", "tune", "label", "seed"),
+    *("threads", "training"),
+}
 #: Settings, and the place where they were written.
 Layer = tuple[str, Raw]
 #: A plan's name and a run's.
@@ -74,7 +81,8 @@ class Configuration:
     secrets: dict[str, str] = field(default_factory=dict, repr=False)  #: Whole addresses of datasets by hidden ones.
 
     def stages(self, plan: str, run: str) -> list[str]:
-        return ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
+        stages = ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
+        return of_program(stages) if self.plans[plan][run].run.program else stages
 
     def label(self, plan: str, run: str) -> str:
         resolved = self.plans[plan][run]
@@ -127,8 +135,24 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         if name in workflow.targets and not runs:
             lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
             raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
-        plans[name] = _repeated(name, plan, _rungs(name, plan, runs))
+        plans[name] = _filled(_repeated(name, plan, _rungs(name, plan, runs)))
     return Configuration(workflow, plans, left_out, secrets)
+
+
+def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
+    """Return a plan's runs, each program with the run's settings in its command."""
+    return {
+        name: replace(each, run=each.run.model_copy(update={"program": program.filled(each.run)}))
+        if each.run.program
+        else each
+        for name, each in runs.items()
+    }
+
+
+def of_program(stages: Iterable[str]) -> list[str]:
+    """Return the stages that another program goes through, of those of a plan."""
+    there = ("program" if stage == "train" else stage for stage in stages)
+    return [stage for stage in there if STAGES[stage].program]
 
 
 def _check_names(user: Raw, shipped: Raw) -> None:
@@ -419,6 +443,8 @@ class _Resolver:
                     f"process would train a model of its own; leave train out for this run (measure, or only: "
                     f"{{train: [...]}} of plans.{name})"
                 )
+            if found.run.program:
+                self._check_program(f"plans.{name}", plan, run, found)
         where = f"plans.{name}.settings"
         if plan.settings and all(where not in dict(self.layers(name, run)[1]) for run in plan.runs):
             used = next(iter(plan.runs.values()))["use"]
@@ -426,6 +452,33 @@ class _Resolver:
                 f"configuration: {where}: no run takes them: its runs are those of other plans, or stand on {used}; "
                 f"change plans.{used.partition('.')[0]}, or write plans.{name}.from: {used} and a run of another name"
             )
+
+    def _check_program(self, here: str, plan: Plan, run: str, found: ResolvedRun) -> None:
+        """Refuse what a program cannot be asked, and settings that its command has no place for."""
+        wrong = ""
+        if not of_program(plan.stages(run)):
+            wrong = f"measure: a program goes through train and throughput alone; add one of these, or leave {run} out"
+        elif problem := program.check(found.run):
+            wrong = f"runs.{run}.{problem}"
+        elif plan.halves:
+            wrong = "sweep.method halving: a program trains to its end; use grid or random"
+        elif found.run.program and found.run.program.image and self.workflow.site.engine == "none":
+            wrong = f"runs.{run}.program.image: this site starts no containers; set site.engine, or leave it out"
+        if wrong:
+            raise UserError(f"configuration: {here}.{wrong}")
+        if registry.study(plan.study).dataset != "files":
+            return  # its settings say what the program does itself
+        assert found.run.program
+        used = {program.SHORT.get(name, name) for name in found.run.program.placeholders()}
+        used |= {"batch_size"} if "local_batch_size" in used else set()
+        for where, layer in self.layers(found.plan, found.name)[1]:
+            for key in flat(layer) if not where.startswith("(shipped)") else ():
+                said = key.split(".")[0] in DESCRIBING or key.endswith(".kind")
+                if not said and key not in used:
+                    raise UserError(
+                        f"configuration: {where}.{key}: the program would not know of it; put {{{key}}} into "
+                        "program.command, or leave it out"
+                    )
 
     def _reference(self, where: str, text: Any, plan: Plan) -> Place:
         target, _, run = str(text).partition(".")

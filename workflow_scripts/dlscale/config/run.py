@@ -24,6 +24,7 @@ from pydantic import (
 
 from dlscale.config import laws
 from dlscale.config.laws import Law, Lawful
+from dlscale.config.program import Program
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS
@@ -456,6 +457,9 @@ class RunCore(Lawful):
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()
+    program: Program | None = Field(
+        None, description="Another program that runs in place of dlscale's training, with these settings."
+    )
 
     @classmethod
     def _keys(cls) -> list[str]:
@@ -494,6 +498,11 @@ class RunCore(Lawful):
     @property
     def processes(self) -> Geometry:
         return Geometry() if isinstance(self.parallel, DP) else self.geometry
+
+    @property
+    def stage_processes(self) -> Geometry:
+        """Processes of a stage: of another program a single one, which starts it."""
+        return Geometry() if self.program else self.processes
 
     @property
     def selftest(self) -> bool:

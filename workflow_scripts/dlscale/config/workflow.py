@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     Measurement: TypeAlias = str
     Need: TypeAlias = str
 else:
-    Measurement, Need = Literal[RUN_STAGES], Literal[tuple(NEEDS)]
+    #: A program runs where a plan says `train`.
+    Measurement, Need = Literal[tuple(name for name in RUN_STAGES if name != "program")], Literal[tuple(NEEDS)]
 
 #: What a plan of a kind measures unless it says so; others do what is usual.
 USUAL = {

@@ -96,6 +96,8 @@ class Stage:
     minutes: int = 60  #: Time limit where nothing is known of how long a job takes; a site may say another.
     warned: bool = False  #: Whether the job asks to be warned of its time limit.
     science: str = ""  #: The module that decides the results, where the entry only stands around it.
+    #: Of a run: the entry module where another program runs in place of dlscale's training; None: it has no such stage.
+    program: str | None = None
 
     @property
     def decides(self) -> str:
@@ -106,6 +108,9 @@ class Stage:
 _PAGE = option("--page", "a page to write from the present results: options of report as JSON", False, metavar="JSON")
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 _RECORD = path("--record", "YAML file to which --config is written", required=False)
+
+#: Of another program; its command follows these words.
+_START = option("--start", "words that start another program's processes, as JSON", False, metavar="JSON")
 
 #: Every stage of a run has these.
 RUN_OPTIONS = (
@@ -134,6 +139,16 @@ STAGES: dict[str, Stage] = {
         "Write the list of a plan's runs, as YAML.",
         "plan",
         (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),
+    ),
+    "checkout": Stage(
+        "dlscale.outside.checkout",
+        "Fetch a revision of another program's repository.",
+        "raw",
+        (
+            option("--repository", "address or folder of the repository", metavar="URL"),
+            option("--revision", "the commit", metavar="SHA1"),
+            path("--out", "folder to write"),
+        ),
     ),
     "acquire": Stage(
         "dlscale.data.acquire",
@@ -205,6 +220,24 @@ STAGES: dict[str, Stage] = {
         warned=True,
         science="dlscale.train.trainer",
     ),
+    "program": Stage(
+        "dlscale.outside.program",
+        "Run another program, in place of `train`, to its end.",
+        "run",
+        (
+            path("--keep", "folder of the program's own, which a later try finds again"),
+            option("--sources", "digest of its files; with another one it starts afresh", False, metavar="SHA256"),
+            path("--out", "the run's folder"),
+            _START,
+        ),
+        settings=("training", "schedule"),
+        outputs=("program.json", "telemetry/program.csv"),
+        nodes="geometry",
+        work=training_work,
+        minutes=720,
+        warned=True,
+        program="dlscale.outside.program",
+    ),
     "throughput": Stage(
         "dlscale.measure.throughput",
         "Measure a run's samples/s: IO, SYNTHETIC, FULL.",
@@ -215,6 +248,7 @@ STAGES: dict[str, Stage] = {
             ),
             path("--beside-manifest", "manifest.json of that run's dataset, if it is another", required=False),
             path("--out", "JSON file to write"),
+            _START,
         ),
         settings=("throughput",),
         outputs=("throughput.json", "telemetry/throughput.csv"),
@@ -222,6 +256,7 @@ STAGES: dict[str, Stage] = {
         nodes="geometry",
         work=throughput_work,
         seconds=throughput_seconds,
+        program="dlscale.outside.throughput",
     ),
     "profile": Stage(
         "dlscale.measure.profile",

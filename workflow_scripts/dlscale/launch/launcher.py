@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlscale.config.run import Geometry
+from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import CHECKOUT, ROOT
-from dlscale.core.machine import LOCAL_DISK, WATCHDOG, answer
+from dlscale.core.machine import LOCAL_DISK, STEPS, WATCHDOG, answer
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
@@ -67,23 +67,65 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
         return [*container, *PYTHON]
     if site.starter == "srun":  # one container, or one bare process, for each task
-        # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
-        srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
-        if site.scheduler:
-            srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler)}")
-            srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
+        srun = _srun(site, geometry)
         if ordered:  # task i on the i-th share of the CPUs, not dealt out to sockets; every task sees all GPUs
             srun += ["--distribution=block:block", "--cpu-bind=cores", "--gpu-bind=none"]
         return [*srun, "--kill-on-bad-exit=1", *container, *PYTHON]
     if site.starter == "mpirun":
-        host = "{host}" if geometry.nodes > 1 else "127.0.0.1"
-        meet = ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
-        return [*RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet, *container, *PYTHON]
+        return [*_mpirun(site, geometry), *container, *PYTHON]
     # It ends all processes when one fails. What follows its own words is Python's.
     several = geometry.nodes > 1
     start = _filled(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
     return [*start, *container, *RANKS, *meet, f"--nproc-per-node={geometry.gpus_per_node}", *PYTHON[1:]]
+
+
+#: Starter of a program's processes on one node, by the program's own PyTorch.
+TORCHRUN = ["torchrun", "--standalone", "--no-python"]
+
+
+def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[str]]:
+    """Return the words that start `dlscale`, once, and those that it puts before the command of a run's program.
+
+    The stage runs where others do, and the program beside it. It is outside of a container where the program has an
+    image of its own, or where `srun` or `mpirun` start it.
+    """
+    program, geometry = run.program, run.geometry
+    assert program is not None
+    several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
+    site = _told(site, geometry, ordered=False)
+    if program.image or (several and (site.starter != "torchrun" or geometry.nodes > 1)):
+        told = site.model_copy(update={"image": program.image or site.image})
+        passed = [STEPS, "PYTHONPATH", *program.environment]
+        container = _contain(told, place, gpu=True, passed=passed) if site.engine != "none" else []
+        outer = _contain(site.model_copy(update={"engine": "none"}), place, gpu=True)
+    else:
+        outer, container = _contain(site, place, gpu=True), []
+    if not several:
+        return [*outer, *PYTHON], container
+    if site.starter == "srun":
+        return [*outer, *PYTHON], [*_srun(site, geometry), "--kill-on-bad-exit=1", *container]
+    if site.starter == "mpirun":
+        return [*outer, *PYTHON], [*_mpirun(site, geometry), *container]
+    start = _filled(site.start, geometry) if geometry.nodes > 1 else []
+    meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}", "--rdzv-backend=c10d"]
+    torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
+    return [*outer, *PYTHON], [*start, *container, *torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
+
+
+def _srun(site: Site, geometry: Geometry) -> list[str]:
+    # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
+    srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
+    if site.scheduler:
+        srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler)}")
+        srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
+    return srun
+
+
+def _mpirun(site: Site, geometry: Geometry) -> list[str]:
+    host = "{host}" if geometry.nodes > 1 else "127.0.0.1"
+    meet = ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
+    return [*RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet]
 
 
 def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
@@ -124,13 +166,16 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
         slurm.check(site.scheduler, geometry, where)
 
 
-def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
-    """Return the words that put a process into a container, or give a bare one the site's environment."""
+def _contain(site: Site, place: Place, gpu: bool, passed: Sequence[str] = ()) -> list[str]:
+    """Return the words that put a process into a container, or give a bare one the site's environment.
+
+    With `passed`, variables that it is given as they are, the container is that of another program.
+    """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":
         return ["env", *(f"{name}={value}" for name, value in site.environment.items())] if site.environment else []
     environment = {
-        "PYTHONPATH": place.sources,
+        **({} if passed else {"PYTHONPATH": place.sources}),
         "PYTHONNOUSERSITE": "1",  # home may be mounted, with packages for another Python
         "HOME": "/tmp",
         **site.environment,
@@ -172,8 +217,8 @@ def _contain(site: Site, place: Place, gpu: bool) -> list[str]:
         *(f"--volume={path}:{path}:ro" for path in place.data if site.mounts.get(path) != path),
         f"--workdir={place.folder}",
         *(f"--env={name}={value}" for name, value in environment.items()),
-        *(f"--env={name}" for name in PASSED_ON if name not in environment),
-        "--env=DLSCALE_LIFELINE=1",
+        *(f"--env={name}" for name in [*PASSED_ON, *passed] if name not in environment),
+        *([] if passed else ["--env=DLSCALE_LIFELINE=1"]),
         image,
     ]
 

@@ -20,10 +20,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dlscale.config.run import load_run
-from dlscale.core import machine
+from dlscale.core import machine, registry
 from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
+from dlscale.core.settings import read_settings
 from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
@@ -68,7 +69,7 @@ class Turns:
     def __init__(self, own: Timed, first: Timed) -> None:
         # Who is made and opened first was found to be 1 % slower: each is so in every second opening.
         self._couples = [
-            (_Player(own), _Player(first)) if number % 2 else (_Player(first), _Player(own))[::-1]
+            (_player(own), _player(first)) if number % 2 else (_player(first), _player(own))[::-1]
             for number in range(OPENINGS)
         ]
 
@@ -139,6 +140,14 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
     if passed < seconds:
         return len(rounds) >= LEAST and reach <= error
     return reach <= ROUGH * error or passed >= LONGER * seconds
+
+
+def _player(timed: Timed) -> _Player:
+    """Return a run that waits; of another program one with the same methods."""
+    if read_settings(timed.config)[0].get("program"):
+        found: _Player = registry.load("dlscale.outside.turns").Player(timed)
+        return found
+    return _Player(timed)
 
 
 class _Player:

@@ -9,10 +9,11 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dlscale.config.program import RATES
 from dlscale.core import board
 from dlscale.core.errors import UserError
 
@@ -69,16 +70,33 @@ def read(folder: Path) -> tuple[str, list[Process]]:
 
 def _process(path: Path) -> Process:
     """Read a file of `dlscale.outside.timed.Log`; half a last line, of a killed process, is left out."""
-    found, shift = Process(0), 0.0
-    for line in path.read_text().splitlines(keepends=True):
-        kind, *words = line.split() if line.endswith("\n") else [""]
-        if kind == "begin":
-            shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
-        elif kind in ("s", "l"):
-            (found.steps if kind == "s" else found.loops).append(shift + float(words[0]))
-        elif kind == "b":
-            found.batches.append((shift + float(words[1]), words[0], float(words[2]), int(words[3])))
-    return found
+    return Tail(path).process
+
+
+class Tail:
+    """A file of `dlscale.outside.timed.Log` that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._shift = path, 0, 0.0
+        self.process = Process(0)
+        self.read()
+
+    def read(self) -> None:
+        """Read what is new."""
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            *lines, rest = file.read().split(b"\n")
+            self._place = file.tell() - len(rest)
+        for line in lines:
+            kind, *words = line.decode().split()
+            if kind == "begin":
+                self._shift, self.process.rank = float(words[0]) - float(words[1]), int(words[2])
+            elif kind in ("s", "l"):
+                of = self.process.steps if kind == "s" else self.process.loops
+                of.append(self._shift + float(words[0]))
+            elif kind == "b":
+                time, waited, samples = self._shift + float(words[1]), float(words[2]), int(words[3])
+                self.process.batches.append((time, words[0], waited, samples))
 
 
 @dataclass(frozen=True)
@@ -173,20 +191,17 @@ def _samples(process: Process, training: set[str]) -> float:
 
 # ---- what the program prints, or logs ---------------------------------------------------------------
 
-#: Patterns of what the published programs print, by name: samples/s of all processes, and steps.
-PATTERNS = {"nersc": r"avg (\S+) samples/sec"}
-
 
 def pattern(text: str) -> re.Pattern[str]:
     """Return the pattern that `--rate` names, or is; a `UserError` where it has not one group."""
     try:
-        found = re.compile(PATTERNS.get(text, text))
+        found = re.compile(RATES.get(text, text))
     except re.error as error:
         raise UserError(f"--rate: {text}: no regular expression: {error}") from None
     if found.groups != 1:
         raise UserError(
             f"--rate: {text}: expected one group for the number, as in 'avg (\\S+) samples/sec', or one of "
-            f"{', '.join(PATTERNS)}"
+            f"{', '.join(RATES)}"
         )
     return found
 
@@ -228,27 +243,45 @@ def logged(path: Path, begin: float) -> list[tuple[float, float]]:
     Of event files the tag with the most points counts. A line of JSON has `step`, or `global_step`, and `time` (seconds
     since 1970-01-01 UTC, or since any moment).
     """
+    points = defaultdict[str, dict[float, float]](dict)
+    for tag, time, step, _ in _points(path, begin):
+        points[tag].setdefault(step, time)
+    return sorted((time, step) for step, time in max(points.values(), key=len, default={}).items())
+
+
+def values(path: Path, tags: Mapping[str, str], begin: float) -> dict[str, list[tuple[float, int, float]]]:
+    """Return time, step and value of each point of a log since `begin`, by the names that `tags` has for its own."""
+    found = defaultdict[str, list[tuple[float, int, float]]](list)
+    for tag, time, step, value in _points(path, begin):
+        if tag in tags and value is not None:
+            found[tags[tag]].append((time, int(step), value))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def _points(path: Path, begin: float) -> Iterator[tuple[str, float, float, float | None]]:
+    """Yield tag, time, step and value of what a log holds; of a line of JSON all have its step, and one has no tag."""
     files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
     if not files or not all(file.exists() for file in files):
         raise UserError(
             f"--steps: {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
         )
     if path.is_dir() or ".tfevents." in path.name:
-        points = defaultdict[str, dict[int, float]](dict)
         for event in itertools.chain.from_iterable(map(board.events, files)):
             for value in event.summary.value:
-                if event.wall_time >= begin and board.scalar(value) is not None:
-                    points[value.tag].setdefault(event.step, event.wall_time)
-        steps = max(points.values(), key=len, default={})
-    else:
-        steps = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+                if event.wall_time >= begin and (number := board.scalar(value)) is not None:
+                    yield value.tag, event.wall_time, event.step, number
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for row, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
-                steps[int(row.get("step", row.get("global_step")))] = float(row["time"])
+                known = json.loads(line)
+                step, time = int(known.get("step", known.get("global_step"))), float(known["time"])
             except (ValueError, TypeError, KeyError, AttributeError):
-                raise UserError(f"--steps: {path}: line {number}: expected JSON with `step` and `time`") from None
-    return sorted((time, step) for step, time in steps.items())
+                raise UserError(f"--steps: {path}: line {row}: expected JSON with `step` and `time`") from None
+            yield "", time, step, None
+            for tag, number in known.items():
+                if isinstance(number, int | float):
+                    yield tag, time, step, float(number)
 
 
 def pace_of_log(points: Sequence[tuple[float, float]], batch_size: int | None) -> Pace | None:

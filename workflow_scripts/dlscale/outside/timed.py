@@ -17,7 +17,7 @@ from typing import Any
 FOLDER = "DLSCALE_STEPS"
 
 #: Lines, and seconds, after which they are written.
-LINES, SECONDS = 4096, 1.0
+LINES, SECONDS = 4096, 0.1
 
 
 class Log:

@@ -176,7 +176,10 @@ def dataset(folder: Path, name: str) -> View:
         "source": (settings.get("source") or {}).get("kind"),
         "facts": [*manifest.facts, text.size(sum(sizes))],
         "preview": picture(folder / "preview.png"),
-        "tables": [*(_field(name, key, info) for key, info in manifest.fields.items()), of_parts],
+        "tables": [
+            *(_field(name, key, info) for key, info in manifest.fields.items()),
+            *([of_parts] if splits else []),
+        ],
         "settings": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True) if settings else None,
     }
 

@@ -34,10 +34,14 @@ T = TypeVar("T")
 #: Records by stage.
 RECORDS = {
     "train": "metrics.jsonl",
+    "program": "program.json",
     "throughput": "throughput.json",
     "profile": "profile/profile.json",
     "tune": "tune.json",
 }
+
+#: Epochs of another program, where it logs its losses.
+LOSSES = "program.jsonl"
 
 #: Least share of the time, or of the cores, that is told: two measurements of the same differ by as much.
 LEAST = 0.1
@@ -506,6 +510,8 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
     """Read the records of the stages in `measured`, and no others: another plan may be writing them."""
     folder, train = root / reference.plan / reference.run, "train" in measured
     records = {stage: folder / file for stage, file in RECORDS.items() if stage in measured}
+    program = Throughput.read(records["program"]) if "program" in records else None
+    logged = program is not None and (folder / LOSSES).exists()  # its losses, where it tells them
     provenance, prediction = folder / "provenance.json", folder / "prediction.png"
     return RunResult(
         name=reference.name,
@@ -514,8 +520,8 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
         owner=f"{reference.plan}/{reference.run}",
         settings=read_yaml(folder / "config.yaml"),
         provenance=Provenance.read(provenance) if train and provenance.exists() else None,
-        epochs=read_epochs(records["train"]) if train else [],
-        throughput=Throughput.read(records["throughput"]) if "throughput" in records else None,
+        epochs=read_epochs(folder / (RECORDS["train"] if train else LOSSES)) if train or logged else [],
+        throughput=Throughput.read(records["throughput"]) if "throughput" in records else program,
         profile=Profile.read(records["profile"]) if "profile" in records else None,
         prediction=prediction if train and prediction.exists() else None,
         telemetry={
@@ -525,7 +531,11 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
             stage: Environment.read(file) for stage in measured if (file := folder / f"telemetry/{stage}.json").exists()
         },
         tuning=Tuning.read(records["tune"]) if "tune" in records else None,
-        repeats=[read_epochs(folder.parent / name / RECORDS["train"]) for name in reference.repeats] if train else [],
+        repeats=[
+            read_epochs(folder.parent / name / (RECORDS["train"] if train else LOSSES))
+            for name in reference.repeats
+            if train or logged
+        ],
     )
 
 

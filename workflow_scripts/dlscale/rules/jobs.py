@@ -7,6 +7,7 @@ too, is not compared.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,12 +20,14 @@ from typing import Any, NoReturn
 from dlscale.config import resolve
 from dlscale.config.compute import compute_settings
 from dlscale.config.dataset import DatasetSettings
+from dlscale.config.program import Started
 from dlscale.config.records import Rung
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
 from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
+from dlscale.core.files import sha256
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
 from dlscale.core.machine import gpus
 from dlscale.core.stages import RUN_STAGES, STAGES
@@ -35,6 +38,8 @@ from dlscale.preflight.probe import Finding, probe_raw
 
 #: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
 ALL_CORES = 1_024
+#: Folder of a run for what its program writes.
+OUT = "out"
 #: Wildcards of a job, by attribute.
 Wildcards = Any
 Params = dict[str, Any]
@@ -208,11 +213,73 @@ class Jobs:
         return lambda wildcards: self._run_params(stage, self.run(wildcards), ())
 
     def _run_params(self, stage: str, run: Run, loaders: Iterable[str]) -> Params:
-        modules = run_modules(stage, run.study, *run.loaders(stage), *loaders)
-        return self.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
+        settings = json.dumps(decisive_settings(stage, run.slice(stage)))
+        if run.program:
+            # Files may be swapped for older ones, which modification times alone do not show.
+            digests = {file: sha256(file) for file in self._named_files(run)}
+            return self.params([str(STAGES[stage].program)], settings) | {"files": digests}
+        return self.params(run_modules(stage, run.study, *run.loaders(stage), *loaders), settings)
+
+    # ---- programs ------------------------------------------------------------------------------------
+
+    def _placed(self, run: Run) -> Run:
+        """Return a run whose program's folder is where its revision is fetched to."""
+        if not (run.program and run.program.repository):
+            return run
+        folder = Path(self.checkout_folder(str(run.program.revision)), run.program.folder)
+        return run.model_copy(update={"program": run.program.model_copy(update={"folder": str(folder)})})
+
+    def checkout_folder(self, revision: str) -> str:
+        return f"{self.results}/programs/{revision}"
+
+    def run_checkout(self, wildcards: Wildcards) -> list[str]:
+        program = self.run(wildcards).program
+        return [self.checkout_folder(str(program.revision))] if program and program.repository else []
+
+    def checkout_repository(self, wildcards: Wildcards) -> str:
+        programs = (each.run.program for runs in self.plans.values() for each in runs.values())
+        return next(
+            (
+                str(each.repository)
+                for each in programs
+                if each and each.repository and each.revision == wildcards.revision
+            ),
+            "",
+        )
+
+    def checkout_params(self, wildcards: Wildcards) -> Params:
+        return self.params([], {"repository": self.checkout_repository(wildcards), "revision": wildcards.revision})
+
+    def checkout_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
+        return [*launcher.PYTHON]
+
+    def _named_files(self, run: Run) -> list[str]:
+        """Return the files that the command of a run's program names: it runs again where they change."""
+        if not run.program:
+            return []
+        filled, results = Started(run.program, OUT), Path(self.results).absolute()
+        known = [Path(filled.folder, word) for word in filled.command[1:]]
+        files = [file for file in known if file.is_file() and not file.absolute().is_relative_to(results)]
+        return list(dict.fromkeys(map(os.path.relpath, files)))
+
+    def program_files(self, wildcards: Wildcards) -> list[str]:
+        return self._named_files(self.run(wildcards))
+
+    def program_folder(self, wildcards: Wildcards) -> str:
+        """Return the folder `{out}` of a run's program, which stays between its tries."""
+        return f"{self.results}/plans/{wildcards.plan}/{wildcards.run}/{OUT}"
+
+    def program_sources(self, wildcards: Wildcards, input: Any) -> str:
+        """Return a digest of what decides a program's results: a try goes on from those of one that had the same."""
+        stage = json.dumps(self._run_params("program", self.run(wildcards), ()), sort_keys=True)
+        return hashlib.sha256(stage.encode()).hexdigest()
+
+    def program_start(self, wildcards: Wildcards, input: Any) -> list[str]:
+        run = self.run(wildcards)
+        return ["--start", json.dumps(self._launch_program(input, run)[1])] if run.program else []
 
     def run_settings(self, wildcards: Wildcards, input: Any) -> str:
-        return self.run(wildcards).model_dump_json()
+        return self._placed(self.run(wildcards)).model_dump_json()
 
     def beside(self, wildcards: Wildcards) -> Run | None:
         """Return the run that a run is timed in turn with: the plan's first, if one process runs it."""
@@ -222,11 +289,15 @@ class Jobs:
         # How little a run and its copy differ takes ten seconds to see.
         enough = run.throughput.beside >= 10 if run is first else run.throughput.beside > 0
         alone = first is not None and first.processes.world_size == run.processes.world_size == 1
-        return first if enough and alone else None
+        contained = any(each.program and each.program.image for each in (first, run) if each)
+        return first if enough and alone and not contained else None
 
     def throughput_params(self, wildcards: Wildcards) -> Params:
         first = self.beside(wildcards)
-        params = self._run_params("throughput", self.run(wildcards), first.loaders("throughput") if first else ())
+        run = self.run(wildcards)
+        params = self._run_params("throughput", run, first.loaders("throughput") if first else ())
+        if first and bool(first.program) != bool(run.program):
+            params["first"] = self._run_params("throughput", first, ())["sources"]
         # Of the first run only what its steps do: another learning rate of it is no reason to time all of a plan again.
         return params | ({"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {})
 
@@ -242,7 +313,7 @@ class Jobs:
         if not first:
             return []
         manifest = ["--beside-manifest", input.first[0]] if input.first else []
-        return ["--beside", json.dumps(first.slice("throughput")), *manifest]
+        return ["--beside", json.dumps(self._placed(first).slice("throughput")), *manifest]
 
     def train_threads(self, wildcards: Wildcards) -> int:
         """Return the cores of one machine that a training takes: all, unless it says how many, and needs no GPU."""
@@ -392,16 +463,13 @@ class Jobs:
 
     # ---- commands and resources ----------------------------------------------------------------------
 
-    def launch(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:
-        """Return the words that start a stage that reads `paths`: in a container it sees these, here and there alike.
-
-        Addresses with secrets are kept from it unless it fetches something.
-        """
+    def _place(self, paths: Iterable[str]) -> launcher.Place:
+        """Return the folders that a container takes over, for a stage that reads `paths`."""
         folder, results = str(Path.cwd()), Path(self.results).absolute()
         # Commands name it as it was typed, though a link may be on its way; that of a link in the folder is followed.
         results = results.resolve() if results.is_relative_to(folder) else results
         sources = launcher.sources(self.site)
-        place = launcher.Place(
+        return launcher.Place(
             folder=folder,
             sources=str(sources),
             uid=os.getuid(),
@@ -409,18 +477,35 @@ class Jobs:
             data=launcher.outside([*paths, sources / ROOT.name, *registry.roots()], folder, results),
             results=None if results.is_relative_to(folder) else str(results),
         )
+
+    def launch(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:
+        """Return the words that start a stage that reads `paths`: in a container it sees these, here and there alike.
+
+        Addresses with secrets are kept from it unless it fetches something.
+        """
         studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]
         withheld = ["env", "-u", urls.VARIABLE] if self.configuration.secrets and not secrets else []
         try:
-            return [*withheld, *launcher.launch(self.site, place, geometry), *studies]
+            return [*withheld, *launcher.launch(self.site, self._place(paths), geometry), *studies]
         except UserError as error:
             self.refuse(error)
+
+    def _launch_program(self, paths: Iterable[str], run: Run) -> tuple[list[str], list[str]]:
+        """Return the words that start the stage of a run's program, and those that it puts before the command."""
+        assert run.program
+        place = self._place([*paths, self._placed(run).program.folder])  # type: ignore[union-attr]
+        try:
+            outer, inner = launcher.launch_program(self.site, place, run)
+        except UserError as error:
+            self.refuse(error)
+        return [*outer, *(f"--study={name}={study.file}" for name, study in registry.added().items())], inner
 
     def stage_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         return self.launch(input)
 
     def run_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        return self.launch(input, self.run(wildcards).processes)
+        run = self.run(wildcards)
+        return self._launch_program(input, run)[0] if run.program else self.launch(input, run.processes)
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         dataset = self.dataset(wildcards)

@@ -1,0 +1,206 @@
+"""A program that a run runs in place of dlscale's training: its command, and how its speed and losses are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from dlscale.config.laws import Law, Lawful
+from dlscale.core.errors import unknown
+
+#: A placeholder in a command; `{{` and `}}` stand for braces.
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
+
+#: Placeholders with a name shorter than their key in a run's settings.
+SHORT = {
+    "workers": "loader.workers",
+    "prefetch": "loader.prefetch",
+    "lr": "optimizer.lr",
+    "epochs": "training.epochs",
+    "steps": "training.steps",
+    "nodes": "geometry.nodes",
+    "gpus_per_node": "geometry.gpus_per_node",
+}
+
+#: Those that no key holds, and those that are known when the program starts.
+LATER = ("out", "resume")
+MADE = ("gpus", "local_batch_size", *LATER)
+
+#: Patterns of what published programs print, by name: samples/s of all processes.
+RATES = {"nersc": r"avg (\S+) samples/sec"}
+
+Value = str | int | float | bool | list[str]
+
+
+class Program(Lawful):
+    """Another program in place of dlscale's training."""
+
+    command: list[str] = Field(
+        min_length=1,
+        description="Words of the command. {batch_size}, {workers}, {optimizer.lr} and the like become the run's "
+        "settings, {gpus} its devices, {out} a folder of its own, and names of `values` those.",
+    )
+    values: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]{0,63}$")], Value] = Field(
+        {},
+        description="Own placeholders, for runs to change. A list stands for several words, or none: "
+        "`amp: [--amp_mode, bf16]`.",
+    )
+    environment: dict[str, str] = Field({}, description="Variables of its environment; placeholders are replaced.")
+    folder: str = Field(".", min_length=1, description="Its working folder.")
+    revision: str | None = Field(
+        None,
+        pattern=r"^[0-9a-f]{40}$",
+        description="Git commit that `folder` must be at, without changes; else nothing starts.",
+    )
+    repository: str | None = Field(
+        None,
+        pattern=r"^(https://|file:///|/)\S+$",
+        description="Git repository from which `revision` is fetched, by the controller; `folder` is then in it.",
+    )
+    image: str | None = Field(
+        None, min_length=1, description="Container image that it runs in, by `site.engine`; the stages' own if absent."
+    )
+    start: Literal["site", "itself"] = Field(
+        "site", description="Of several devices: site: `site.starter` starts a process for each; itself: the command."
+    )
+    rate: str | None = Field(
+        None,
+        description="How its speed is read where its steps are not seen: a regular expression whose group is the "
+        f"samples/s that it prints, or one of {', '.join(RATES)}.",
+    )
+    log: str | None = Field(
+        None,
+        description="TensorBoard's files of its own, or their folder, or a file of JSON lines with `step` and `time`; "
+        "speed is read there, if `rate` is absent and nothing else tells, and losses.",
+    )
+    losses: dict[str, str] = Field(
+        {},
+        description="Tags of that log, each with ours: `Loss/valid: loss/valid`; also loss/train, learning_rate, and "
+        "valid/NAME for metrics.",
+    )
+    resume: list[str] = Field(
+        [], description="Words that stand for {resume} when an earlier try left something in {out}."
+    )
+
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda its: its.repository and not its.revision, "repository needs revision: the commit to fetch"),
+        (lambda its: its.losses and not its.log, "losses: tags of a log; say where it is: log"),
+        (
+            lambda its: its.resume and "resume" not in set(its.placeholders()),
+            "resume: the command has no {{resume}}, where these words would stand",
+        ),
+        (
+            lambda its: "/" in its.command[0] and its.command[0].endswith("/"),
+            "command {its.command[0]}: a folder; expected a program and its words",
+        ),
+    )
+
+    def texts(self) -> Iterator[str]:
+        """Yield all texts that may have placeholders."""
+        yield from (*self.command, *self.environment.values(), self.folder, *filter(None, [self.log]), *self.resume)
+        for value in self.values.values():
+            yield from map(str, value if isinstance(value, list) else [value])
+
+    def placeholders(self) -> Iterator[str]:
+        """Yield the names of all placeholders."""
+        for text in self.texts():
+            yield from (match[1] for match in PLACEHOLDER.finditer(text) if match[1])
+
+
+def settings_of(run: Any) -> dict[str, Any]:
+    """Return what placeholders of a run's command stand for, by name, without `{out}` and `{resume}`."""
+    found = dict(_flat(run.model_dump(mode="json", exclude={"program"})))
+    found |= {name: found[key] for name, key in SHORT.items() if key in found}
+    found |= {"gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
+    return {**found, **run.program.values}
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def check(run: Any) -> str | None:
+    """Return what is wrong with the placeholders of a run's program, its key first; None if nothing is."""
+    known, used = settings_of(run), set(run.program.placeholders())
+    for name, value in run.program.values.items():
+        if name in SHORT or name in MADE:
+            return f"program.values.{name}: a setting has this name; choose another"
+        if name not in used:
+            return f"program.values.{name}: nothing in the command, environment or log has {{{name}}}"
+        if value is None:
+            return f"program.values.{name}: it has no value"
+    for name in sorted(used - set(LATER)):
+        if name not in known:
+            return f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; {{{{ is a brace"
+        if known[name] is None:
+            return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
+    return None
+
+
+def filled(run: Any) -> Program:
+    """Return a run's program with all placeholders replaced but those of its folder and of resuming.
+
+    `values` are those that were used.
+    """
+    program, known = run.program, settings_of(run)
+    used = {name: known[name] for name in program.placeholders() if name in known}
+
+    def value(name: str) -> str | list[str] | None:
+        found = used.get(name)
+        return [_text(each, value) for each in found] if isinstance(found, list) else _written(found)
+
+    return Program(
+        **program.model_dump(include={"revision", "repository", "image", "start", "rate", "losses"}),
+        command=[word for text in program.command for word in _words(text, value)],
+        resume=[word for text in program.resume for word in _words(text, value)],
+        environment={name: _text(text, value) for name, text in program.environment.items()},
+        folder=_text(program.folder, value),
+        log=program.log and _text(program.log, value),
+        values=used,
+    )
+
+
+class Started:
+    """The words of a filled program, in a folder of its own."""
+
+    def __init__(self, program: Program, out: str, resumed: bool = False) -> None:
+        def value(name: str) -> str | list[str] | None:
+            return out if name == "out" else (program.resume if resumed else []) if name == "resume" else None
+
+        def text(given: str) -> str:
+            return _text(given, value).replace("{{", "{").replace("}}", "}")
+
+        self.command = [text(word) for given in program.command for word in _words(given, value)]
+        self.environment = {name: text(given) for name, given in program.environment.items()}
+        self.folder, self.log = text(program.folder), program.log and text(program.log)
+
+
+def _words(text: str, value: Callable[[str], str | list[str] | None]) -> list[str]:
+    """Return the words that a word becomes: a placeholder alone may stand for several, or none."""
+    match = PLACEHOLDER.fullmatch(text)
+    found = value(match[1]) if match and match[1] else None
+    return found if isinstance(found, list) else [_text(text, value)]
+
+
+def _text(text: str, value: Callable[[str], str | list[str] | None]) -> str:
+    """Return a text with the values of its placeholders; those without a value, and double braces, stay."""
+
+    def put(match: re.Match[str]) -> str:
+        found = value(match[1]) if match[1] else None
+        return match[0] if found is None else " ".join(found) if isinstance(found, list) else found
+
+    return PLACEHOLDER.sub(put, text)
+
+
+def _written(value: Any) -> str | None:
+    """Return how a setting stands in a command."""
+    if value is None:
+        return None
+    return (str(value).lower() if isinstance(value, bool) else str(value)).replace("{", "{{").replace("}", "}}")

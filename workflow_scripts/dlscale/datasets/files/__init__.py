@@ -1,0 +1,1 @@
+"""The kind of dataset `files`: files that a program reads."""

@@ -1,0 +1,108 @@
+"""Stage `program`: another program in place of dlscale's training, to its end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import shutil
+import statistics
+from pathlib import Path
+
+from dlscale.config.compute import compute_digest
+from dlscale.config.run import load_run
+from dlscale.core.errors import Stopped, UserError
+from dlscale.core.files import write_text
+from dlscale.core.metrics import Epoch, epoch_lines
+from dlscale.core.text import duration
+from dlscale.measure.records import Throughput
+from dlscale.outside import steps as seen
+from dlscale.outside.started import Program
+
+#: A run's file of the digest of all that decided what is in its program's folder.
+SOURCES = "out.sha256"
+
+#: Of the losses that it logged, as `metrics.jsonl` has them.
+LOSSES = "program.jsonl"
+
+#: Point of a curve: seconds since 1970-01-01 UTC, step, value.
+Point = tuple[float, int, float]
+
+
+def main(args: argparse.Namespace) -> None:
+    """Run the program of `args.config`; write `program.json`, and `program.jsonl` of the losses that it logged."""
+    run, folder, keep = load_run(args.config, "program"), Path(args.out), Path(args.keep)
+    steps = folder / "steps"
+    shutil.rmtree(steps, ignore_errors=True)
+    known = folder / SOURCES
+    if keep.exists() and (not known.exists() or known.read_text() != args.sources):
+        logging.info("%s: made by other settings or files: it begins afresh", keep)
+        shutil.rmtree(keep)
+    resumed = keep.exists() and any(keep.iterdir())
+    write_text(known, str(args.sources))
+    program = Program(run, args.start, keep, steps, resumed)
+    ended = program.go()
+    if ended.status:
+        what = f"the program ended with status {ended.status} after {duration(ended.seconds)}"
+        if ended.signalled and run.program.resume:
+            raise Stopped(f"{what}, as it was asked to; run it again: it resumes from {keep}")
+        raise UserError(f"{what}; its last lines are in the log")
+    found = program.record(ended, args.telemetry)
+    found = found.model_copy(update={"compute": compute_digest(run.model_dump(mode="json"))})
+    if run.program.losses:
+        assert program.log
+        curves = seen.values(program.log, run.program.losses, ended.begin if not resumed else 0.0)
+        own = seen.read(steps)[1]
+        epochs = epochs_of(curves, own[0].steps if own and not resumed else [], found)
+        write_text(folder / LOSSES, epoch_lines(epochs))
+    shutil.rmtree(steps)
+    found.write(folder / "program.json")
+
+
+def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughput) -> list[Epoch]:
+    """Return an epoch for each validation that a program logged.
+
+    Parameters
+    ----------
+    curves
+        Its values by our names: `loss/valid`, `loss/train`, `learning_rate`, `valid/NAME`.
+    ends
+        When each of its steps ended, seconds since 1970-01-01 UTC; none where they were not seen. They number the steps
+        of a log that counts epochs.
+    found
+        Its speed.
+    """
+    assert found.full and found.outside
+    size = found.batch_size or 1
+    rate = found.full.mean / (size if found.outside.samples else 1)
+    epochs, before, since = list[Epoch](), 0, -math.inf
+    for number, (time, step, value) in enumerate(curves.get("loss/valid", []), 1):
+        done = sum(end <= time for end in ends) if ends else step
+        trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
+        rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
+        metrics = {
+            name.partition("/")[2]: points[number - 1][2]
+            for name, points in curves.items()
+            if name.startswith("valid/") and len(points) >= number
+        }
+        seconds = max(done - before, 0) / rate if rate else 0.0
+        epochs.append(
+            Epoch(
+                epoch=number,
+                step=done,
+                samples=done * size,
+                learning_rate=rates[-1] if rates else math.nan,
+                train_loss=statistics.fmean(trained) if trained else math.nan,
+                valid_loss=value,
+                epoch_seconds=seconds,
+                samples_per_second=rate * size,
+                valid_seconds=max(time - since - seconds, 0.0) if since > 0 else 0.0,
+                wall_time=time,
+                metrics=metrics,
+            )
+        )
+        before, since = done, time
+    if not epochs:
+        there = ", ".join(f"{name} ({len(points)})" for name, points in curves.items()) or "nothing"
+        raise UserError(f"program.losses: its log has no loss/valid; it has {there}")
+    return epochs

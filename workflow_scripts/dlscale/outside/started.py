@@ -1,0 +1,65 @@
+"""A run's program: its words, folders and environment, and the record of its speed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlscale.config import program
+from dlscale.core.errors import UserError
+from dlscale.measure.records import Throughput
+from dlscale.outside import steps as seen
+from dlscale.outside.running import Ended, measured, run_command
+
+
+class Program:
+    """The program of a run, with a folder of its own and one for its steps."""
+
+    def __init__(self, run: Any, start: str | None, out: Path, steps: Path, resumed: bool = False) -> None:
+        self.run, self.out, self.steps = run, out, steps
+        for folder in (out, steps):
+            folder.mkdir(parents=True, exist_ok=True)
+        filled = program.Started(run.program, str(out.absolute()), resumed)
+        self.folder, self.environment = filled.folder, filled.environment
+        self.command = [*json.loads(start or "[]"), *filled.command]
+        self.log = Path(self.folder, filled.log) if filled.log else None
+        self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
+        #: Samples of a step, where the command has them from the settings; a study's own say what the program does.
+        knows = {"batch_size", "local_batch_size"} & set(run.program.values) or run.study != "program"
+        self.batch_size: int | None = run.batch_size if knows else None
+        self._check(run.program.revision)
+
+    def _check(self, revision: str | None) -> None:
+        """Refuse a folder, a program or a revision that is not there."""
+        if not Path(self.folder).is_dir():
+            raise UserError(f"program.folder: {self.folder}: no such folder")
+        first = self.command[0]
+        if not shutil.which(first if "/" not in first else str(Path(self.folder, first))):
+            raise UserError(f"program.command: {first}: no such program here")
+        if revision:
+            there = _git(self.folder, "rev-parse", "HEAD")
+            if there != revision:
+                raise UserError(f"program.revision: {self.folder} is at {there or 'no commit'}, expected {revision}")
+            if changed := _git(self.folder, "status", "--porcelain", "--untracked-files=no"):
+                raise UserError(f"program.revision: {self.folder} has changes: {' '.join(changed.split())}; undo them")
+
+    def go(self, enough: Callable[[int], bool] | None = None) -> Ended:
+        """Run it to its end, or until it has made enough steps; `enough` has the number of rates it printed."""
+        return run_command(self.command, self.steps, self.pattern, self.folder, self.environment, enough)
+
+    def record(self, ended: Ended, telemetry: str | None) -> Throughput:
+        """Return what its steps come to; a `UserError` where none were seen."""
+        rows = Path(telemetry or "nowhere.csv")
+        return measured(
+            self.command, self.steps, rows, ended, self.batch_size, self.pattern is not None, self.log
+        ).model_copy(update={"nranks": self.run.geometry.world_size})
+
+
+def _git(folder: str, *words: str) -> str:
+    done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()

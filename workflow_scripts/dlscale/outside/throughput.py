@@ -1,0 +1,79 @@
+"""Stage `throughput` of another program: until enough of its steps were seen, then in turns with another run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dlscale.config.compute import compute_digest
+from dlscale.config.run import load_run
+from dlscale.core.errors import UserError
+from dlscale.core.noise import interval
+from dlscale.core.text import duration, number
+from dlscale.measure.records import Beside
+from dlscale.measure.turns import Ended, Timed, Turns
+from dlscale.outside import steps as seen
+from dlscale.outside.started import Program
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure the program of the run in `args.config` and write `args.out`."""
+    run, out = load_run(args.config, "throughput"), Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        turns = None
+        if args.beside:
+            own = Timed(args.config, args.manifest, args.device, args.threads)
+            first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
+            turns = stack.enter_context(contextlib.closing(Turns(own, first)))
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=".program-")))
+        program = Program(run, args.start, place / "out", place / "steps")
+        ended = program.go(lambda printed: enough(run.throughput, program, printed))
+        if ended.status and not ended.stopped:
+            raise UserError(
+                f"the program ended with status {ended.status} after {duration(ended.seconds)}; its last lines are in "
+                "the log"
+            )
+        found = program.record(ended, args.telemetry)
+        assert found.full
+        logging.info("FULL: %s +- %s samples/s", number(found.full.mean), number(found.full.std, 2))
+        beside = None
+        if turns:
+            try:
+                rounds = turns.rounds(run.throughput.beside, run.throughput.error)
+            except Ended as problem:
+                logging.warning("not timed in turn with the plan's first run: %s", problem)
+            else:
+                settings = load_run(args.beside, "throughput").model_dump(mode="json")
+                beside = Beside(compute=compute_digest(settings), openings=rounds)
+                ratio, error = interval(beside.ratios)
+                logging.info(
+                    "opened %d times beside the plan's first run: %.3f times as fast, -+ %.3f",
+                    *(len(rounds), math.exp(ratio), error),
+                )
+        digest = compute_digest(run.model_dump(mode="json"))
+        found.model_copy(update={"beside": beside, "compute": digest, "settings": run.throughput.model_dump()}).write(
+            out
+        )
+
+
+def enough(settings: Any, program: Program, printed: int) -> bool:
+    """Return whether so many steps, and seconds of them, were seen as the settings ask for."""
+    if program.pattern:
+        return printed > settings.warmup + settings.trials
+    ends = [process.steps for process in seen.read(program.steps)[1]]
+    if not ends and program.log:
+        with contextlib.suppress(UserError):  # it is not there yet
+            return len(seen.logged(program.log, 0.0)) > settings.warmup + settings.trials
+    if not ends:
+        return False
+    least = min(ends, key=len)
+    warm = settings.warmup * settings.batches
+    wanted = warm + settings.trials * settings.batches
+    return len(least) >= wanted and least[-1] - least[warm] >= settings.trials * settings.seconds

@@ -1,0 +1,139 @@
+"""A program that is timed in turn with another run: it is stopped, with all that it started, in the other's turn."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from dlscale.config.run import load_run
+from dlscale.core import machine
+from dlscale.core.errors import UserError, brief
+from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
+from dlscale.outside import steps as seen
+from dlscale.outside.running import watched
+from dlscale.outside.started import Program
+
+#: Steps that a program makes before it is timed, and least steps of a turn.
+WARM, LEAST = 10, 4
+
+#: Seconds between looks at its steps.
+LOOK = 0.02
+
+
+class Player:
+    """A run's program in a session of its own."""
+
+    def __init__(self, timed: Timed) -> None:
+        self._timed, self._folder = timed, tempfile.TemporaryDirectory(prefix="dlscale-program-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tail: seen.Tail | None = None
+        self._size, self._steps = 1.0, LEAST
+
+    def send(self, message: object) -> None:
+        """Start the program, whatever the message."""
+        self._end()
+        place, parent = Path(self._folder.name), os.getpid()
+        try:
+            program = Program(load_run(self._timed.config, "throughput"), None, place / "out", place / "steps")
+        except UserError as error:
+            raise Ended(brief(error)) from None
+        if program.pattern:
+            raise Ended("a program prints rates of its own clock, which goes on while it is stopped")
+        self._program = program
+        self._process = subprocess.Popen(
+            program.command,
+            cwd=program.folder,
+            env=watched(program.steps, program.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: machine.with_parent(parent, signal.SIGKILL),
+        )
+
+    def receive(self) -> float:
+        """Wait until the program is warm."""
+        self._wait(lambda: len(self._ends()) > WARM and self._ends()[-1] - self._ends()[WARM] >= TURN)
+        ends = self._ends()[WARM:]
+        self._steps = max(LEAST, round(TURN * (len(ends) - 1) / (ends[-1] - ends[0])))
+        own = seen.pace([self._tail.process]) if self._tail else None
+        size = (own and own.samples and own.batch_size) or self._program.batch_size
+        if not size:
+            raise Ended("the samples of a program's steps are not known; put {batch_size} into program.command")
+        self._size = float(size)
+        return 0.0
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def turn(self) -> float:
+        """Let it go on for some steps; return samples/s between the first and the last that ended meanwhile.
+
+        A program that has come to its end begins once more.
+        """
+        for _ in range(2):
+            begin = time.time()
+            self._signal(signal.SIGCONT)
+            try:
+                self._wait(lambda since=begin: len(self._ends(since)) > self._steps)  # type: ignore[misc]
+            except Ended:
+                if self._process is None or self._process.returncode:
+                    raise
+                self.send("again")
+                self.receive()
+                continue
+            self.stop()
+            ends = self._ends(begin)
+            return self._size * (len(ends) - 1) / (ends[-1] - ends[0])
+        raise Ended("a program ends before its turns do; let it make more steps")
+
+    def close(self) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        for place in Path(self._folder.name).iterdir():
+            shutil.rmtree(place)
+        self._tail = None
+
+    def _ends(self, since: float = 0.0) -> list[float]:
+        """Return when steps of its first process ended, since a time."""
+        if self._tail is None:
+            files = [file for way in seen.WAYS for file in sorted(self._program.steps.glob(f"{way}.*"))]
+            self._tail = next((tail for tail in map(seen.Tail, files) if tail.process.steps), None)
+        if self._tail is None:
+            return []
+        self._tail.read()
+        steps = self._tail.process.steps
+        return steps[bisect.bisect_right(steps, since) :]
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        assert self._process
+        end = time.monotonic() + PATIENCE
+        while not done():
+            if self._process.poll() is not None:
+                raise Ended(f"a program ended with status {self._process.returncode} before its turns did")
+            if time.monotonic() > end:
+                raise Ended(f"a program made too few steps in {PATIENCE:.0f} s")
+            time.sleep(LOOK)
+
+    def _signal(self, number: int) -> None:
+        assert self._process
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self._process.pid)
+            for each in [parent, *parent.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)

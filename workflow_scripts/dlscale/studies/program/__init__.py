@@ -1,0 +1,1 @@
+"""The study `program`: any training program, as it is."""
