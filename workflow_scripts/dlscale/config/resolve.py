@@ -466,7 +466,7 @@ class _Resolver:
             wrong = f"runs.{run}.program.image: this site starts no containers; set site.engine, or leave it out"
         if wrong:
             raise UserError(f"configuration: {here}.{wrong}")
-        if registry.study(plan.study).dataset != "files":
+        if not registry.study(plan.study).programs:
             return  # its settings say what the program does itself
         assert found.run.program
         used = {program.SHORT.get(name, name) for name in found.run.program.placeholders()}

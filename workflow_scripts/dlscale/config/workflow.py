@@ -59,6 +59,10 @@ BLOCKS = {
 KINDS = {block: [kind for kind, (name, _) in BLOCKS.items() if name == block] for block, _ in BLOCKS.values()}
 
 
+def _of_programs(study: object) -> bool:
+    return study in registry.studies() and bool(registry.study(str(study)).programs)
+
+
 class Plan(Lawful):
     """Runs of one study.
 
@@ -117,7 +121,10 @@ class Plan(Lawful):
     @classmethod
     def _usual(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("measure") is None and str(data.get("kind")) in USUAL:
-            return {**data, "measure": USUAL[data["kind"]]}
+            data = {**data, "measure": USUAL[data["kind"]]}
+        scaling = data.get("scaling") if isinstance(data, dict) else None
+        if isinstance(scaling, dict) and "variants" not in scaling and _of_programs(data.get("study")):
+            data = {**data, "scaling": {**scaling, "variants": {"program": {}}}}  # which cannot leave out an exchange
         return data
 
     @field_validator("runs", mode="before")

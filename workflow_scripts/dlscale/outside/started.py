@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config import program
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
@@ -30,7 +31,7 @@ class Program:
         self.log = Path(self.folder, filled.log) if filled.log else None
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
         #: Samples of a step, where the command has them from the settings; a study's own say what the program does.
-        knows = {"batch_size", "local_batch_size"} & set(run.program.values) or run.study != "program"
+        knows = {"batch_size", "local_batch_size"} & set(run.program.values) or not registry.study(run.study).programs
         self.batch_size: int | None = run.batch_size if knows else None
         self._check(run.program.revision)
 

@@ -105,9 +105,9 @@ class Player:
         if self._process is not None:
             self._signal(signal.SIGKILL)
             self._process.wait()
-        for place in Path(self._folder.name).iterdir():
+        for place in Path(self._folder.name).glob("*"):
             shutil.rmtree(place)
-        self._tail = None
+        self._process = self._tail = None
 
     def _ends(self, since: float = 0.0) -> list[float]:
         """Return when steps of its first process ended, since a time."""

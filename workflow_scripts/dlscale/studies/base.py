@@ -75,6 +75,7 @@ class Study(ABC):
     #: Optional abilities of the model: of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
     published_log: ClassVar[PublishedLog] = PublishedLog()
+    programs: ClassVar[bool] = False  #: Whether all of its runs are other programs, of which no more is known.
 
     def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse settings of a run that do not go together: `Refused`, its key first."""

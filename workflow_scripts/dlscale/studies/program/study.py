@@ -20,6 +20,7 @@ class ProgramStudy(Study):
 
     dataset = "files"
     Model, Loss = ItsOwn, ItsOwn
+    programs = True
 
     def check(self, run: Any) -> None:
         if run.program is None:
