@@ -568,7 +568,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
     assert complaints(SOUND) == []
     for study in config.study_files().values():
         shipped = {key: getattr(study, key) for key in ("datasets", "plans")}
-        assert complaints({"targets": list(study.plans), **shipped}) == []
+        assert not study.plans or complaints({"targets": list(study.plans), **shipped}) == []
     changed = {
         "targets": ["sound", "cosmo_published"],
         "datasets": {"cosmo_published": {"source": {"train": ["a.h5"]}}},

@@ -230,7 +230,6 @@ STAGES: dict[str, Stage] = {
             path("--out", "the run's folder"),
             _START,
         ),
-        settings=("training", "schedule"),
         outputs=("program.json", "telemetry/program.csv"),
         nodes="geometry",
         work=training_work,

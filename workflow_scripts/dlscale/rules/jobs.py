@@ -213,12 +213,15 @@ class Jobs:
         return lambda wildcards: self._run_params(stage, self.run(wildcards), ())
 
     def _run_params(self, stage: str, run: Run, loaders: Iterable[str]) -> Params:
-        settings = json.dumps(decisive_settings(stage, run.slice(stage)))
-        if run.program:
+        if run.program:  # what it takes from other settings is in its command
+            seen = run.slice(stage)
+            own = ("program", "geometry", "dataset", *STAGES[stage].settings)
+            settings = json.dumps({key: seen[key] for key in own})
             # Files may be swapped for older ones, which modification times alone do not show.
             digests = {file: sha256(file) for file in self._named_files(run)}
             return self.params([str(STAGES[stage].program)], settings) | {"files": digests}
-        return self.params(run_modules(stage, run.study, *run.loaders(stage), *loaders), settings)
+        modules = run_modules(stage, run.study, *run.loaders(stage), *loaders)
+        return self.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
 
     # ---- programs ------------------------------------------------------------------------------------
 
