@@ -103,6 +103,7 @@ class Outside(Record):
     first_step_seconds: float = Field(ge=0)  #: From its start to the end of its first step.
     waiting: float | None = Field(None, ge=0, le=1)  #: Share of FULL's time in which it waited for batches.
     training: float = Field(ge=0, le=1)  #: Share of the time between first and last step that FULL is of.
+    gradient_bytes: int | None = None  #: Of one process.
     stalled: float | None = None  #: Share of its time in which processes of the machine waited for memory.
 
 

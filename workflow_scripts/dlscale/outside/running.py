@@ -280,6 +280,7 @@ def measured(
             status=run.status,
             seconds=run.seconds,
             first_step_seconds=max(0.0, found.first_step - run.begin),
+            gradient_bytes=found.gradients or None,
             waiting=found.waiting,
             training=min(found.training, 1.0),
             stalled=run.stalled,

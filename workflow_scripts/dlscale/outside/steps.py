@@ -37,6 +37,7 @@ class Process:
     rank: int
     steps: list[float] = field(default_factory=list)  #: Their ends.
     loops: list[float] = field(default_factory=list)  #: Begins of loops, where they are known.
+    gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
     #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
 
@@ -55,6 +56,7 @@ class Pace:
     rates: list[float]  #: By window.
     seconds: list[float]  #: Length of each window, of the first process.
     of_ranks: list[float]  #: Mean rate of each process.
+    gradients: int  #: Bytes of the gradients of a process; 0 where that was not seen.
     waiting: float | None  #: Share of the time that processes waited for batches; None where nothing tells.
     training: float  #: Share of the time between first and last step that these steps take.
 
@@ -94,6 +96,8 @@ class Tail:
             elif kind in ("s", "l"):
                 of = self.process.steps if kind == "s" else self.process.loops
                 of.append(self._shift + float(words[0]))
+            elif kind == "g":
+                self.process.gradients += int(words[0])
             elif kind == "b":
                 time, waited, samples = self._shift + float(words[1]), float(words[2]), int(words[3])
                 self.process.batches.append((time, words[0], waited, samples))
@@ -178,6 +182,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
         rates=rates,
         seconds=seconds,
         of_ranks=of_ranks,
+        gradients=first.gradients,
         waiting=waited / lasted if all(iterators) else None,
         training=sum(step.seconds for step in each[0]) / max(first.steps[-1] - first.steps[0], 1e-9),
     )
@@ -223,6 +228,7 @@ def pace_of_rates(printed: Sequence[tuple[float, float]], begin: float, batch_si
         rates=[rate for _, rate in printed[skipped:]],
         seconds=[max(after - before, 1e-9) for before, after in itertools.pairwise(times)][skipped:],
         of_ranks=[],
+        gradients=0,
         waiting=None,
         training=1.0,
     )
@@ -307,6 +313,7 @@ def pace_of_log(points: Sequence[tuple[float, float]], batch_size: int | None) -
         rates=[share * steps / seconds for seconds, steps in kept],
         seconds=[seconds for seconds, _ in kept],
         of_ranks=[],
+        gradients=0,
         waiting=None,
         training=lasted / max(points[-1][0] - points[1][0], 1e-9),
     )

@@ -39,6 +39,10 @@ class Log:
         now = time.perf_counter()
         self._note(now, f"l {now:.6f}\n")
 
+    def gradients(self, size: int) -> None:
+        """Note the bytes of the gradients that an optimiser follows."""
+        self._note(time.perf_counter(), f"g {size}\n")
+
     def step(self) -> None:
         """Note that a step has ended now."""
         now = time.perf_counter()

@@ -17,6 +17,7 @@ from typing import Any
 
 from dlscale.config.compute import compute_digest, compute_settings
 from dlscale.config.places import run_folder
+from dlscale.config.program import MADE
 from dlscale.config.resolve import Configuration, study_files
 from dlscale.config.run import DDP, DP, FSDP, Geometry, load_run
 from dlscale.core import registry
@@ -37,6 +38,7 @@ from dlscale.measure.scaling.model import (
     Tokens,
     Workload,
     buckets,
+    evenly,
     for_device,
     memory,
     named,
@@ -98,6 +100,8 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
             )
         settings[path] = flat({key: each for key, each in compute_settings(raw).items() if key not in FREE})
+        for key in [key for key in settings[path] if key.startswith("program.") and _follows(key)]:
+            del settings[path][key]
         trained = path / "provenance.json"
         records.append(measured or (Provenance.read(trained) if trained.exists() else Provenance()))
         device = records[-1].device
@@ -122,10 +126,16 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     tested = [each.links for each in records if each.links] if machine is None else []
     links = max(tested, key=lambda each: each.processes, default=None)
     on = named(whose).machine.measured(links) if links else named(whose).machine
-    work = replace(workload(run, results), processes=not device_name, storage=storage)
+    work = replace(workload(run, results, records[0]), processes=not device_name, storage=storage)
     batch = min(points, key=lambda point: point.job.devices).job.batch
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
     return MeasuredRuns(run, fit(on, work, points), device_name or "CPU", whose, batch, epoch, links)
+
+
+def _follows(key: str) -> bool:
+    """Return whether a setting of a program follows from devices and batch size."""
+    own = key.removeprefix("program.values.")
+    return own == key or own.split(".")[0] in (*FREE, *MADE, "nodes", "gpus_per_node")
 
 
 def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
@@ -165,8 +175,13 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
         yield Point(job, validating / statistics.median(taken), Measure("VALIDATION", validating))
 
 
-def workload(run: Any, results: Path) -> Workload:
-    """Return what a run sends and keeps, from its model on the meta device."""
+def workload(run: Any, results: Path, measured: Throughput | Provenance | None = None) -> Workload:
+    """Return what a run sends and keeps, from its model on the meta device; of another program as it was seen."""
+    if run.program:
+        outside = measured.outside if isinstance(measured, Throughput) else None
+        if not (outside and outside.gradient_bytes):
+            raise UserError("a program whose optimiser was not seen: what it sends is not known, and not predicted")
+        return Workload(float(outside.gradient_bytes), buckets(evenly(float(outside.gradient_bytes))))
     import torch
 
     from dlscale.data.manifest import Manifest

@@ -53,7 +53,16 @@ class Watcher:
         return spec
 
     def _optimizers(self, module: Any) -> None:
-        module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._log.step())
+        seen = set()
+
+        def step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if id(optimizer) not in seen:
+                seen.add(id(optimizer))
+                followed = [weight for group in optimizer.param_groups for weight in group["params"]]
+                self._log.gradients(sum(each.numel() * each.element_size() for each in followed if each.requires_grad))
+            self._log.step()
+
+        module.register_optimizer_step_post_hook(step)
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.time.perf_counter, self._timed.samples_of, module._BaseDataLoaderIter
