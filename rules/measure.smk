@@ -72,6 +72,8 @@ rule tune:
     input:
         manifest=JOBS.run_manifest,
         data=JOBS.run_data,
+        program=JOBS.program_files,
+        checkout=JOBS.run_checkout,
     output:
         record=f"{RESULTS}/plans/{{plan}}/{{run}}/tune.json",
         settings=f"{RESULTS}/plans/{{plan}}/{{run}}/tuned.yaml",
@@ -85,17 +87,18 @@ rule tune:
     resources:
         **JOBS.resources("tune"),
     params:
-        stage=JOBS.run_params("tune"),
+        stage=JOBS.tune_params,
         settings=JOBS.run_settings,
         record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
         launch=JOBS.run_launch,
         device=JOBS.run_device,
         call=JOBS.call_again,
+        candidates=JOBS.tune_candidates,
         folder=subpath(output.record, parent=True),
     message:
         "Tune {wildcards.plan}.{wildcards.run}"
     shell:
         "{params.launch:q} tune --config {params.settings:q} --record {params.record:q} --manifest {input.manifest:q}"
         " --device {params.device:q} --threads {threads}"
-        " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} --out {params.folder:q}"
+        " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} {params.candidates:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -165,6 +166,68 @@ def filled(run: Any) -> Program:
         log=program.log and _text(program.log, value),
         values=used,
     )
+
+
+def untuned(run: Any) -> str | None:
+    """Return why the stage tune can do nothing with a run's program, its key first; None if it can."""
+    if run.geometry.world_size > 1:
+        return "tune: programs are tuned on one device; lower geometry"
+    if run.program.image or run.program.rate:
+        return "tune: a program in an image of its own, or with a rate of its own clock, cannot be timed in turns"
+    if wrong := [name for name in run.tune.values if name not in run.program.values]:
+        return f"tune.values.{wrong[0]}: {unknown('value of the program', wrong[0], run.program.values)}"
+    if len(candidates(run, 1)) < 2:
+        return "tune: the command has no place for what is tried: {workers}, {batch_size}, {threads}, names of values"
+    return None
+
+
+def candidates(run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
+    """Return the settings that the stage tune tries of a run's program, its own first.
+
+    Each is what it changes of the run, by dotted key, and the run with its program filled. Only what the command has a
+    place for is varied. `cores` are those of a process.
+    """
+    tried, used = run.tune, set(run.program.placeholders())
+    doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
+    lists: dict[str, list[Any]] = {
+        "loader.workers": tried.workers or [0, *doubled],
+        "loader.prefetch": tried.prefetch if "prefetch" in tried.model_fields_set else [],
+        "threads": tried.threads,
+        "batch_size": tried.batch_size,
+        **{f"program.values.{name}": values for name, values in tried.values.items()},
+    }
+    names = {**{key: name for name, key in SHORT.items()}, "batch_size": "batch_size", "threads": "threads"}
+    known = {
+        key: values
+        for key, values in lists.items()
+        if values and {key, names.get(key), key.removeprefix("program.values.")} & used
+    }
+    found = list[tuple[dict[str, Any], Any]]()
+    for combination in itertools.product(*known.values()):
+        over = dict(zip(known, combination, strict=True))
+        other = type(run).model_validate(_changed(run.model_dump(mode="json"), over))
+        change = {key: value for key, value in over.items() if value != _at(run, key)}
+        if change not in [each for each, _ in found]:
+            found.append((change, other.model_copy(update={"program": filled(other)})))
+    own: tuple[dict[str, Any], Any] = ({}, run.model_copy(update={"program": filled(run)}))
+    return [own, *(each for each in found if each[0])]
+
+
+def _changed(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in over.items():
+        *path, last = key.split(".")
+        place = settings
+        for part in path:
+            place = place[part]
+        place[last] = value
+    return settings
+
+
+def _at(run: Any, key: str) -> Any:
+    value = run.model_dump(mode="json")
+    for part in key.split("."):
+        value = value.get(part)
+    return value
 
 
 class Started:

@@ -69,6 +69,7 @@ class ResolvedRun:
     rung: int = 0
     rung_size: int = 0  #: Number of trials of its rung; which ones shows when the rung before is done.
     repeats: str | None = None  #: Run of the plan that it trains once more, with another seed.
+    asked: Run | None = None  #: Of another program: the run with the placeholders in its command.
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
     """Return a plan's runs, each program with the run's settings in its command."""
     return {
-        name: replace(each, run=each.run.model_copy(update={"program": program.filled(each.run)}))
+        name: replace(each, run=each.run.model_copy(update={"program": program.filled(each.run)}), asked=each.run)
         if each.run.program
         else each
         for name, each in runs.items()
@@ -445,6 +446,8 @@ class _Resolver:
                 )
             if found.run.program:
                 self._check_program(f"plans.{name}", plan, run, found)
+            elif found.run.tune.values:
+                raise UserError(f"configuration: plans.{name}.runs.{run}.tune.values: of other programs; this is ours")
         where = f"plans.{name}.settings"
         if plan.settings and all(where not in dict(self.layers(name, run)[1]) for run in plan.runs):
             used = next(iter(plan.runs.values()))["use"]
@@ -458,7 +461,9 @@ class _Resolver:
         wrong = ""
         if not of_program(plan.stages(run)):
             wrong = f"measure: a program goes through train and throughput alone; add one of these, or leave {run} out"
-        elif problem := program.check(found.run):
+        elif (problem := program.check(found.run)) or (
+            "tune" in plan.stages(run) and (problem := program.untuned(found.run))
+        ):
             wrong = f"runs.{run}.{problem}"
         elif plan.halves:
             wrong = "sweep.method halving: a program trains to its end; use grid or random"

@@ -24,7 +24,7 @@ from pydantic import (
 
 from dlscale.config import laws
 from dlscale.config.laws import Law, Lawful
-from dlscale.config.program import Program
+from dlscale.config.program import Program, Value
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS
@@ -379,6 +379,9 @@ class Tune(Strict):
     )
     batch_size: list[BatchSize] = Field(
         [], description="Global batch sizes; if empty the run's own. Another one changes what is learnt."
+    )
+    values: dict[str, Annotated[list[Value], Field(min_length=1)]] = Field(
+        {}, description="Of another program: values to try of its own placeholders (`program.values`)."
     )
     seconds: float = Field(
         120.0,

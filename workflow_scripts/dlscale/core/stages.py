@@ -282,6 +282,7 @@ STAGES: dict[str, Stage] = {
                 default="snakemake --configfile",
                 metavar="WORDS",
             ),
+            option("--candidates", "of another program: runs to try, with their changes", False, metavar="JSON"),
         ),
         settings=("tune",),
         outputs=("tune.json", "tuned.yaml", "telemetry/tune.csv"),
@@ -289,6 +290,7 @@ STAGES: dict[str, Stage] = {
         work=lambda run, train, valid: 0.0,  # it measures by the clock; what it starts with is short beside that
         seconds=lambda run: float(run.tune.seconds),
         minutes=30,
+        program="dlscale.outside.tune",
     ),
     "promote": Stage(
         "dlscale.report.promote",

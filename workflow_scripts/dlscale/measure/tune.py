@@ -60,13 +60,18 @@ def main(args: argparse.Namespace) -> None:
     with entered(run, args.manifest, args.device) as (world, _):
         found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
         if world.main:
-            file = Path(args.out) / "tuned.yaml"
-            if found.changes:
-                flag = [] if "--configfile" in args.call else ["--configfile"]
-                files = shlex.join([*flag, str(file), "--", f"plan_{found.plan}"])
-                found = found.model_copy(update={"command": f"{args.call} {files}"})
-            found.write(Path(args.out) / "tune.json")
-            write_text(file, tuned(found, run.study))
+            write(found, args, run.study)
+
+
+def write(found: Tuning, args: argparse.Namespace, study: str) -> None:
+    """Write `tune.json`, and `tuned.yaml` with the command that uses it, into `args.out`."""
+    file = Path(args.out) / "tuned.yaml"
+    if found.changes:
+        flag = [] if "--configfile" in args.call else ["--configfile"]
+        files = shlex.join([*flag, str(file), "--", f"plan_{found.plan}"])
+        found = found.model_copy(update={"command": f"{args.call} {files}"})
+    found.write(Path(args.out) / "tune.json")
+    write_text(file, tuned(found, study))
 
 
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
@@ -83,11 +88,6 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     ):
         best, found = search(len(changes), trials, settings.seconds - duel_seconds)
         rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
-    duel = None
-    if best and best in rates:
-        rounds = list(zip(rates[best], rates[0], strict=True))
-        ratio, low, high = ratio_interval(rounds)
-        duel = Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high)
     tuning = Tuning(
         seconds=time.perf_counter() - began,
         candidates=[
@@ -98,10 +98,19 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
             )
             for number, change in enumerate(changes)
         ],
-        duel=duel,
+        duel=duel(best, rates),
     )
     logging.info("%s", tuning.verdict())
     return tuning
+
+
+def duel(best: int | None, rates: Rates) -> Duel | None:
+    """Return the outcome of the duel of a setting and the run's own; None where it was not measured."""
+    if not best or best not in rates:
+        return None
+    rounds = list(zip(rates[best], rates[0], strict=True))
+    ratio, low, high = ratio_interval(rounds)
+    return Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high)
 
 
 # ---- the search: successive halving, where every measurement is noisy --------------------------------

@@ -37,7 +37,7 @@ class Player:
         self._timed, self._folder = timed, tempfile.TemporaryDirectory(prefix="dlscale-program-")
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: seen.Tail | None = None
-        self._size, self._steps = 1.0, LEAST
+        self._size, self._rate = 1.0, 1.0  # samples of a step, steps/s
 
     def send(self, message: object) -> None:
         """Start the program, whatever the message."""
@@ -65,7 +65,7 @@ class Player:
         """Wait until the program is warm."""
         self._wait(lambda: len(self._ends()) > WARM and self._ends()[-1] - self._ends()[WARM] >= TURN)
         ends = self._ends()[WARM:]
-        self._steps = max(LEAST, round(TURN * (len(ends) - 1) / (ends[-1] - ends[0])))
+        self._rate = (len(ends) - 1) / (ends[-1] - ends[0])
         own = seen.pace([self._tail.process]) if self._tail else None
         size = (own and own.samples and own.batch_size) or self._program.batch_size
         if not size:
@@ -76,16 +76,17 @@ class Player:
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
 
-    def turn(self) -> float:
-        """Let it go on for some steps; return samples/s between the first and the last that ended meanwhile.
+    def turn(self, seconds: float = TURN) -> float:
+        """Let it go on for some seconds, four steps at least; return samples/s from the first step's end to the last's.
 
         A program that has come to its end begins once more.
         """
+        steps = max(LEAST, round(seconds * self._rate))
         for _ in range(2):
             begin = time.time()
             self._signal(signal.SIGCONT)
             try:
-                self._wait(lambda since=begin: len(self._ends(since)) > self._steps)  # type: ignore[misc]
+                self._wait(lambda since=begin: len(self._ends(since)) > steps)  # type: ignore[misc]
             except Ended:
                 if self._process is None or self._process.returncode:
                     raise

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dlscale.config import resolve
+from dlscale.config import program, resolve
 from dlscale.config.compute import compute_settings
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.program import Started
@@ -276,6 +276,22 @@ class Jobs:
         """Return a digest of what decides a program's results: a try goes on from those of one that had the same."""
         stage = json.dumps(self._run_params("program", self.run(wildcards), ()), sort_keys=True)
         return hashlib.sha256(stage.encode()).hexdigest()
+
+    def tune_params(self, wildcards: Wildcards) -> Params:
+        return self._run_params("tune", self.run(wildcards), ()) | {"candidates": self._candidates(wildcards)}
+
+    def _candidates(self, wildcards: Wildcards) -> list[Any]:
+        """Return the settings to try of a run's program: each its changes, and its run as the stage sees it."""
+        asked = self.plans[wildcards.plan][wildcards.run].asked
+        if asked is None:
+            return []
+        cores = slurm.cpus_per_task(self.site.scheduler) if self.site.scheduler else os.cpu_count() or 1
+        found = program.candidates(asked, cores)
+        return [[changes, self._placed(run).slice("throughput")] for changes, run in found]
+
+    def tune_candidates(self, wildcards: Wildcards, input: Any) -> list[str]:
+        found = self._candidates(wildcards)
+        return ["--candidates", json.dumps(found)] if found else []
 
     def program_start(self, wildcards: Wildcards, input: Any) -> list[str]:
         run = self.run(wildcards)

@@ -1,0 +1,93 @@
+"""Stage `tune` of another program: its fastest setting, of those that its command has a place for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from typing import Any
+
+from dlscale.config.run import Tune, load_run
+from dlscale.core.errors import UserError
+from dlscale.core.progress import Progress
+from dlscale.measure.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
+from dlscale.measure.tune_records import Tried, Tuning
+from dlscale.measure.turns import Ended, Timed
+from dlscale.outside.turns import Player
+
+
+def main(args: argparse.Namespace) -> None:
+    """Tune the program of the run in `args.config`; write `tune.json`, `tuned.yaml` into `args.out`."""
+    run, candidates = load_run(args.config, "tune"), json.loads(args.candidates or "[]")
+    if len(candidates) < 2:
+        raise UserError("--candidates: expected the run and another one at least, as the workflow gives them")
+    settings: Tune = run.tune
+    began = time.perf_counter()
+    duel_seconds = settings.seconds * (DUEL if len(candidates) > 2 else 1)
+    total = TURNS * sum(number + 1 for number in rungs(len(candidates) - 1)) + 2 * settings.rounds
+    with Progress("tuning", total, "trials") as progress, _Trials(args, candidates, progress) as trials:
+        best, found = search(len(candidates), trials, settings.seconds - duel_seconds)
+        trials.keeps = True
+        rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
+        problems = trials.problems
+    tuning = Tuning(
+        run=args.run,
+        seconds=time.perf_counter() - began,
+        candidates=[
+            Tried(
+                changes=changes,
+                rates=[rung[number] for rung in found if number in rung],
+                problem=problems.get(number),
+            )
+            for number, (changes, _) in enumerate(candidates)
+        ],
+        duel=duel(best, rates),
+    )
+    logging.info("%s", tuning.verdict())
+    write(tuning, args, run.study)
+
+
+class _Trials:
+    """Measures programs by number, as `dlscale.measure.tune.Measure`: each is started anew, or kept and stopped."""
+
+    def __init__(
+        self, args: argparse.Namespace, candidates: list[tuple[dict[str, Any], dict[str, Any]]], progress: Progress
+    ) -> None:
+        self._timed = [Timed(json.dumps(run), args.manifest, args.device, args.threads) for _, run in candidates]
+        self._changes, self._progress = [changes for changes, _ in candidates], progress
+        self._open = dict[int, Player]()
+        self.problems: dict[int, str] = {}
+        self.keeps = False  #: Whether programs stay, stopped, for their next turn.
+
+    def __enter__(self) -> _Trials:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for player in self._open.values():
+            player.close()
+
+    def __call__(self, number: int, seconds: float) -> float | None:
+        """Return samples/s; None, and a problem noted, if the program cannot be measured. The run's own is raised."""
+        self._progress.update(self._progress.done + 1)
+        player = self._open.pop(number, None)
+        try:
+            if player is None:
+                player = Player(self._timed[number])
+                player.send("open")
+                player.receive()
+                player.stop()
+            rate = player.turn(seconds)
+        except Ended as ended:
+            if player:
+                player.close()
+            if number == 0:
+                raise UserError(f"program: {ended}") from None
+            self.problems[number] = str(ended)
+            logging.info("%s is left out: %s", self._changes[number], ended)
+            return None
+        if self.keeps:
+            self._open[number] = player
+        else:
+            player.close()
+        return rate
