@@ -11,6 +11,7 @@ from pydantic import Field, StringConstraints
 
 from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import unknown
+from dlscale.core.schema import Number, Whole
 
 #: A placeholder in a command; `{{` and `}}` stand for braces.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
@@ -33,7 +34,7 @@ MADE = ("gpus", "local_batch_size", *LATER)
 #: Patterns of what published programs print, by name: samples/s of all processes.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
-Value = str | int | float | bool | list[str]
+Value = bool | Whole | Number | str | list[str]
 
 
 class Program(Lawful):

@@ -1,0 +1,167 @@
+"""Programs of others in plans, by the real Snakemake: ladder, scaling, turns with a study, tuning; and again."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlscale.core.noise import interval
+from dlscale.report.results import RunResult, read_plan
+from tests.conftest import TINY
+from tests.workflow.conftest import Outcome, Tree
+
+#: As short as turns can be.
+TIMED = {"warmup": 1, "trials": 3, "batches": 4, "seconds": 0.0, "beside": 2, "error": 0.2}
+#: Steps of its sleep: what a step takes hardly depends on the machine.
+COMMAND = ["python", "theirs.py", "--batch-size", "{batch_size}", "--epochs", "{epochs}", "--sleep", "{sleep}"]
+PROGRAM: dict[str, Any] = {
+    "command": [*COMMAND, "--out", "{out}", "--seed", "{seed}"],
+    "values": {"sleep": 0.04},
+    "log": "{out}/log.jsonl",
+    "losses": {"train": "loss/train", "val": "loss/valid"},
+}
+SETTINGS: dict[str, Any] = {
+    "batch_size": 32,
+    "training": {"epochs": 4},
+    "throughput": TIMED,
+    "program": PROGRAM,
+}
+CONFIG: dict[str, Any] = {
+    "results": "results",
+    "targets": ["ladder", "weak"],
+    "datasets": {"mine": {"kind": "files", "source": {"paths": ["read.txt"]}}, "tiny": TINY["starter_cnn"]["dataset"]},
+    "plans": {
+        "ladder": {
+            "study": "program",
+            "kind": "ladder",
+            "settings": {**SETTINGS, "dataset": "mine"},
+            "runs": {"slow": {}, "fast": {"program": {"values": {"sleep": 0.01}}}, "large": {"batch_size": 64}},
+        },
+        "weak": {
+            "study": "program",
+            "kind": "weak_scaling",
+            "settings": {**SETTINGS, "dataset": "mine"},
+            "scaling": {"devices": [1, 2], "batch_sizes": [32]},
+        },
+        "beside": {
+            "study": "starter_cnn",
+            "measure": ["throughput"],
+            "settings": {**TINY["starter_cnn"]["run"], "dataset": "tiny", "throughput": TIMED, "batch_size": 8},
+            "runs": {"theirs": {"program": {key: PROGRAM[key] for key in ("command", "values")}}, "ours": {}},
+        },
+        "tuned": {
+            "study": "program",
+            "kind": "tune",
+            "settings": {**SETTINGS, "dataset": "mine", "tune": {"seconds": 4, "values": {"sleep": [0.04, 0.005]}}},
+            "runs": {"base": {}},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tree(make_tree: Callable[..., Tree]) -> Tree:
+    made = make_tree(CONFIG)
+    shutil.copy(Path(__file__).with_name("theirs.py"), made.path)
+    (made.path / "read.txt").write_text("what it reads\n")
+    return made
+
+
+def call(tree: Tree, *targets: str) -> Outcome:
+    outcome = tree.snakemake("--cores", "2", "--", *targets)
+    assert outcome.status == 0, outcome.output[-5000:]
+    return outcome
+
+
+def runs(tree: Tree, plan: str) -> dict[str, RunResult]:
+    return {run.name: run for run in read_plan(tree.results / f"plans/{plan}/plan.yaml").runs}
+
+
+def test_plans_of_programs(tree: Tree) -> None:
+    """Rates are what sleeps allow, speed-ups what turns say, losses those that it logged; then only what changed."""
+    call(tree)
+    ladder, weak = runs(tree, "ladder"), runs(tree, "weak")
+    for run, sleep in ((ladder["slow"], 0.04), (ladder["fast"], 0.01), (weak["b32_program_1"], 0.04)):
+        assert run.throughput and run.throughput.full and run.throughput.outside
+        assert 0.4 < run.throughput.full.mean * sleep / 32 < 1, "no faster than its sleep, and not much slower"
+        assert run.throughput.outside.way == "seen" and run.throughput.batch_size == 32
+        assert run.throughput.outside.gradient_bytes == 4 * (8 * 32 + 32 + 32 + 1)
+        logged = [json.loads(line) for line in (run.folder / "out/log.jsonl").read_text().splitlines()]
+        assert [epoch.valid_loss for epoch in run.epochs] == [row["val"] for row in logged]
+        assert [epoch.step for epoch in run.epochs] == [16, 32, 48, 64]
+    two = weak["b32_program_2"].throughput
+    assert two and two.nranks == 2 and two.full and len(two.full.rank_throughput) == 2 and two.batch_size == 64
+    beside = ladder["fast"].throughput
+    assert beside and beside.beside, "it is timed in turns with the first"
+    ratio = math.exp(interval(beside.beside.ratios)[0])
+    own = ladder["fast"].throughput.full.mean / ladder["slow"].throughput.full.mean  # type: ignore[union-attr]
+    assert 2 < ratio < 4.5 and abs(math.log(ratio / own)) < 0.5
+    assert "fast" in (tree.results / "report/index.html").read_text()
+
+    assert tree.planned(targets=["all"]).names == []
+    (tree.path / "theirs.py").touch()
+    (tree.path / "theirs.py").write_text((tree.path / "theirs.py").read_text() + "\n# edited\n")
+    again = {
+        f"{stage} {plan} {run}" for plan in ("ladder", "weak") for run in runs(tree, plan) for stage in STAGES[plan]
+    }
+    assert again <= set(tree.planned(targets=["all"]).names)
+
+
+#: What a plan's runs go through.
+STAGES = {"ladder": ("program", "throughput"), "weak": ("throughput",)}
+
+
+def test_in_turns_with_a_study(tree: Tree) -> None:
+    """A program and a run of ours, each beside the other, in one plan; either may come first."""
+    call(tree, "plan_beside")
+    found = runs(tree, "beside")
+    ours = found["ours"].throughput
+    assert ours and ours.beside and found["theirs"].throughput
+    tree.config["plans"]["reversed"] = {
+        **CONFIG["plans"]["beside"],
+        "runs": dict(reversed(CONFIG["plans"]["beside"]["runs"].items())),
+    }
+    tree.write()
+    call(tree, "plan_reversed")
+    theirs = runs(tree, "reversed")["theirs"].throughput
+    assert theirs and theirs.beside
+    one, other = (interval(each.beside.ratios)[0] for each in (ours, theirs) if each.beside)
+    assert abs(one + other) < 1, "which of the two is faster does not depend on the order"
+
+
+def test_tuning(tree: Tree) -> None:
+    """The shorter sleep wins, and the plan that it writes is one."""
+    call(tree, "plan_tuned")
+    tuning = runs(tree, "tuned")["base"].tuning
+    assert tuning and tuning.changes == {"program.values.sleep": 0.005}
+    written = yaml.safe_load((tree.results / "plans/tuned/base/tuned.yaml").read_text())
+    assert written["plans"]["tuned_base_tuned"]["runs"]["tuned"]["program"] == {"values": {"sleep": 0.005}}
+
+
+def test_a_failed_try_is_resumed(tree: Tree) -> None:
+    """By the program's own words, from what it left; the whole is as if nothing had been."""
+    program = {
+        **PROGRAM,
+        "command": [*PROGRAM["command"], "--fail-after", "2", "{resume}"],
+        "resume": ["--resume"],
+    }
+    tree.config["plans"]["resumed"] = {
+        **CONFIG["plans"]["ladder"],
+        "measure": ["train"],
+        "settings": {**CONFIG["plans"]["ladder"]["settings"], "program": program},
+        "runs": {"one": {"program": {"values": {"sleep": 0.01}}}},
+    }
+    tree.write()
+    failed = tree.snakemake("--cores", "2", "--", "plan_resumed")
+    assert failed.status != 0 and "the program ended with status 3" in failed.output
+    assert not (tree.results / "plans/resumed/one/program.json").exists()
+    call(tree, "plan_resumed")
+    one = runs(tree, "resumed")["one"]
+    assert [epoch.step for epoch in one.epochs] == [16, 32, 48, 64]
