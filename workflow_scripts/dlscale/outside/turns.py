@@ -85,18 +85,19 @@ class Player:
         for _ in range(2):
             begin = time.time()
             self._signal(signal.SIGCONT)
-            try:
+            with contextlib.suppress(Ended):
                 self._wait(lambda since=begin: len(self._ends(since)) > steps)  # type: ignore[misc]
-            except Ended:
-                if self._process is None or self._process.returncode:
-                    raise
+            ended = self._process is None or self._process.poll() is not None
+            ends = self._ends(begin)
+            if ended and (self._process is None or self._process.returncode):
+                raise Ended("a program failed before its turns were over")
+            if ended:
                 self.send("again")
                 self.receive()
-                continue
             self.stop()
-            ends = self._ends(begin)
-            return self._size * (len(ends) - 1) / (ends[-1] - ends[0])
-        raise Ended("a program ends before its turns do; let it make more steps")
+            if len(ends) > LEAST:
+                return self._size * (len(ends) - 1) / (ends[-1] - ends[0])
+        raise Ended("a program ends before its turns do, or makes too few steps; let it make more")
 
     def close(self) -> None:
         self._end()
