@@ -110,7 +110,7 @@ def test_plans_of_programs(tree: Tree) -> None:
     ratio = math.exp(interval(beside.beside.ratios)[0])
     own = ladder["fast"].throughput.full.mean / ladder["slow"].throughput.full.mean  # type: ignore[union-attr]
     assert 2 < ratio < 4.5 and abs(math.log(ratio / own)) < 0.5
-    assert "fast" in (tree.results / "report/index.html").read_text()
+    assert "fast" in (tree.results / "report/ladder+weak.html").read_text()
 
     assert tree.planned(targets=["all"]).names == []
     (tree.path / "theirs.py").touch()
