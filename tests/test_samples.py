@@ -33,7 +33,7 @@ from dlscale.data.samples import ArraySpec, BoxIndex, Rows, Samples
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import COUNT, SYMMETRIES, Crops, Symmetry, apply, line
+from dlscale.datasets.cosmo.samples import CHOICES, SYMMETRIES, Crops, Symmetry, apply, line
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
 from tests.raw_files import CHANNELS_OF, manifest_of
@@ -248,13 +248,13 @@ def matrix(symmetry: Symmetry) -> np.ndarray:
 def test_the_symmetries_are_the_group_of_the_cube() -> None:
     matrices = [matrix(symmetry) for symmetry in SYMMETRIES]
     keys = {m.tobytes() for m in matrices}
-    assert len(SYMMETRIES) == len(keys) == COUNT["full"] == 48
+    assert len(SYMMETRIES) == len(keys) == len(CHOICES["full"]) == 48
     assert {(a @ b + 0.0).tobytes() for a in matrices for b in matrices} == keys  # closed
     assert all((m.T @ m == np.eye(3)).all() for m in matrices)
     determinants = [round(np.linalg.det(m)) for m in matrices]
     assert determinants == [symmetry.determinant for symmetry in SYMMETRIES]
-    assert determinants == [1] * COUNT["rotations"] + [-1] * 24
-    assert (matrices[0] == np.eye(3)).all() and COUNT["none"] == 1
+    assert determinants == [1] * len(CHOICES["rotations"]) + [-1] * 24
+    assert (matrices[0] == np.eye(3)).all() and CHOICES["none"] == SYMMETRIES[:1]
 
 
 @pytest.mark.parametrize("number", range(48))

@@ -44,8 +44,13 @@ class DaliLoader(_Reading):
     """NVIDIA DALI, with its own operators (`pip install dlscale[dali]`)."""
 
     kind: Literal["dali"]
+    reader: Literal["h5py", "numpy"] = Field(
+        "h5py",
+        description="What reads samples on grids. h5py: processes, the files themselves, as the published ViT's do; "
+        "numpy: DALI's own threads, boxes of `.npy` twins of volumes, as the published U-Net's do.",
+    )
     workers: Annotated[Workers, Field(ge=1)] = Field(
-        2, description="Threads of the pipeline; for samples on grids also the number of processes that read."
+        2, description="Threads of the pipeline; with `reader: h5py` also the number of processes that read."
     )
     prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
 

@@ -18,8 +18,8 @@ from torch.utils.dlpack import from_dlpack
 from dlscale.core.errors import UserError
 from dlscale.data.loaders import DaliLoader as Settings
 from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
-from dlscale.data.loaders.dali_source import Boxes
-from dlscale.data.samples import CroppedImages, Samples
+from dlscale.data.loaders.dali_source import Boxes, Regions
+from dlscale.data.samples import CroppedImages, GridSamples, Samples
 
 
 class Pace:
@@ -109,6 +109,15 @@ class Images:
         """Do nothing: there is nothing to free."""
 
 
+def on_volumes(samples: Samples) -> GridSamples:
+    """Return samples that are boxes of volumes; others have no twins: a `UserError`."""
+    if isinstance(samples, GridSamples) and samples.input.channel_axis == samples.target.channel_axis == 0:
+        return samples
+    raise UserError(
+        f"loader.reader: numpy reads boxes of volumes, and these samples are none ({type(samples).__name__}); use h5py"
+    )
+
+
 class DaliLoader(Loader):
     """The loader `dali`."""
 
@@ -125,8 +134,10 @@ class DaliLoader(Loader):
                 f"loader.kind: dali is not installed ({error}); pip install 'dlscale[dali]', or choose torch or direct"
             ) from None
         work = [share.indices(step, samples.size) for step in range(len(self))], settings, gpu
-        self._feed: Boxes | Images
-        if isinstance(samples, CroppedImages):
+        self._feed: Boxes | Images | Regions
+        if settings.reader == "numpy":
+            self._feed = Regions(on_volumes(samples), *work)
+        elif isinstance(samples, CroppedImages):
             self._feed = Images(samples, *work)
         else:
             self._feed = Boxes(on_grids(samples, settings.kind), *work)

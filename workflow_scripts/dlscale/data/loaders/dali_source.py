@@ -1,6 +1,7 @@
-"""Boxes for DALI: processes read them with h5py, as a published program does, and operators decode them.
+"""Boxes for DALI's operators, which decode them: read by processes with h5py, or by DALI's threads from `.npy` twins.
 
-The processes import this module and what samples need, not torch: they are to start quickly.
+The published ViT has processes, the published U-Net twins. The processes import this module and what samples need, not
+torch: they are to start quickly.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import multiprocessing
 import operator
 import os
 import threading
+from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -18,67 +20,79 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders import DaliLoader as Settings
 from dlscale.data.loaders import outlive_signals
 from dlscale.data.samples import BoxField, GridSamples
+from dlscale.data.twins import twin
 
 
 class NativeField:
-    """Boxes of one field as inputs of DALI's operators.
+    """Boxes of one field as inputs of DALI's operators; those of twins have their channels `last`.
 
     Attributes
     ----------
     axes
-        Ways to transpose boxes, three axes each; empty if they never are.
+        Ways to transpose boxes, three axes each; empty if they are never turned.
     parts
         Which of shift (0), factor (1), offset (2) matter for any sample.
     inputs
-        Number of arrays that `read` returns.
+        Number of arrays that `numbers` returns.
     """
 
-    def __init__(self, field: BoxField) -> None:
-        self._field, turns = field, field.symmetries
-        numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
+    def __init__(self, field: BoxField, last: bool = False) -> None:
+        self._field, self._last, turns = field, last, field.symmetries
+        self._numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
+        self._turns = turns = None if turns is None or len(turns.axes) == 1 else turns
         self.axes: list[list[int]] = [] if turns is None else np.unique(turns.axes, axis=0).tolist()
-        if turns is not None and (turns.sign != 1).any():
-            numbers[:, 1] = np.nan  # there is a factor for some
-        self.parts = [part for part, neutral in enumerate((0, 1, 0)) if (numbers[:, part] != neutral).any()]
-        self.inputs = 1 + 3 * bool(self.axes) + len(self.parts)
+        self._mixed = turns is not None and bool((turns.source != np.arange(field.shape[0])).any())
+        signed = turns is not None and bool((turns.sign != 1).any())
+        neutral = self._numbers == np.array([[0], [1], [0]])
+        self.parts = [part for part in range(3) if (signed and part == 1) or not neutral[:, part].all()]
+        self.inputs = 2 * bool(self.axes) + self._mixed + len(self.parts)
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
-        """Return the inputs of one box at `start` [3].
+        """Return the values of one box at `start` [3], [C, a, b, c], and its `numbers`."""
+        values = np.ascontiguousarray(self._field.stored(file, start), self._field.dtype)
+        return [values, *(np.asarray(each[0]) for each in self.numbers(np.array([file]), np.array([symmetry])))]
 
-        These are its values [C, a, b, c]; if boxes are turned, the number in `axes`, flips int32 [3], source channels
-        int32 [C]; the numbers of `parts`, float32 [C, 1, 1, 1].
+    def numbers(self, file: np.ndarray, symmetry: np.ndarray) -> list[np.ndarray]:
+        """Return the operators' other inputs for n boxes; `file` and `symmetry` [n] are as in `BoxIndex`.
+
+        If boxes are turned: the number in `axes`, int32 [n], and flips, int32 [n, 3]; if channels change places: each
+        one's source, int32 [n, C]; the numbers of `parts`, float32 [n, C, 1, 1, 1].
         """
-        inputs = [np.ascontiguousarray(self._field.stored(file, start), self._field.dtype)]
-        numbers = self._field.decoding(file)
-        if (turns := self._field.symmetries) is not None:
-            source, sign = turns.source[symmetry], turns.sign[symmetry]
-            turn = self.axes.index(turns.axes[symmetry].tolist())
-            inputs += [np.array(turn, np.int32), turns.flips[symmetry].astype(np.int32), source.astype(np.int32)]
-            numbers = numbers[:, source] * np.stack([np.ones_like(sign), sign, sign])
-        return inputs + [numbers[part].reshape(-1, 1, 1, 1) for part in self.parts]
+        found, numbers = list[np.ndarray](), self._numbers[file]
+        if self._turns is not None:
+            source, sign = self._turns.source[symmetry], self._turns.sign[symmetry]
+            turn = [self.axes.index(axes) for axes in self._turns.axes[symmetry].tolist()]
+            found += [np.array(turn, np.int32), self._turns.flips[symmetry].astype(np.int32)]
+            found += [source.astype(np.int32)] if self._mixed else []
+            numbers = np.take_along_axis(numbers, source[:, None], axis=2)
+            numbers[:, 1:] *= sign[:, None]
+        return found + [np.ascontiguousarray(numbers[:, part, :, None, None, None]) for part in self.parts]
 
-    def decoded(self, fn: Any, types: Any, given: list[Any], gpu: bool) -> Any:
-        """Return the graph that makes the model's values of what `read` returns, an operator a pass."""
-        x, *rest = given
-        x = x.gpu() if gpu else x
+    def decoded(self, fn: Any, types: Any, x: Any, numbers: list[Any], gpu: bool) -> Any:
+        """Return the graph that makes the model's values of stored ones and `numbers`, an operator a pass."""
+        x, rest = x.gpu() if gpu else x, numbers
+        ways = [[3, *axes] if self._last else [0, *(1 + axis for axis in axes)] for axes in self.axes]
         if self.axes:
-            number, flips, source, *rest = rest
-            x = turned(fn, x, number, list(enumerate(self.axes)))
+            number, flips, *rest = rest
+            x = turned(fn, x, number, list(enumerate(ways)))
+        elif self._last:
+            x = fn.transpose(x, perm=[3, 0, 1, 2], output_layout="CDHW")
         x = fn.cast(x, dtype=types.FLOAT) if self._field.dtype == np.float16 else x
         if self.axes:
             x = fn.flip(x, depthwise=flips[0], vertical=flips[1], horizontal=flips[2])
+        if self._mixed:
+            source, *rest = rest
             x = fn.sequence_rearrange(fn.reinterpret(x, layout="FDHW"), new_order=source)
-            x = fn.reinterpret(x, layout="")
+        x = fn.reinterpret(x, layout="")
         for part in self.parts:
-            numbers, *rest = rest
-            x = (operator.sub, operator.mul, operator.add)[part](x, numbers.gpu() if gpu else numbers)
+            operand, *rest = rest
+            x = (operator.sub, operator.mul, operator.add)[part](x, operand.gpu() if gpu else operand)
         return x
 
 
 def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -> Any:
     """Return each box transposed as its number says; DALI's transpose has one permutation for a whole batch."""
-    (first, axes), others = choices[0], choices[1:]
-    perm = [0, *(1 + axis for axis in axes)]
+    (first, perm), others = choices[0], choices[1:]
     if not others:
         return fn.transpose(x, perm=perm, output_layout="CDHW")
     if number == first:  # noqa: SIM108 - DALI's conditionals are statements
@@ -126,12 +140,13 @@ class Boxes:
     def outputs(self, fn: Any, types: Any) -> list[Any]:
         """Return the graph that makes input and target of a full batch: a smaller one repeats its last sample."""
         x, y = self._fields
-        inputs = fn.external_source(
-            self, num_outputs=x.inputs + y.inputs, batch=False, parallel=True, prefetch_queue_depth=self._prefetch
+        given = fn.external_source(
+            self, num_outputs=2 + x.inputs + y.inputs, batch=False, parallel=True, prefetch_queue_depth=self._prefetch
         )
+        split = 1 + x.inputs
         return [
-            x.decoded(fn, types, inputs[: x.inputs], self._gpu),
-            y.decoded(fn, types, inputs[x.inputs :], self._gpu),
+            x.decoded(fn, types, given[0], given[1:split], self._gpu),
+            y.decoded(fn, types, given[split], given[split + 1 :], self._gpu),
         ]
 
     def __call__(self, info: Any) -> tuple[np.ndarray, ...]:
@@ -157,3 +172,56 @@ class Boxes:
     def close(self) -> None:
         self._memory.close()
         self._memory.unlink()
+
+
+class Regions:
+    """Inputs and operators of a pipeline that reads boxes itself, from twins: Python only says where they lie."""
+
+    def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
+        self._samples, self._indices, self._gpu = samples, indices, gpu
+        boxes = samples.input, samples.target
+        twins = [twin(field, name) for field, name in zip(boxes, ("data", "label"), strict=True)]
+        self._paths, self._first = [str(each.path) for each in twins], [each.first for each in twins]
+        self._fields, self._extents = (
+            [NativeField(field, last=True) for field in boxes],
+            [list(b.extent) for b in boxes],
+        )
+        self._size = max(1, *map(len, indices))
+        self._batches: Iterator[tuple[int, range]] = iter(())
+        self.options: dict[str, Any] = {"enable_conditionals": True}
+
+    def begin(self, epoch: int, start: int) -> None:
+        self._batches = iter([(epoch, indices) for indices in self._indices[start:] if indices])
+
+    def outputs(self, fn: Any, types: Any) -> list[Any]:
+        """Return the graph that makes input and target of a full batch, as `Boxes.outputs` does."""
+        x, y = self._fields
+        given = fn.external_source(self._source, num_outputs=2 + x.inputs + y.inputs, batch=True)
+        split = 1 + x.inputs
+        return [
+            x.decoded(fn, types, self._read(fn, 0, given[0]), given[1:split], self._gpu),
+            y.decoded(fn, types, self._read(fn, 1, given[split]), given[split + 1 :], self._gpu),
+        ]
+
+    def _read(self, fn: Any, number: int, start: Any) -> Any:
+        box = {"roi_start": start, "roi_shape": self._extents[number], "roi_axes": [0, 1, 2]}
+        return fn.readers.numpy(files=[self._paths[number]], cache_header_information=True, **box)
+
+    def _source(self) -> list[np.ndarray]:
+        """Return first cell and `numbers` of both boxes of the next batch; a small one repeats its last sample."""
+        epoch, indices = next(self._batches)
+        boxes = self._samples.boxes(epoch)
+        some = np.minimum(np.arange(indices.start, indices.start + self._size), indices.stop - 1)
+        file, symmetry, found = boxes.file[some], boxes.symmetry[some], list[np.ndarray]()
+        for field, starts, first in zip(self._fields, (boxes.input, boxes.target), self._first, strict=True):
+            start = starts[some]
+            start[:, 0] += first[file]
+            found += [start.astype(np.int32), *field.numbers(file, symmetry)]
+        return found
+
+    def explain(self, error: Exception) -> str | None:
+        """Return None: there is no message of our own to find."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""

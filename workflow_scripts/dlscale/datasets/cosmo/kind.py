@@ -111,9 +111,11 @@ class CropSamples(Strict):
 
     kind: Literal["crops"]
     crop: Extent = Field(64, description="Edge of a crop in cells.")
-    symmetry: Literal["none", "rotations", "full"] = Field(
+    symmetry: Literal["none", "rotations", "full", "published", "published_dali"] = Field(
         "full",
-        description="none; rotations: the 24 rotations; full: all 48 rotations and reflections. Vectors turn, too.",
+        description="How training crops are turned. none; rotations: the 24 rotations; full: all 48 rotations and "
+        "reflections; vectors turn, too. published: as by the published program, 16 rotations and 8 reflections, and "
+        "published_dali: as by its DALI loader, the last two axes reversed or not; vectors stay.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(8192, description="Fixed validation crops (fewer if the volume holds fewer).")

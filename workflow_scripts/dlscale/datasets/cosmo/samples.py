@@ -1,7 +1,7 @@
 """Samples of volumes: cubic crops, turned at random for training, fixed for validation.
 
 A symmetry takes grid axis `axes[i]` to axis i, then reverses the axes in `flips`. Vectors turn along: component i of
-the result is component `axes[i]`, negated where axis i was reversed.
+the result is component `axes[i]`, negated where axis i was reversed. The published programs leave vectors as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,30 @@ _ALL = [
 ]
 #: Identity first, then the other 23 rotations, then the 24 reflections.
 SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determinant, s.axes, s.flips)))
-COUNT = {"none": 1, "rotations": 24, "full": 48}
+
+
+def _published(symmetry: Symmetry) -> bool:
+    """Return whether it is one of SC22's 24 «rotations», of which 8 are reflections (its PyTorch loader).
+
+    If no axis moves, two are reversed or none; if two change places, one of them, and the third or not; if all move,
+    at least two.
+    """
+    reversed_ = [flip for axis, flip in enumerate(symmetry.flips) if symmetry.axes[axis] != axis]
+    if not reversed_:
+        return symmetry.determinant == 1
+    return sum(reversed_) == 1 if len(reversed_) == 2 else sum(reversed_) >= 2
+
+
+#: What each value of `samples.symmetry` draws from, all equally likely; the identity comes first.
+CHOICES: dict[str, tuple[Symmetry, ...]] = {
+    "none": SYMMETRIES[:1],
+    "rotations": SYMMETRIES[:24],
+    "full": SYMMETRIES,
+    "published": tuple(filter(_published, SYMMETRIES)),
+    # SC22's DALI loader flips what it has not turned. Its boxes do not say which axis is which, so DALI takes the first
+    # for that of frames, and the coin for it has no effect.
+    "published_dali": tuple(s for s in SYMMETRIES if s.axes == (0, 1, 2) and not s.flips[0]),
+}
 #: Blocks of the training volumes that the line is fitted to, and their edge: two million points for ten numbers or so.
 BLOCKS, EDGE = 64, 32
 
@@ -71,17 +94,19 @@ def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int,
 
 
 class CubeSymmetries:
-    """All 48, for boxes of the channels given; vectors are `NAME_x`, `NAME_y` and `NAME_z`.
+    """Those of a value of `samples.symmetry`, for boxes of the channels given.
 
-    The protocol is `dlscale.data.samples.Symmetries`.
+    Vectors are `NAME_x`, `NAME_y` and `NAME_z`. The protocol is `dlscale.data.samples.Symmetries`.
     """
 
-    def __init__(self, channels: list[str]) -> None:
-        vectors = [[name[:-1] + axis for axis in "xyz"] for name in channels if name.endswith("_x")]
+    def __init__(self, channels: list[str], choice: str) -> None:
+        turning = [] if choice.startswith("published") else channels
+        vectors = [[name[:-1] + axis for axis in "xyz"] for name in turning if name.endswith("_x")]
         self._vectors = [(channels.index(x), channels.index(y), channels.index(z)) for x, y, z in vectors]
-        self.axes = np.array([symmetry.axes for symmetry in SYMMETRIES])
-        self.flips = np.array([symmetry.flips for symmetry in SYMMETRIES])
-        self.source = np.tile(np.arange(len(channels)), (len(SYMMETRIES), 1))
+        self._chosen = CHOICES[choice]
+        self.axes = np.array([symmetry.axes for symmetry in self._chosen])
+        self.flips = np.array([symmetry.flips for symmetry in self._chosen])
+        self.source = np.tile(np.arange(len(channels)), (len(self._chosen), 1))
         self.sign = np.ones(self.source.shape, np.float32)
         for vector in self._vectors:
             for axis, channel in enumerate(vector):
@@ -89,7 +114,7 @@ class CubeSymmetries:
                 self.sign[:, channel] = np.where(self.flips[:, axis], -1, 1)
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
-        return apply(SYMMETRIES[number], x, self._vectors)
+        return apply(self._chosen[number], x, self._vectors)
 
 
 class Crops(GridSamples):
@@ -102,13 +127,16 @@ class Crops(GridSamples):
     def __init__(self, manifest: Manifest, split: str, settings: CropSamples, seed: int) -> None:
         files = manifest.files(split)
         self.crop, self._seed, self._training = settings.crop, seed, split == "train"
+        choice = settings.symmetry if self._training else "none"
         super().__init__(
             *(
-                BoxField(manifest, split, name, (self.crop,) * 3, CubeSymmetries(manifest.fields[name].channels))
+                BoxField(
+                    manifest, split, name, (self.crop,) * 3, CubeSymmetries(manifest.fields[name].channels, choice)
+                )
                 for name in ("Nbody", "Hydro")
             )
         )
-        self._symmetries = COUNT[settings.symmetry] if self._training else 1
+        self._symmetries = len(CHOICES[choice])
         edges = np.array([reader.shape[1:] for reader in self.input.readers])
         for file, edge in zip(files, edges, strict=True):
             if min(edge) < self.crop:
