@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -44,6 +44,7 @@ CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720
 CPU = torch.device("cpu")
 THREADS = 2
 FLOOR = "copying the stored bytes"
+PLAIN = "published layout"
 LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
@@ -102,16 +103,25 @@ def direct_of(samples: GridSamples, batch_size: int) -> Loader:
     return direct_loader.build(samples, DirectLoader(kind="direct", workers=THREADS), Share(batch_size), CPU)
 
 
-def dali_rates(stack: ExitStack, samples: GridSamples, batch_size: int) -> Contestants:
-    """Return DALI's contestant on the published layout; none where it is not installed."""
+def dali_rates(
+    stack: ExitStack, samples: GridSamples, batch_size: int, readers: dict[str, Literal["h5py", "numpy"]]
+) -> Contestants:
+    """Return DALI's contestants, by what follows their name; none where it is not installed."""
     from dlscale.data.loaders import dali_loader
 
     try:
-        loader = dali_loader.build(samples, DaliLoader(kind="dali", workers=THREADS), Share(batch_size), CPU)
+        return {
+            f"DALI, {name}": rate(
+                stack,
+                dali_loader.build(
+                    samples, DaliLoader(kind="dali", workers=THREADS, reader=reader), Share(batch_size), CPU
+                ),
+            )
+            for name, reader in readers.items()
+        }
     except UserError as error:
         print(f"left out: {error}")
         return {}
-    return {"DALI, published layout": rate(stack, loader)}
 
 
 def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
@@ -374,7 +384,7 @@ def crops(options: Options) -> list[Row]:
             "direct, fp16 channels last, chunks 32^3": rate(stack, direct_of(samples("chunked", many), 16)),
             "direct, fp16 channels last": rate(stack, direct_of(ours, 16)),
         }
-        return found | dali_rates(stack, samples("published", many), 16)
+        return found | dali_rates(stack, samples("published", many), 16, {PLAIN: "h5py", ".npy twins": "numpy"})
 
     program = Published(published.Crops(paths["published"], 64, few), samples("published", few))
     rows = compare(options, Comparison("64^3 crops", program, ours, 16, CROPS), contestants)
@@ -399,7 +409,7 @@ def pairs(options: Options) -> list[Row]:
             "direct, published layout": rate(stack, direct_of(samples("published", many), 4)),
             "direct, fp16": rate(stack, direct_of(ours, 4)),
         }
-        return found | dali_rates(stack, samples("published", many), 4)
+        return found | dali_rates(stack, samples("published", many), 4, {PLAIN: "h5py"})
 
     numbers = [
         np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")

@@ -28,10 +28,6 @@ class NativeField:
 
     Attributes
     ----------
-    axes
-        Ways to transpose boxes, three axes each; empty if they are never turned.
-    parts
-        Which of shift (0), factor (1), offset (2) matter for any sample.
     inputs
         Number of arrays that `numbers` returns.
     """
@@ -40,12 +36,15 @@ class NativeField:
         self._field, self._last, turns = field, last, field.symmetries
         self._numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
         self._turns = turns = None if turns is None or len(turns.axes) == 1 else turns
-        self.axes: list[list[int]] = [] if turns is None else np.unique(turns.axes, axis=0).tolist()
+        plain = [[0, 1, 2]]
+        #: Ways to transpose boxes, three axes each; one if they never are.
+        self._axes: list[list[int]] = plain if turns is None else np.unique(turns.axes, axis=0).tolist()
         self._mixed = turns is not None and bool((turns.source != np.arange(field.shape[0])).any())
         signed = turns is not None and bool((turns.sign != 1).any())
         neutral = self._numbers == np.array([[0], [1], [0]])
-        self.parts = [part for part in range(3) if (signed and part == 1) or not neutral[:, part].all()]
-        self.inputs = 2 * bool(self.axes) + self._mixed + len(self.parts)
+        #: Which of shift (0), factor (1), offset (2) matter for any sample.
+        self._parts = [part for part in range(3) if (signed and part == 1) or not neutral[:, part].all()]
+        self.inputs = (len(self._axes) > 1) + (turns is not None) + self._mixed + len(self._parts)
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
         """Return the values of one box at `start` [3], [C, a, b, c], and its `numbers`."""
@@ -55,36 +54,40 @@ class NativeField:
     def numbers(self, file: np.ndarray, symmetry: np.ndarray) -> list[np.ndarray]:
         """Return the operators' other inputs for n boxes; `file` and `symmetry` [n] are as in `BoxIndex`.
 
-        If boxes are turned: the number in `axes`, int32 [n], and flips, int32 [n, 3]; if channels change places: each
-        one's source, int32 [n, C]; the numbers of `parts`, float32 [n, C, 1, 1, 1].
+        Where boxes differ in it: the way to transpose them, int32 [n]; whether axes are reversed, int32 [n, 3]; the
+        source of each channel, int32 [n, C]; shift, factor, offset, float32 [n, C, 1, 1, 1] each.
         """
         found, numbers = list[np.ndarray](), self._numbers[file]
-        if self._turns is not None:
-            source, sign = self._turns.source[symmetry], self._turns.sign[symmetry]
-            turn = [self.axes.index(axes) for axes in self._turns.axes[symmetry].tolist()]
-            found += [np.array(turn, np.int32), self._turns.flips[symmetry].astype(np.int32)]
-            found += [source.astype(np.int32)] if self._mixed else []
+        if (turns := self._turns) is not None:
+            source, sign = turns.source[symmetry], turns.sign[symmetry]
+            if len(self._axes) > 1:
+                found.append(np.array([self._axes.index(axes) for axes in turns.axes[symmetry].tolist()], np.int32))
+            found.append(turns.flips[symmetry].astype(np.int32))
+            if self._mixed:
+                found.append(source.astype(np.int32))
             numbers = np.take_along_axis(numbers, source[:, None], axis=2)
             numbers[:, 1:] *= sign[:, None]
-        return found + [np.ascontiguousarray(numbers[:, part, :, None, None, None]) for part in self.parts]
+        return found + [np.ascontiguousarray(numbers[:, part, :, None, None, None]) for part in self._parts]
 
     def decoded(self, fn: Any, types: Any, x: Any, numbers: list[Any], gpu: bool) -> Any:
         """Return the graph that makes the model's values of stored ones and `numbers`, an operator a pass."""
         x, rest = x.gpu() if gpu else x, numbers
-        ways = [[3, *axes] if self._last else [0, *(1 + axis for axis in axes)] for axes in self.axes]
-        if self.axes:
-            number, flips, *rest = rest
+        ways = [[3, *axes] if self._last else [0, *(1 + axis for axis in axes)] for axes in self._axes]
+        if len(ways) > 1:
+            number, *rest = rest
             x = turned(fn, x, number, list(enumerate(ways)))
         elif self._last:
-            x = fn.transpose(x, perm=[3, 0, 1, 2], output_layout="CDHW")
+            x = fn.transpose(x, perm=ways[0])
         x = fn.cast(x, dtype=types.FLOAT) if self._field.dtype == np.float16 else x
-        if self.axes:
+        if self._turns is not None:
+            flips, *rest = rest
+            x = fn.reinterpret(x, layout="CDHW")
             x = fn.flip(x, depthwise=flips[0], vertical=flips[1], horizontal=flips[2])
         if self._mixed:
             source, *rest = rest
             x = fn.sequence_rearrange(fn.reinterpret(x, layout="FDHW"), new_order=source)
         x = fn.reinterpret(x, layout="")
-        for part in self.parts:
+        for part in self._parts:
             operand, *rest = rest
             x = (operator.sub, operator.mul, operator.add)[part](x, operand.gpu() if gpu else operand)
         return x
@@ -94,9 +97,9 @@ def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -
     """Return each box transposed as its number says; DALI's transpose has one permutation for a whole batch."""
     (first, perm), others = choices[0], choices[1:]
     if not others:
-        return fn.transpose(x, perm=perm, output_layout="CDHW")
+        return fn.transpose(x, perm=perm)
     if number == first:  # noqa: SIM108 - DALI's conditionals are statements
-        result = fn.transpose(x, perm=perm, output_layout="CDHW")
+        result = fn.transpose(x, perm=perm)
     else:
         result = turned(fn, x, number, others)
     return result
