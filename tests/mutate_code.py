@@ -442,8 +442,8 @@ MUTATIONS = [
     Mutation(
         "reflection_missing",
         "datasets/cosmo/samples.py",
-        '"full": 48}',
-        '"full": 47}',
+        '"full": SYMMETRIES,',
+        '"full": SYMMETRIES[:47],',
         "test_samples.py::test_symmetries_are_those_asked_for",
     ),
     Mutation(

@@ -662,10 +662,12 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
             **{"loss": {"kind": "l1", "density_weight": 0.0}, "optimizer.kind": "adam", "optimizer.fused": optimised},
             **{"schedule.kind": "cosine", "schedule.end_lr": 0.0, "samples.crop": 64, "training.steps": None},
             **{"local": local, "loader.kind": "dali" if optimised else "torch", "loader.workers": workers},
+            "samples.symmetry": "published_dali" if optimised else "published",
             "compiled": "default" if optimised else "none",
             "precision": "fp16" if optimised else "tf32" if local == 64 else "fp32",
         }
         assert {key: found[key] for key in wanted} == wanted, run_name
+        assert getattr(run.loader, "reader", "numpy") == "numpy"
         assert run.geometry.gpus_per_node <= 4  # those of the site that is shipped; Summit's nodes had six
     assert next(iter(runs.values())).throughput == Throughput(warmup=3, trials=3, batches=50)
 
@@ -739,7 +741,10 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
         ("workers4", {"loader": {"workers": 4}}),
         ("workers8", {"loader": {"workers": 8}}),
         ("workers16", {"loader": {"workers": 16}}),
-        ("dali", {"loader": {"kind": "dali", "workers": 8}}),
+        (
+            "dali",
+            {"loader": {"kind": "dali", "reader": "numpy", "workers": 8}, "samples": {"symmetry": "published_dali"}},
+        ),
         ("tf32_off", {"precision": "fp32"}),
         ("fp16", {"precision": "fp16"}),
         ("fused", {"optimizer": {"fused": True}}),

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,8 @@ import torch
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data import loaders, store
+from dlscale.core.files import stamp
+from dlscale.data import loaders, store, twins
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import ArrangedLoader, Loader, Share
 from dlscale.data.loaders.dali_loader import Pace
@@ -92,7 +95,7 @@ def volume_fields(edges: Sequence[int]) -> list[Field]:
     return [Field(name, c, u, (len(c), *edges), 0, t) for name, (c, u, t) in CHANNELS.items()]
 
 
-def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int = 2) -> Crops:
+def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int = 2, **more: Any) -> Crops:
     """Return 29 training crops of 6^3 cells of two volumes."""
     for number, edges in enumerate(EDGES[:files]):
         path = folder / f"{number}.h5"
@@ -101,7 +104,7 @@ def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int
                 write_field(path, field, 10 * number + seed, layout)
     described = {split: [(f"{number}.h5", edges[0]) for number, edges in enumerate(EDGES[:files])]}
     manifest = manifest_of(folder, "cosmo", volume_fields(EDGES[0]), described)
-    return Crops(manifest, split, CropSamples(kind="crops", crop=6, train=29, valid=8), seed=4)
+    return Crops(manifest, split, CropSamples(kind="crops", crop=6, train=29, valid=8, **more), seed=4)
 
 
 def series(folder: Path, layout: dict[str, Any], split: str = "train") -> Manifest:
@@ -238,6 +241,15 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
         assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
         for epoch in (0, 3):
             check(batches(loader, epoch), expected(make(tmp_path, layout), share, epoch))
+
+
+@pytest.mark.parametrize("symmetry", ["none", "rotations", "published", "published_dali"])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
+def test_every_loader_turns_as_it_is_told(tmp_path: Path, name: str, symmetry: str) -> None:
+    """Also where some turns, or all, need no pass: transposing, reversing, exchanging channels, changing signs."""
+    samples = crops(tmp_path, VOLUMES["half"], symmetry=symmetry)
+    with closing(LOADERS[name](samples, Share(8), 0 if name == "torch" else 2)) as loader:
+        check(batches(loader, 1), expected(samples, Share(8), 1))
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
@@ -498,6 +510,95 @@ def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> N
     until("the end of DALI's processes", lambda: not any(process.exists() for process in processes))
 
 
+@pytest.fixture
+def whole_file(tmp_path: Path) -> Crops:
+    """Return the samples of a single volume: the published program has one."""
+    return crops(tmp_path, VOLUMES["published"], files=1)
+
+
+def published_twin(field: Any, path: Path) -> np.ndarray:
+    """Write what the published program's converter does: all values, transposed; here as its readers see them."""
+    with h5py.File(field.readers[0].path) as file:
+        values = np.transpose(file[field.readers[0].name], [1, 2, 3, 0])
+    np.save(path, values)
+    return values
+
+
+def test_the_twins_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: Path) -> None:
+    """Under the names of the published program; so nothing is made."""
+    for field, name in ((whole_file.input, "data"), (whole_file.target, "label")):
+        values = published_twin(field, tmp_path / f"0_{name}.npy")
+        before = stamp(tmp_path / f"0_{name}.npy")
+        found = twins.twin(field, name)
+        assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
+        assert stamp(found.path) == before and values.flags.c_contiguous is False
+    assert not (tmp_path / "twins").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda x: x[:-1], r"\(12, 11, 12, 4\) of float32"),
+        (lambda x: x.astype(np.float64), r"\(13, 11, 12, 4\) of float64"),
+        (np.asfortranarray, "the first axis quickest"),
+        (lambda x: x + np.float32(1), r"other values in cell"),
+        (lambda x: None, "Python objects"),
+    ],
+    ids=["rows", "type", "order", "values", "no array"],
+)
+def test_what_is_no_twin_is_refused(whole_file: Crops, tmp_path: Path, wrong: Any, said: str) -> None:
+    path = tmp_path / "0_data.npy"
+    values = np.ascontiguousarray(published_twin(whole_file.input, path))
+    np.save(path, wrong(values), allow_pickle=True)
+    with pytest.raises(UserError, match=rf"0_data.npy: not the twin of .*{said}.*loader.reader h5py"):
+        twins.twin(whole_file.input, "data")
+
+
+def test_twins_are_made_once_and_anew_for_other_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """By whichever process comes first; smaller volumes lie in a corner of the larger ones' room."""
+    samples, made, write = crops(tmp_path, VOLUMES["chunks"]), [], twins._write
+
+    def slow(path: Path, *rest: Any) -> None:
+        made.append(path)
+        time.sleep(0.2)  # others come meanwhile
+        write(path, *rest)
+
+    monkeypatch.setattr(twins, "_write", slow)
+    monkeypatch.setattr(twins, "SLAB", 10_000)  # several to a file
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: twins.twin(samples.target, "label"), range(4)))
+    assert made == [found[0].path] and {each.path for each in found} == set(made)
+    values = np.load(made[0])
+    assert values.shape == (13 + 9, 17, 12, 5) and found[0].first.tolist() == [0, 13]
+    for file, (first, edges) in enumerate(zip((0, 13), EDGES, strict=True)):
+        own = samples.target.readers[file][(slice(None),)]
+        d, h, w = edges
+        np.testing.assert_array_equal(values[first : first + d, :h, :w], np.moveaxis(own, 0, -1))
+    samples.target.digests[0] = "another"
+    assert twins.twin(samples.target, "label").path != made[0]
+    assert sorted((tmp_path / "twins").glob("*.npy")) == made[1:]
+
+
+def test_a_twin_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = crops(tmp_path, VOLUMES["chunks"])
+    monkeypatch.setattr(twins.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"takes 71.8 kB, and there is room for 1.00 kB; use loader.reader h5py"):
+        twins.twin(samples.input, "data")
+    monkeypatch.undo()
+    monkeypatch.setattr(type(samples.input), "copy", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        twins.twin(samples.input, "data")
+    assert [path.name for path in (tmp_path / "twins").iterdir()] == ["lock"]
+
+
+def test_twins_are_of_volumes(tmp_path: Path) -> None:
+    """Of series there are none, and images are no boxes."""
+    with pytest.raises(UserError, match=r"loader.reader: numpy reads boxes of volumes, .*\(Pairs\); use h5py"):
+        build("dali", pairs(tmp_path, {}), Share(4), reader="numpy")
+
+
 class LateDevice:
     """A device that does its work some time after it was given, or when somebody waits."""
 
@@ -569,8 +670,9 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("slow", ["the loader's stream", "the model's stream"])
-@pytest.mark.parametrize("way", ["always", "never", "dali", "torch"])
-@pytest.mark.parametrize("make", [crops, pairs])
+@pytest.mark.parametrize(
+    ("way", "make"), [*itertools.product(["always", "never", "dali", "torch"], [crops, pairs]), ("numpy", crops)]
+)
 def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
     """The same samples within the rounding of a fused multiply-add, whichever stream lags behind.
 
@@ -578,13 +680,14 @@ def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
     """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
     kind, more = (way, {}) if way in ("dali", "torch") else ("direct", {"resident": way})
+    kind, more = ("dali", {"reader": "numpy"}) if way == "numpy" else (kind, more)
     kept = []
     with closing(build(kind, samples, Share(4), 2, device, **more)) as loader:
         next(loader.epoch(1))  # given up after a batch
         for x, y in loader.epoch(0):
             if slow == "the model's stream":
                 torch.cuda._sleep(50_000_000)
-            elif way != "dali":
+            elif kind != "dali":
                 with torch.cuda.stream(loader._stream if way == "torch" else loader._backend.ring.stream):
                     torch.cuda._sleep(50_000_000)
             kept.append((x.clone(), y.clone()))

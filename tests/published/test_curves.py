@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,8 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.core import registry
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.cosmo.samples import SYMMETRIES, apply
+from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.datasets.cosmo.samples import CHOICES, SYMMETRIES, CubeSymmetries, apply
 from dlscale.datasets.era5.kind import PairSamples
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.world import Pretended
@@ -148,6 +150,45 @@ def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> N
     ours = {apply(symmetry, cube, []).tobytes() for symmetry in rotations}
     theirs = [Crops._turned(Crops([path], 8, 1), cube, *turn) for turn in published]
     assert [number for number, turned in enumerate(theirs, 1) if turned.tobytes() not in ours] == reflections
+
+
+def outcomes(choice: str, cube: np.ndarray) -> Counter[bytes]:
+    """Return how often each form of a cube comes up where every symmetry of a value is drawn once."""
+    symmetries = CubeSymmetries(list(CHANNELS["Hydro"][0]), choice)
+    return Counter(symmetries.apply(number, cube).tobytes() for number in range(len(CHOICES[choice])))
+
+
+def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
+    """The 24 that its PyTorch loader draws, each as often, with vectors as they were."""
+    cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
+    published = Crops([cosmo_data / "train/box000.h5"], 4, 1)
+    theirs = Counter(np.ascontiguousarray(published._turned(cube, *turn)).tobytes() for turn in published.turns)
+    assert outcomes("published", cube) == theirs and len(theirs) == theirs.total() == 24
+
+
+def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> None:
+    """What its DALI loader makes of a box, for all eight outcomes of its three coins: four forms, each of two.
+
+    What it turns before that is thrown away. The boxes have no layout, so DALI takes the first axis for frames.
+    """
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+    from nvidia.dali import Pipeline, fn
+
+    cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
+    np.save(tmp_path / "label.npy", np.transpose(cube, [1, 2, 3, 0]))
+    coins = np.array(list(itertools.product((0, 1), repeat=3)), np.int32)
+    pipeline = Pipeline(batch_size=8, num_threads=1, device_id=None)
+    with pipeline:
+        flip = fn.external_source(lambda: coins, batch=True)
+        region = {"roi_start": [0, 0, 0], "roi_end": [4, 4, 4], "roi_axes": [0, 1, 2]}
+        box = fn.readers.numpy(files=[str(tmp_path / "label.npy")] * 8, cache_header_information=True, **region)
+        box = fn.flip(box, depthwise=flip[0], horizontal=flip[1], vertical=flip[2])
+        pipeline.set_outputs(fn.transpose(box, perm=[3, 0, 1, 2]))
+    pipeline.build()
+    [found] = pipeline.run()
+    theirs = Counter(np.array(found[number]).tobytes() for number in range(8))
+    ours = outcomes("published_dali", cube)
+    assert theirs == {form: 2 * times for form, times in ours.items()} and len(ours) == 4
 
 
 def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> None:
@@ -314,14 +355,18 @@ def of_seeds(folder: Path, study: str, data: Path, **over: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_curves_of_the_unet_overlap_with_the_published_programs(tmp_path: Path, cosmo_data: Path) -> None:
+@pytest.mark.parametrize("symmetry", ["rotations", "published"])
+def test_curves_of_the_unet_overlap_with_the_published_programs(
+    tmp_path: Path, cosmo_data: Path, symmetry: str
+) -> None:
+    """With the program mended, and turning cubes as it was published."""
     widths, crop, steps, epochs = (8, 16, 16), 16, 16, 4
     found = of_seeds(
         tmp_path,
         "cosmo_unet",
         cosmo_data,
         model={"widths": list(widths)},
-        samples={"crop": crop, "symmetry": "rotations", "train": steps * BATCH, "valid": 8},
+        samples={"crop": crop, "symmetry": symmetry, "train": steps * BATCH, "valid": 8},
         optimizer={"lr": 2e-3},
         training={"epochs": epochs},
     )
@@ -332,7 +377,7 @@ def test_curves_of_the_unet_overlap_with_the_published_programs(tmp_path: Path, 
         for seed in SEEDS:
             torch.manual_seed(100 + seed)
             np.random.seed(100 + seed)
-            train_batches = shuffled(Crops(boxes, crop, steps * BATCH, repaired=True), BATCH)
+            train_batches = shuffled(Crops(boxes, crop, steps * BATCH, repaired=symmetry == "rotations"), BATCH)
             rate = UNetRate(lr, steps * epochs, repaired=True)
             model = programs.make_unet(widths)
             curves = programs.train_unet(model, partial(each, train_batches), partial(each, valid), epochs, rate)
