@@ -1,7 +1,7 @@
 """Twins of volumes: their values in a `.npy` file [D, H, W, C], of which DALI reads boxes.
 
 The published program's lie beside its HDF5 files, and are read if they are there. Others are made where they are first
-needed, once, of all volumes of a split one after another, beside the manifest.
+needed, once, of all volumes of a split one after another, beside the manifest: with staging in the copy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import numpy as np
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import explained, remove, whole
+from dlscale.core.machine import free_memory
 from dlscale.core.process import turn
 from dlscale.core.progress import tracked
 from dlscale.core.text import size
 from dlscale.data.samples import BoxField
+from dlscale.data.staging import MEMORY
 
 #: Bytes that are written at a time, and cells that are compared of a twin that somebody else made.
 SLAB, CELLS = 64_000_000, 64
@@ -63,6 +65,8 @@ def _write(path: Path, field: BoxField, edges: np.ndarray) -> None:
     (height, width), depth, channels = edges[:, 1:].max(axis=0).tolist(), int(edges[:, 0].sum()), field.shape[0]
     shape, row = (depth, height, width, channels), height * width * channels * field.dtype.itemsize
     free = shutil.disk_usage(path.parent).free
+    if path.is_relative_to(MEMORY):  # a copy's, of which the run itself needs some
+        free = min(free, int(0.8 * free_memory()))
     if depth * row > free:
         raise UserError(
             f"loader.reader: numpy: the twin {path} takes {size(depth * row, ' ')}, and there is room for "
