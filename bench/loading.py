@@ -32,6 +32,7 @@ from dlscale.data.loaders import DaliLoader, DirectLoader, TorchLoader, direct_l
 from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import BoxIndex, GridSamples
+from dlscale.data.staging import make_twin
 from dlscale.data.store import Field
 from dlscale.datasets.cosmo.channels import CHANNELS
 from dlscale.datasets.cosmo.kind import CropSamples
@@ -109,6 +110,9 @@ def dali_rates(
     """Return DALI's contestants, by what follows their name; none where it is not installed."""
     from dlscale.data.loaders import dali_loader
 
+    if "numpy" in readers.values():
+        for field in (samples.input, samples.target):
+            make_twin(field)
     try:
         return {
             f"DALI, {name}": rate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,13 @@ import numpy as np
 import pytest
 import torch
 
+from dlscale import cli
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import stamp
-from dlscale.data import loaders, store, twins
-from dlscale.data.loaders import direct_loader
+from dlscale.data import loaders, staging, store, twins
+from dlscale.data.loaders import dali_loader, direct_loader
 from dlscale.data.loaders.base import ArrangedLoader, Loader, Share
 from dlscale.data.loaders.dali_loader import Pace
 from dlscale.data.manifest import Manifest, Transform
@@ -164,6 +166,9 @@ def build(
     """Return a loader of a kind; DALI always has a thread, and some loaders have none."""
     if kind == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+    if more.get("reader") == "numpy":
+        for field in (samples.input, samples.target):
+            staging.make_twin(field)
     if "workers" in SETTINGS[kind].model_fields:
         more["workers"] = max(workers, 1 if kind == "dali" else 0)
     return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
@@ -526,13 +531,19 @@ def published_twin(field: Any, path: Path) -> np.ndarray:
 
 def test_the_twins_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: Path) -> None:
     """Under the names of the published program; so nothing is made."""
-    for field, name in ((whole_file.input, "data"), (whole_file.target, "label")):
-        values = published_twin(field, tmp_path / f"0_{name}.npy")
+    fields = {"data": whole_file.input, "label": whole_file.target}
+    for name, field in fields.items():
+        published_twin(field, tmp_path / f"0_{name}.npy")
+    for name, field in fields.items():
         before = stamp(tmp_path / f"0_{name}.npy")
-        found = twins.twin(field, name)
+        staging.make_twin(field)
+        found = twins.twin(field)
         assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
-        assert stamp(found.path) == before and values.flags.c_contiguous is False
+        assert stamp(found.path) == before
     assert not (tmp_path / "twins").exists()
+    (tmp_path / "0_label.npy").unlink()  # the other one says nothing of it
+    staging.make_twin(whole_file.target)
+    assert twins.twin(whole_file.target).own
 
 
 @pytest.mark.parametrize(
@@ -542,7 +553,7 @@ def test_the_twins_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: 
         (lambda x: x.astype(np.float64), r"\(13, 11, 12, 4\) of float64"),
         (np.asfortranarray, "the first axis quickest"),
         (lambda x: x + np.float32(1), r"other values in cell"),
-        (lambda x: None, "Python objects"),
+        (lambda x: None, "no such values"),
     ],
     ids=["rows", "type", "order", "values", "no array"],
 )
@@ -550,53 +561,68 @@ def test_what_is_no_twin_is_refused(whole_file: Crops, tmp_path: Path, wrong: An
     path = tmp_path / "0_data.npy"
     values = np.ascontiguousarray(published_twin(whole_file.input, path))
     np.save(path, wrong(values), allow_pickle=True)
-    with pytest.raises(UserError, match=rf"0_data.npy: not the twin of .*{said}.*loader.reader h5py"):
-        twins.twin(whole_file.input, "data")
+    with pytest.raises(UserError, match=rf"0.h5: no twin of its Nbody .*0_data.npy has {said}.*loader.reader h5py"):
+        staging.make_twin(whole_file.input)
 
 
-def test_twins_are_made_once_and_anew_for_other_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_twins_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whichever process comes first; smaller volumes lie in a corner of the larger ones' room."""
-    samples, made, write = crops(tmp_path, VOLUMES["chunks"]), [], twins._write
+    samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), staging._write_twin
 
-    def slow(path: Path, *rest: Any) -> None:
-        made.append(path)
+    def slow(found: twins.Twin, field: Any) -> None:
+        made.append(found.path)
         time.sleep(0.2)  # others come meanwhile
-        write(path, *rest)
+        write(found, field)
 
-    monkeypatch.setattr(twins, "_write", slow)
+    monkeypatch.setattr(staging, "_write_twin", slow)
     monkeypatch.setattr(twins, "SLAB", 10_000)  # several to a file
+    with pytest.raises(UserError, match="no such twin"):
+        twins.twin(samples.target)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: twins.twin(samples.target, "label"), range(4)))
-    assert made == [found[0].path] and {each.path for each in found} == set(made)
-    values = np.load(made[0])
-    assert values.shape == (13 + 9, 17, 12, 5) and found[0].first.tolist() == [0, 13]
-    for file, (first, edges) in enumerate(zip((0, 13), EDGES, strict=True)):
-        own = samples.target.readers[file][(slice(None),)]
-        d, h, w = edges
+        list(pool.map(lambda _: staging.make_twin(samples.target), range(4)))
+    found = twins.twin(samples.target)
+    assert made == [found.path] and found.first.tolist() == [0, 13]
+    values = np.load(found.path)
+    assert values.shape == (13 + 9, 17, 12, 5)
+    for file, (first, (d, h, w)) in enumerate(zip((0, 13), EDGES, strict=True)):
+        own = samples.target.readers[file].stored(())
         np.testing.assert_array_equal(values[first : first + d, :h, :w], np.moveaxis(own, 0, -1))
     samples.target.digests[0] = "another"
-    assert twins.twin(samples.target, "label").path != made[0]
+    staging.make_twin(samples.target)
     assert sorted((tmp_path / "twins").glob("*.npy")) == made[1:]
 
 
 def test_a_twin_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = crops(tmp_path, VOLUMES["chunks"])
-    monkeypatch.setattr(twins.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match=r"takes 71.8 kB, and there is room for 1.00 kB; use loader.reader h5py"):
-        twins.twin(samples.input, "data")
-    monkeypatch.undo()
+    with monkeypatch.context() as full:
+        full.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(UserError, match=r"takes 71.8 kB, and there is room for 1.00 kB; use loader.reader h5py"):
+            staging.make_twin(samples.input)
     monkeypatch.setattr(type(samples.input), "copy", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        twins.twin(samples.input, "data")
+        staging.make_twin(samples.input)
     assert [path.name for path in (tmp_path / "twins").iterdir()] == ["lock"]
+
+
+def test_the_stage_makes_the_twins_that_its_loader_reads(tmp_path: Path) -> None:
+    """Before it begins; other loaders' stages make none."""
+    crops(tmp_path, VOLUMES["published"])
+    fields, described = volume_fields(EDGES[0]), {"train": [("0.h5", 13), ("1.h5", 9)], "valid": []}
+    manifest_of(tmp_path, "cosmo", fields, described).write(tmp_path / "manifest.json")
+    for loader, count in (({"kind": "dali"}, 0), ({"kind": "dali", "reader": "numpy"}, 2)):
+        (tmp_path / "run.json").write_text(json.dumps({"loader": loader}))
+        with ExitStack() as copies:
+            manifest = str(tmp_path / "manifest.json")
+            assert cli._copy(str(tmp_path / "run.json"), manifest, copies) == manifest
+        assert len([*tmp_path.glob("twins/*.npy")]) == count
 
 
 def test_twins_are_of_volumes(tmp_path: Path) -> None:
     """Of series there are none, and images are no boxes."""
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
+    settings = loaders.DaliLoader(kind="dali", reader="numpy")
     with pytest.raises(UserError, match=r"loader.reader: numpy reads boxes of volumes, .*\(Pairs\); use h5py"):
-        build("dali", pairs(tmp_path, {}), Share(4), reader="numpy")
+        dali_loader.build(pairs(tmp_path, {}), settings, Share(4), CPU)
 
 
 class LateDevice:

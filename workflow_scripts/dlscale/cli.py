@@ -475,14 +475,18 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
-    """Return the manifest of a copy on this node for a run's loader; the original's, if it does not ask for one."""
+    """Return the manifest of what a run's loader reads: of a copy on this node, if it asks for one; with twins."""
     loader = read_settings(config)[0].get("loader")
-    staging = loader.get("staging") if isinstance(loader, dict) else None
-    if staging not in ("memory", "local"):  # what else stands there, by hand, the stage itself refuses
-        return manifest
-    from dlscale.data.staging import staged
+    loader = loader if isinstance(loader, dict) else {}  # what else stands there, by hand, the stage itself refuses
+    if (place := loader.get("staging")) in ("memory", "local"):
+        from dlscale.data.staging import staged
 
-    return str(copies.enter_context(staged(manifest, staging)))
+        manifest = str(copies.enter_context(staged(manifest, place)))
+    if loader.get("reader") == "numpy":
+        from dlscale.data.staging import make_twins
+
+        make_twins(manifest)
+    return manifest
 
 
 def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json, sha256, stamp, write_json
+from dlscale.core.files import explained, read_json, remove, sha256, stamp, whole, write_json
 from dlscale.core.machine import LOCAL_DISK, free_memory
 from dlscale.core.process import turn
 from dlscale.core.progress import tracked
 from dlscale.core.text import size
+from dlscale.data import twins
 from dlscale.data.manifest import File, Manifest
+from dlscale.data.samples import BoxField
 
 #: A file system in memory, on every Linux.
 MEMORY = "/dev/shm"
@@ -116,14 +118,17 @@ def _make_room(copy: Path, needed: int, staging: str) -> None:
         if other.is_dir() and other != copy and (staging == "memory" or shutil.disk_usage(folder).free < needed):
             with open(other.with_suffix(".lock"), "a") as lock:
                 _remove(other, lock)
-    free = shutil.disk_usage(folder).free
-    if staging == "memory":  # of which the run itself needs some
-        free = min(free, int(0.8 * free_memory()))
+    free = _free(folder)
     if needed > free:
         raise UserError(
             f"loader.staging: {staging}: the data take {size(needed, ' ')}, and {folder} has room for "
             f"{size(free, ' ')}; {INSTEAD}"
         )
+
+
+def _free(folder: Path) -> int:
+    free = shutil.disk_usage(folder).free
+    return min(free, int(0.8 * free_memory())) if folder.is_relative_to(MEMORY) else free  # the run itself needs some
 
 
 def _remove(copy: Path, lock: IO[str]) -> None:
@@ -139,6 +144,47 @@ def is_copy(manifest: Manifest) -> bool:
 
 def _owner() -> str:
     return f"dlscale-{os.getuid()}"
+
+
+# ---- twins, for a loader that does not read HDF5
+
+
+def make_twins(manifest: str | Path) -> None:
+    """Make the twins of all volumes of a dataset that have none yet; the first process makes them, others wait."""
+    found = Manifest.read(manifest)
+    for split in (split for split, files in found.splits.items() if files):
+        for name, info in found.fields.items():
+            if info.channel_axis == 0:
+                make_twin(BoxField(found, split, name, (1, 1, 1)))
+
+
+def make_twin(field: BoxField) -> None:
+    """Make the twin of a field, whole or not at all, if there is none."""
+    made = twins.place(field)
+    if not made.own or made.path.exists():
+        return
+    try:
+        made.path.parent.mkdir(exist_ok=True)
+        with turn(made.path.parent / "lock"):
+            if not made.path.exists():
+                _write_twin(made, field)
+    except OSError as error:
+        raise explained(error, made.path) from error
+
+
+def _write_twin(made: twins.Twin, field: BoxField) -> None:
+    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # of other content
+        remove(former)
+    needed, free = twins.bytes_of(made, field), _free(made.path.parent)
+    if needed > free:
+        raise UserError(
+            f"loader.reader: numpy: the twin {made.path} takes {size(needed, ' ')}, and there is room for "
+            f"{size(free, ' ')}; {twins.INSTEAD}"
+        )
+    parts = twins.slabs(made, field)
+    with whole(made.path) as temporary, open(temporary, "wb") as out:
+        twins.write(made, field, tracked(parts, f"making {made.path.name}", len(parts), "slabs"), out)
+    logging.info("made %s (%s)", made.path, size(needed))
 
 
 # ---- files that are whole

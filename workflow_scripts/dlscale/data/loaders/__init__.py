@@ -46,8 +46,8 @@ class DaliLoader(_Reading):
     kind: Literal["dali"]
     reader: Literal["h5py", "numpy"] = Field(
         "h5py",
-        description="What reads samples on grids. h5py: processes, the files themselves, as the published ViT's do; "
-        "numpy: DALI's own threads, boxes of `.npy` twins of volumes, as the published U-Net's do.",
+        description="What reads samples on grids. h5py: processes, the files; numpy: DALI's own threads, boxes of "
+        "`.npy` twins of volumes, which are made once if they are not there (docs/ladder.md).",
     )
     workers: Annotated[Workers, Field(ge=1)] = Field(
         2, description="Threads of the pipeline; with `reader: h5py` also the number of processes that read."

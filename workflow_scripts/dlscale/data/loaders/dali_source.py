@@ -1,7 +1,7 @@
 """Boxes for DALI's operators, which decode them: read by processes with h5py, or by DALI's threads from `.npy` twins.
 
-The published ViT has processes, the published U-Net twins. The processes import this module and what samples need, not
-torch: they are to start quickly.
+The published programs do either. The processes import this module and what samples need, not torch: they are to start
+quickly.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Regions:
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
         self._samples, self._indices, self._gpu = samples, indices, gpu
         boxes = samples.input, samples.target
-        twins = [twin(field, name) for field, name in zip(boxes, ("data", "label"), strict=True)]
+        twins = [twin(field) for field in boxes]
         self._paths, self._first = [str(each.path) for each in twins], [each.first for each in twins]
         self._fields, self._extents = (
             [NativeField(field, last=True) for field in boxes],
