@@ -132,17 +132,24 @@ class Crops(Dataset[Pair]):
     The published ones never have the last offset, are turned by 16 rotations and 8 reflections, which leave the
     components of vectors as they are, and are as random in validation. Repaired: every offset, the 24 rotations, with
     which vectors turn (channels 1 to 3 of both fields are their components along the three axes), and `fixed` ones are
-    the disjoint cubes of the box, not turned.
+    the disjoint cubes of the box, not turned. `last` alone says whether there is the last offset.
     """
 
     def __init__(
-        self, paths: Sequence[Path], crop: int, count: int, repaired: bool = False, fixed: bool = False
+        self,
+        paths: Sequence[Path],
+        crop: int,
+        count: int,
+        repaired: bool = False,
+        fixed: bool = False,
+        last: bool | None = None,
     ) -> None:
         self.boxes = []
         for path in paths:
             with h5py.File(path) as file:
                 self.boxes.append([np.asarray(file[name][...], np.float32) for name in ("Nbody", "Hydro")])
         self.crop, self.count, self.repaired, self.fixed = crop, count, repaired, fixed
+        self.last = repaired if last is None else last
         rotations = [  # that which does not turn first
             (axes, signs)
             for axes in itertools.permutations(range(3))
@@ -160,7 +167,7 @@ class Crops(Dataset[Pair]):
         if self.fixed:
             start, turn = n * np.array(np.unravel_index(index, (edge // n,) * 3)), self.turns[0]
         else:
-            start = np.random.randint(0, edge - n + self.repaired, size=3)
+            start = np.random.randint(0, edge - n + self.last, size=3)
             turn = self.turns[np.random.randint(len(self.turns))]
         cut = (slice(None), *(slice(first, first + n) for first in start))
         x, y = (torch.from_numpy(np.ascontiguousarray(self._turned(values[cut], *turn))) for values in fields)
