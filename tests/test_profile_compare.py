@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.report.compare import Summary, compare
 from tests.conftest import stage
+from tests.nsys_databases import Recording
 
 
 def row(
@@ -112,6 +115,74 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert slower["certain"] and slower["difference"] > 0
     assert stage("compare", "--profiles", a, tmp_path / "c") == 2
     assert "no such run; expected PLAN.RUN, or a run's folder" in capsys.readouterr().err
+
+
+def published(folder: Path, forward: int, version: str = "2022") -> Path:
+    """Write a report as the published programs leave them: 3 steps with their names of ranges, in ms."""
+    ms, recording = 1_000_000, Recording()
+    for number in range(3):
+        at = 100 * number * ms
+        recording.ranges += [
+            (at, at + 90 * ms, f"step {number}", 0, True),
+            (at, at + 10 * ms, f"data copy in {number}", 0, True),
+            (at + 20 * ms, at + (20 + forward) * ms, "forward", 0, True),
+        ]
+        recording.calls.append((at + 21 * ms, at + 22 * ms, 0, number + 1, "cudaLaunchKernel_v7000"))
+        recording.kernels.append((at + 25 * ms, at + (25 + forward) * ms, number + 1, "convolution 3"))
+    folder.mkdir()
+    return recording.write(folder / "theirs.sqlite", version)
+
+
+def test_reports_of_other_programs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one another, and with a run's own: what it was recorded with does not matter."""
+    before, after = published(tmp_path / "a", 30), published(tmp_path / "b", 40, "2025")
+    assert stage("compare", "--profiles", before, after, "--json") == 0
+    rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)["faster and slower"]}
+    for key in (("range", "forward"), ("kernel", "convolution 3")):
+        assert (rows[key]["before"], rows[key]["after"]) == pytest.approx((0.03, 0.04)), "s a step"
+    assert {name for kind, name in rows if kind == "range"} == {"forward"}, "steps and copies took as long"
+    own = write(tmp_path / "own", 4e-3)
+    (own / "profile/profile_summary.csv").write_text("tool,kind,name,calls,seconds\nnsys,range,copy,1,0.02\n")
+    assert stage("compare", "--profiles", before, own) == 0
+    assert "copy 10.0 noise unknown 10.0 20.0 range, nsys" in words(capsys)
+
+
+def test_what_is_no_report_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = published(tmp_path / "a", 30)
+    none = Recording(ranges=[(1, 2, "forward", 0, True)]).write(tmp_path / "none.sqlite")
+    (tmp_path / "a.nsys-rep").write_bytes(b"")
+    monkeypatch.setenv("NSYS", "nosuch")
+    for name, expected in {
+        none: "no step is in it",
+        tmp_path / "nosuch.sqlite": "nosuch.sqlite: no such file",
+        tmp_path / "a.nsys-rep": "export it where nsys is: nsys export --type=sqlite a.nsys-rep",
+    }.items():
+        assert stage("compare", "--profiles", theirs, name) == 2
+        assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_report_is_exported_by_a_real_nsys(
+    real_nsys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a program that knows nothing of dlscale."""
+    program = tmp_path / "theirs.py"
+    program.write_text(
+        "import time, nvtx\n"
+        "for i in range(3):\n"
+        "    with nvtx.annotate(f'step {i}'), nvtx.annotate('forward'):\n"
+        "        time.sleep(0.02)\n"
+    )
+    report = tmp_path / "theirs.nsys-rep"
+    recorded = [real_nsys, "profile", "--trace=nvtx", "--sample=none", "--cpuctxsw=none", f"--output={report}"]
+    subprocess.run([*recorded, sys.executable, program], check=True, capture_output=True)
+    monkeypatch.setenv("NSYS", str(real_nsys))
+    own = write(tmp_path / "own", 4e-3)
+    (own / "profile/profile_summary.csv").write_text("tool,kind,name,calls,seconds\nnsys,range,forward,1,0.01\n")
+    assert stage("compare", "--profiles", report, own, "--json") == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["faster and slower"]}
+    assert 0.02 <= rows["forward"]["before"] < 0.2 and 0.02 <= rows["step"]["before"]
 
 
 @pytest.mark.parametrize(

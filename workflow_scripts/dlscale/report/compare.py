@@ -1,7 +1,8 @@
 """`dlscale compare`: what got faster, slower, better.
 
 `compare BEFORE AFTER` takes two plans, or results folders (`./NAME` where a plan has that name, too); with `--gate` it
-returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER` takes the profiles of two runs.
+returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER` takes the profiles of two runs, or
+reports of Nsight Systems, of whatever program.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Summary:
 
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what changed from the profile of the first run to that of the second."""
-    before, after = (read(run_folder(name, configuration) / "profile") for name in args.results)
+    before, after = (_profile(name, configuration) for name in args.results)
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:
         said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"
@@ -184,6 +185,18 @@ def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -
         print(f"a process has batches of {before.batch:g} before and {after.batch:g} after: all times are per sample")
     show(_table(changed, per))
     return 0
+
+
+def _profile(name: str, configuration: Configuration | None) -> Summary:
+    path = Path(name)
+    if path.suffix not in (".sqlite", ".nsys-rep", ".qdrep"):
+        return read(run_folder(name, configuration) / "profile")
+    if not path.is_file():
+        raise UserError(f"{name}: no such file")
+    from dlscale.measure.profilers.nsys import of_report  # with PyTorch
+
+    tool, rows = of_report(path)
+    return Summary(rows, {tool.name: tool.steps})
 
 
 def read(folder: Path) -> Summary:

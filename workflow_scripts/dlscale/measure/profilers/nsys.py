@@ -99,7 +99,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
     """Return the words that have a command recorded into a report while its window is open."""
-    traces = "cuda,nvtx,osrt,cublas,cudnn" if cuda else "nvtx,osrt"
+    traces = "cuda,nvtx" if cuda else "nvtx"  # the operating system's calls would slow steps down
     window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
         *(tool, "profile", f"--trace={traces}", "--sample=none", "--cpuctxsw=none"),
@@ -251,6 +251,24 @@ def _last(said: str) -> str:
 # ---- the report --------------------------------------------------------------------------------------
 
 
+def of_report(path: Path) -> Found:
+    """Read a report that any program left: `.nsys-rep`, or `.sqlite` as nsys exports it.
+
+    One that cannot be read is a `UserError`.
+    """
+    if path.suffix == ".sqlite":
+        found = _summary(path, 0, path)
+    else:
+        if not (tool := shutil.which(os.environ.get("NSYS") or "nsys")):
+            there = f"nsys export --type=sqlite {path.name}"
+            raise UserError(f"{path}: nsys, which reads it, is not here; export it where nsys is: {there}")
+        with tempfile.TemporaryDirectory() as scratch:
+            found = _read(tool, 0, path, Path(scratch) / "database.sqlite")
+    if found[0].problem:
+        raise UserError(f"{path}: {found[0].problem}; expected a report with NVTX ranges called step, or step 1, step 2")
+    return found
+
+
 def _read(tool: str, rank: int, kept: Path, database: Path) -> Found:
     words = [tool, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(kept)]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -258,6 +276,10 @@ def _read(tool: str, rank: int, kept: Path, database: Path) -> Found:
         logging.warning("nsys export: status %d\n%s", done.returncode, (done.stdout + done.stderr)[-2000:])
         problem = f"nsys cannot export {kept.name}, which Nsight's window opens; see the log"
         return ProfiledTool(name="nsys", problem=problem), []
+    return _summary(database, rank, kept)
+
+
+def _summary(database: Path, rank: int, kept: Path) -> Found:
     try:
         return summarise(events(database), "nsys", rank)
     except (UserError, ValueError) as error:
@@ -287,6 +309,10 @@ TABLES = {
 }
 
 
+#: Names that the published programs have for ranges of ours; the numbers of steps at their ends are left out.
+THEIRS = {"data copy in": "copy"}
+
+
 def events(path: Path) -> pd.DataFrame:
     """Return the events of a database as a table of `dlscale.measure.profilers.trace`.
 
@@ -306,6 +332,8 @@ def events(path: Path) -> pd.DataFrame:
                 if table in there
             ]
         rows = pd.concat(found, ignore_index=True)
+        plain = rows.name.str.replace(r" \d+$", "", regex=True).replace(THEIRS)
+        rows["name"] = plain.where(rows.kind == "range", rows.name)
         rows = rows[(rows.end >= rows.begin) & ((rows.kind != "range") | rows.name.isin(RANGES))]
         numbers = dict.fromkeys(("begin", "end", "correlation", "bytes", "own"), "int64")
         return rows.assign(thread=pd.factorize(rows.thread)[0], name=rows.name.fillna("unknown")).astype(numbers)
