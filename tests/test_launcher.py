@@ -403,6 +403,23 @@ def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -
     }
 
 
+def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
+    """As the job of the MNIST workshop does; more than a GPU's share is paid for."""
+    own = Geometry(cpus=1, memory_mb=8192)
+    assert slurm.words(slurm.request(perlmutter, "train", own)).split()[4:7] == [
+        *("--cpus-per-task=1", "--gres=gpu:1", "--mem=8192")
+    ]
+    starter = {"engine": "none", "starter": "srun", "scheduler": perlmutter}
+    assert "--cpus-per-task=8" in launch(site(**starter), HERE, Geometry(gpus_per_node=4, cpus=8))
+    half = slurm.request(perlmutter, "train", Geometry(cpus=64))
+    assert [slurm.part(perlmutter, ONE, "shared", asked) for asked in (half, {"cpus_per_task": 8})] == [0.5, 0.25]
+    assert slurm.request(perlmutter, "train", Geometry(gpus_per_node=4, cpus=8), processes=ONE)["cpus_per_task"] == 32
+    with pytest.raises(UserError, match=r"4 processes ask for 256 CPUs \(geometry.cpus each\)"):
+        slurm.check(perlmutter, Geometry(gpus_per_node=4, cpus=64))
+    with pytest.raises(UserError, match=r"geometry.memory_mb: 600000 is more than the 500000 of this site's nodes"):
+        slurm.check(PLACED, Geometry(memory_mb=600_000))
+
+
 def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
     found = slurm.request(perlmutter, "data", None)
     assert found["constraint"] == "cpu" and found["slurm_account"] == "m1234" and "gres" not in found

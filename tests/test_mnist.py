@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
+import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +28,8 @@ from dlscale.data.manifest import Manifest
 from dlscale.data.store import Reader
 from dlscale.datasets.mnist.source import IdxSource, read_idx
 from dlscale.studies.mnist_cnn.model import MnistCNN, nll
-from tests.conftest import make_dataset, make_run, records, train
+from dlscale.train.build import _keep_to
+from tests.conftest import TINY, make_dataset, make_run, records, train, variables
 
 
 def write_idx(path: Path, values: np.ndarray, zipped: bool = False) -> Path:
@@ -63,6 +69,33 @@ def test_idx_files_are_stored_as_they_are(
         images, labels = (Reader(stored, name).dataset[()] for name in ("images", "labels"))
         assert images.dtype == np.uint8 and np.array_equal(images, digits[0][rows, None])
         assert labels.dtype == np.int64 and np.array_equal(labels, digits[1][rows])
+
+
+def test_a_run_keeps_to_its_cpus(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """With its threads and its loader's workers; it is told where there are fewer."""
+    manifest = tiny_data("mnist_cnn") / "manifest.json"
+    tiny = copy.deepcopy(TINY["mnist_cnn"])
+    settings = resolve.merge(tiny["run"], {"loader": {"kind": "torch", "workers": 1}, "geometry": {"cpus": 1}})
+    run = make_run(tmp_path, "mnist_cnn", settings, tiny["dataset"])
+    words = ["--config", run, "--manifest", manifest, "--checkpoints", tmp_path / "saved", "--out", tmp_path]
+    command = [sys.executable, "-m", "dlscale", "train", *map(str, words)]
+    subprocess.run(command, env=variables(), check=True, capture_output=True)
+    assert json.loads((tmp_path / "provenance.json").read_text())["cores"] == 1
+    run.write_text(run.read_text().replace("cpus: 1", "cpus: 99999"))
+    ended = subprocess.run(command, env=variables(), capture_output=True, text=True)
+    assert ended.returncode == 2 and "geometry.cpus: 99999 CPUs a process, and this one may use" in ended.stderr
+
+
+@pytest.mark.parametrize(("cpus", "rank", "processes", "own"), [(1, 1, 2, {3}), (2, 1, 2, {2, 3})])
+def test_processes_of_a_node_have_cpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, rank: int, processes: int, own: set[int]
+) -> None:
+    """Unless these are all that a process sees, as in a task of Slurm's."""
+    found = list[set[int]]()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, given: found.append(set(given)))
+    _keep_to(cpus, rank, processes)
+    assert found[0] == own
 
 
 def test_bad_files_are_one_message(

@@ -23,6 +23,7 @@ WITHOUT = {
     "optimizer": ("lr", "betas", "eps"),
     "samples": ("train", "valid"),
     "parallel": ("selftest",),
+    "geometry": ("memory_mb",),
 }
 #: Of these it matters only whether they are there: 0 and null leave an operation out.
 WHETHER = {"optimizer": ("weight_decay", "momentum", "clip_norm")}

@@ -290,6 +290,16 @@ class Geometry(Lawful):
         description="Order of the axes of devices: devices along the first axis are neighbours, within a node if they "
         "fit.",
     )
+    cpus: PositiveInt | None = Field(
+        None,
+        description="CPUs of each device: sbatch --cpus-per-task; without Slurm a process and its loader's workers stay "
+        "on as many. Absent: the device's share of its node; without Slurm all.",
+    )
+    memory_mb: PositiveInt | None = Field(
+        None,
+        description="Memory of the run on each node: sbatch --mem. Absent: as the site says. Without Slurm nothing "
+        "holds a run to it.",
+    )
 
     @property
     def world_size(self) -> int:
@@ -503,9 +513,10 @@ class RunCore(Lawful):
         return Geometry() if isinstance(self.parallel, DP) else self.geometry
 
     @property
-    def stage_processes(self) -> Geometry:
-        """Processes of a stage: of another program a single one, which starts it."""
-        return Geometry() if self.program else self.processes
+    def cpus(self) -> int | None:
+        """CPUs of each process, if the run says."""
+        its = self.geometry
+        return its.cpus and its.cpus * its.gpus_per_node // self.processes.gpus_per_node
 
     @property
     def selftest(self) -> bool:

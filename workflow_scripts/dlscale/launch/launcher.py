@@ -117,7 +117,7 @@ def _srun(site: Site, geometry: Geometry) -> list[str]:
     # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
     srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
     if site.scheduler:
-        srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler)}")
+        srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}")
         srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
     return srun
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -52,14 +53,15 @@ def request(
         qos = run_qos(scheduler, geometry)
         wanted["nodes"] = geometry.nodes
         processes = processes or geometry
-        wanted["cpus_per_task"] = cpus_per_task(scheduler) * geometry.gpus_per_node // processes.gpus_per_node
+        wanted["cpus_per_task"] = cpus_per_task(scheduler, geometry) * geometry.gpus_per_node // processes.gpus_per_node
         if nodes.gpus:
             wanted["gres"] = f"{nodes.gres}:{geometry.gpus_per_node}"
         if processes.world_size > 1:
             # The executor then leaves starting the tasks to the command, which begins with srun.
             wanted |= {"mpi": "srun", "tasks_per_node": processes.gpus_per_node}
     # 0 is no --mem at all, where the executor would ask for 1 GB: memory then goes with the part of the node.
-    wanted["mem_mb"] = int((nodes.memory_mb or 0) * part(scheduler, geometry, qos, wanted))
+    share = int((nodes.memory_mb or 0) * part(scheduler, geometry, qos, wanted))
+    wanted["mem_mb"] = (geometry and geometry.memory_mb) or share
     limit = scheduler.qos.get(qos or "", Qos()).max_minutes
     wanted["runtime"] = min(minutes or scheduler.limit(job), limit or 10**9)
     named = {"qos": qos, "constraint": nodes.constraint, "slurm_partition": nodes.partition}
@@ -87,14 +89,15 @@ def part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     if qos is not None and qos == scheduler.whole_qos and qos != scheduler.part_qos:
         return 1.0
-    if geometry and nodes.gpus:
-        return geometry.gpus_per_node / nodes.gpus
-    return min(float(asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus), 1.0)
+    cpus = min(float(asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus), 1.0)
+    return max(geometry.gpus_per_node / nodes.gpus, cpus) if geometry and nodes.gpus else cpus
 
 
-def cpus_per_task(scheduler: Scheduler) -> int:
-    """Return the CPUs of each process of a run: a GPU's part of its node."""
+def cpus_per_task(scheduler: Scheduler, geometry: Geometry) -> int:
+    """Return the CPUs of each device of a run: those that it names, or a GPU's part of its node."""
     nodes = scheduler.gpu_nodes
+    if geometry.cpus:
+        return geometry.cpus
     return nodes.cpus // nodes.gpus if nodes.gpus else min(scheduler.data_cpus, nodes.cpus)
 
 
@@ -129,11 +132,14 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
             f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} is more than the {have} GPUs of this site's "
             f"nodes; use {have} and more nodes"
         )
-    if (cpus := cpus_per_task(scheduler) * geometry.gpus_per_node) > scheduler.gpu_nodes.cpus:
+    if (cpus := cpus_per_task(scheduler, geometry) * geometry.gpus_per_node) > scheduler.gpu_nodes.cpus:
+        each = "geometry.cpus" if geometry.cpus else "scheduler.data_cpus"
         raise UserError(
-            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes ask for {cpus} CPUs "
-            f"(scheduler.data_cpus each), more than the {scheduler.gpu_nodes.cpus} of this site's nodes; lower one"
+            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes ask for {cpus} CPUs ({each} each), more "
+            f"than the {scheduler.gpu_nodes.cpus} of this site's nodes; lower one"
         )
+    if (geometry.memory_mb or 0) > (most := scheduler.gpu_nodes.memory_mb or math.inf):
+        raise UserError(f"{where}geometry.memory_mb: {geometry.memory_mb} is more than the {most} of this site's nodes")
     qos = run_qos(scheduler, geometry)
     limit = scheduler.qos.get(qos or "", Qos())
     if limit.max_gpus and geometry.world_size > limit.max_gpus:

@@ -78,7 +78,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
     """Return the trials of a run and their verdict, alike on every rank; `threads` are a node's."""
     settings: Tune = run.tune
     began, devices = time.perf_counter(), run.processes.gpus_per_node
-    cores = max(1, (threads or torch.get_num_threads() * devices) // devices)
+    cores = run.cpus or max(1, (threads or torch.get_num_threads() * devices) // devices)
     changes = candidates(run, cores, world.device)
     duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
     total = TURNS * sum(number + 1 for number in rungs(len(changes) - 1)) + 2 * settings.rounds

@@ -284,7 +284,9 @@ def in_all(jobs: Iterable[tuple[float, float]]) -> float:
 
 def threads(stage: str, run: Run, on_gpus: bool) -> int | None:
     """Return the cores of one machine that a run's job takes; None for all, which a training on CPUs may not need."""
-    return run.threads * run.processes.gpus_per_node if stage == "train" and run.threads and not on_gpus else None
+    # Of runs that name their CPUs each takes the machine's first ones.
+    alone = stage != "train" or on_gpus or run.cpus
+    return None if alone or not run.threads else run.threads * run.processes.gpus_per_node
 
 
 def share(threads: int | None, cores: int) -> float:

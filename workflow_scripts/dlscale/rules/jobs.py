@@ -56,7 +56,7 @@ def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     Those that only change what is learnt count for stages that see the run's `training`, and for no other.
     """
     if "training" in STAGES[stage].settings:
-        return run
+        return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
     whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried
     return {**compute_settings(run), **{key: run[key] for key in whole}}
 
@@ -285,7 +285,7 @@ class Jobs:
         asked = self.plans[wildcards.plan][wildcards.run].asked
         if asked is None:
             return []
-        cores = slurm.cpus_per_task(self.site.scheduler) if self.site.scheduler else os.cpu_count() or 1
+        cores = slurm.cpus_per_task(self.site.scheduler, asked.geometry) if self.site.scheduler else os.cpu_count() or 1
         found = program.candidates(asked, cores)
         return [[changes, self._placed(run).slice("throughput")] for changes, run in found]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,7 @@ def assemble(
     # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format))
     strategy = strategy_of(run, world)
-    strategy.wrap(network, partition or Sharding(), graphs.aside if graphs else nullcontext)
+    strategy.wrap(network, partition or Sharding(), graphs.aside if graphs else contextlib.nullcontext)
     # 5. The optimiser, of the weights as they are placed.
     weights = Weights(model, exact, divided.cuts if divided else {})
     gradients = Gradients(weights.named, world, divided, run.optimizer.clip_norm)
@@ -122,7 +123,7 @@ def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
 
 def _attention(model: Any, run: RunCore, world: World) -> Context:
     if run.attention == "default":
-        return nullcontext
+        return contextlib.nullcontext
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads // run.geometry.tp, tokens, width)
     dtype = compute_dtype(run.arithmetic)
@@ -185,8 +186,20 @@ class Session:
 
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:
-    """Return the CPU threads of each process: the run's, or its share of a node's `threads`."""
-    return run.threads or (max(1, threads // run.processes.gpus_per_node) if threads else None)
+    """Return the CPU threads of each process: the run's, or its CPUs, or its share of a node's `threads`."""
+    return run.threads or run.cpus or (max(1, threads // run.processes.gpus_per_node) if threads else None)
+
+
+def _keep_to(cpus: int, local_rank: int, processes: int) -> None:
+    """Keep this process, and all that it starts, on its part of the CPUs that it may use."""
+    there = sorted(os.sched_getaffinity(0))
+    if len(there) < cpus:
+        raise UserError(f"geometry.cpus: {cpus} CPUs a process, and this one may use {len(there)}; lower it")
+    # Of a task of Slurm's they may be its own already.
+    first = cpus * local_rank if len(there) >= cpus * processes else 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread.name), there[first : first + cpus])
 
 
 def open_session(
@@ -201,6 +214,8 @@ def open_session(
             f"the {world.size} processes that met have different configurations: either two runs met at one place, or "
             "a node reads another file system; start the nodes of one run with the same command"
         )
+    if run.cpus:
+        _keep_to(run.cpus, world.local_rank, run.processes.gpus_per_node)
     if own := own_threads(run, threads):
         torch.set_num_threads(own)
     data = Manifest.read(manifest)

@@ -73,6 +73,7 @@ class Trainer:
         self._untrained: Untrained | None = None  #: scores before the first step
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
+        self._made_with["geometry"].pop("memory_mb")  # which decides no time
         at = run.geometry
         self._places = {
             "ranks": world.size,
