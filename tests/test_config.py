@@ -792,7 +792,8 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
     for study in config.study_files().values():
         for name, plan_ in study.plans.items():
             named = set(found.plans[name]) | set(found.left_out[name])
-            assert named == set(plan_.get("runs", named))  # a sweep, a scaling and a convergence make their own
+            written = set(plan_.get("runs", named))  # a sweep, a scaling and a convergence make their own
+            assert named == written or (written < named and plan_.keys() & {"scaling", "convergence"})
         for figure in study.published:
             for name in (*figure.runs, *figure.like):
                 plan_name, _, run = name.partition(".")

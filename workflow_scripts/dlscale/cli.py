@@ -124,7 +124,7 @@ QUERIES = {
         "dlscale.report.compare",
         "Compare runs of two results folders, or plans: speed with its noise, loss, settings. Or compare two profiles.",
         (
-            ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before, after: plans, folders (./NAME), runs or files"}),
+            ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before, after: plans, folders (./NAME), runs"}),
             option("--profiles", "compare the profiles of two runs, or reports of nsys", False, action="store_true"),
             option("--gate", "exit with 1 if a run became slower beyond noise", False, action="store_true"),
         ),

@@ -292,8 +292,8 @@ class Geometry(Lawful):
     )
     cpus: PositiveInt | None = Field(
         None,
-        description="CPUs of each device: sbatch --cpus-per-task; without Slurm a process and its loader's workers stay "
-        "on as many. Absent: the device's share of its node; without Slurm all.",
+        description="CPUs of each device: sbatch --cpus-per-task. A process and its loader's workers stay on as many. "
+        "Absent: under Slurm the device's share of its node, else all.",
     )
     memory_mb: PositiveInt | None = Field(
         None,

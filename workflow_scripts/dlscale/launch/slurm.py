@@ -135,8 +135,8 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
     if (cpus := cpus_per_task(scheduler, geometry) * geometry.gpus_per_node) > scheduler.gpu_nodes.cpus:
         each = "geometry.cpus" if geometry.cpus else "scheduler.data_cpus"
         raise UserError(
-            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes ask for {cpus} CPUs ({each} each), more "
-            f"than the {scheduler.gpu_nodes.cpus} of this site's nodes; lower one"
+            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes ask for {cpus} CPUs ({each} each), "
+            f"more than the {scheduler.gpu_nodes.cpus} of this site's nodes; lower one"
         )
     if (geometry.memory_mb or 0) > (most := scheduler.gpu_nodes.memory_mb or math.inf):
         raise UserError(f"{where}geometry.memory_mb: {geometry.memory_mb} is more than the {most} of this site's nodes")

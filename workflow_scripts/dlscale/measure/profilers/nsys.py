@@ -265,7 +265,7 @@ def of_report(path: Path) -> Found:
         with tempfile.TemporaryDirectory() as scratch:
             found = _read(tool, 0, path, Path(scratch) / "database.sqlite")
     if found[0].problem:
-        raise UserError(f"{path}: {found[0].problem}; expected a report with NVTX ranges called step, or step 1, step 2")
+        raise UserError(f"{path}: {found[0].problem}; expected NVTX ranges called step, or step 1, step 2")
     return found
 
 
