@@ -20,6 +20,7 @@ import yaml
 
 from dlscale import cli
 from dlscale.config import resolve as config
+from dlscale.config.compute import compute_settings
 from dlscale.config.records import Published
 from dlscale.config.reference import reference, schema
 from dlscale.config.resolve import Configuration
@@ -784,6 +785,28 @@ def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: l
         )
         assert run.model_dump(include=trained) == expected.model_dump(include=trained), rung
         assert peak_rate(run.schedule, run.optimizer.lr, run.batch_size) == first.optimizer.lr, rung
+
+
+@pytest.mark.parametrize(("study", "steps"), [("cosmo", 60), ("era5", 32)])
+def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: int) -> None:
+    """As long as the documents' own, on samples of the last of four epochs."""
+    found = load()
+    profiled, ladder = (found.plans[f"{study}_published_{name}"] for name in ("profile", "ladder"))
+    assert len(profiled) == 5 or found.left_out[f"{study}_published_profile"]
+    for name, resolved in profiled.items():
+        assert resolved.run.profile.model_dump(include={"tools", "epoch", "steps"}) == {
+            **{"tools": ["nsys"], "epoch": 4, "steps": steps}
+        }
+        both = [compute_settings(each.run.model_dump(mode="json")) for each in (resolved, ladder[name])]
+        assert both[0] == both[1], name
+
+
+def test_the_larger_model_is_shared_in_the_published_batches() -> None:
+    """16 samples a GPU of one model's four, with the rates of the file; its first log is drawn beside it."""
+    runs = {name: each.run for name, each in load().plans["era5_published_mp"].items() if name.startswith("tp4")}
+    assert {run.batch_size: run.optimizer.lr for run in runs.values()} == {16: 5e-4, 32: 7.07e-4, 64: 1e-3}
+    for run in runs.values():
+        assert (run.local_batch_size, run.geometry.tp, run.geometry.gpus_per_node) == (16, 4, 4)
 
 
 def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from snakemake_executor_plugin_slurm import ExecutorSettings
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 from snakemake_executor_plugin_slurm.utils import set_gres_string
 
@@ -468,6 +469,14 @@ def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry
     usual = {"--parsable", "--export=ALL", "--ntasks=1"}
     assert set(shown) - usual == {word for word in [*given, *joined] if word.startswith("--") and "=" in word} - usual
     assert any(word.startswith("--mem=") for word in shown) == (geometry is not None)
+
+
+def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
+    """By the executor's own option."""
+    job = SimpleNamespace(resources=Resources(slurm.request(perlmutter, "train", ONE)), threads=1)
+    more = dict.fromkeys(("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir"), "")
+    asked = get_submit_command(job, more, ExecutorSettings(reservation="sc22_tutorial"))
+    assert "--reservation=sc22_tutorial" in shlex.split(asked)
 
 
 def test_auto_without_an_image_is_no_engine(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class MnistCNN(nn.Module):
         hidden: int = 128,
     ) -> None:
         super().__init__()
+        # Channels in (1 of a grey image), channels out (as many filters), edge of a filter; it moves by one pixel.
         self.conv1 = nn.Conv2d(channels, widths[0], 3)
         self.conv2 = nn.Conv2d(widths[0], widths[1], 3)
         self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
