@@ -535,7 +535,7 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
     expected = {epoch: stream(samples, epoch) for epoch in range(3)}
     torch.manual_seed(99)
     state = torch.get_rng_state()
-    loader = torch_loader_of(make(), workers=workers)
+    loader, alive = torch_loader_of(make(), workers=workers), list[set[Any]]()
     assert (loader.samples, len(loader)) == (samples.size, -(-samples.size // 8))
     for epoch in (0, 2):
         batches = epoch_of(loader, epoch)
@@ -543,6 +543,8 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
             min(8, samples.size - first) for first in range(0, samples.size, 8)
         ]
         assert flat(batches) == expected[epoch]
+        alive.append({process.pid for process in multiprocessing.active_children()})
+    assert alive[0] == alive[1] and len(alive[0]) == workers, "they stay"
     next(loader.epoch(0))  # given up after a batch, with more on the way
     assert (flat(epoch_of(loader, 1, start=1)), flat(epoch_of(loader, 1))) == (expected[1][8:], expected[1])
     assert epoch_of(loader, 1, start=len(loader)) == []

@@ -1,0 +1,27 @@
+"""Each row of DEFECTS.md has its defect in `mutate_defects.py`, of a test beside it, in step with the code."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.mutate_code import MUTATIONS, ROOT
+from tests.mutate_defects import DEFECTS, mutations, rows
+
+
+def test_each_row_has_its_defect() -> None:
+    """Or a reason; and none has a row that is gone."""
+    found = rows()
+    assert len(found) == len(DEFECTS) >= 52
+    for beginning in DEFECTS:
+        assert len([row for row in found if row.startswith(beginning)]) == 1, beginning
+    without = [text for text in DEFECTS.values() if isinstance(text, str)]
+    assert len({*without} - {each.name for each in MUTATIONS}) == len(DEFECTS) - len(mutations()) == 1
+
+
+def test_each_defect_fits_the_code_and_has_a_test_of_its_row() -> None:
+    found = rows()
+    for beginning, defect in mutations().items():
+        changed = defect.applied((ROOT / defect.path).read_text())
+        ast.parse(changed)
+        (tests,) = [tests for row, tests in found.items() if row.startswith(beginning)]
+        assert defect.test.partition("[")[0] in tests, defect.name
