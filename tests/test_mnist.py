@@ -27,6 +27,7 @@ from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import Reader
 from dlscale.datasets.mnist.source import IdxSource, read_idx
+from dlscale.preflight import cost
 from dlscale.studies.mnist_cnn.model import MnistCNN, nll
 from dlscale.train.build import _keep_to
 from tests.conftest import TINY, make_dataset, make_run, records, train, variables
@@ -84,6 +85,13 @@ def test_a_run_keeps_to_its_cpus(tmp_path: Path, tiny_data: Callable[[str], Path
     run.write_text(run.read_text().replace("cpus: 1", "cpus: 99999"))
     ended = subprocess.run(command, env=variables(), capture_output=True, text=True)
     assert ended.returncode == 2 and "geometry.cpus: 99999 CPUs a process, and this one may use" in ended.stderr
+
+
+def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
+    """They would all have the first ones."""
+    run = resolve.load({"targets": ["mnist_demo"]}).plans["mnist_demo"]["published"].run
+    own = run.model_copy(update={"geometry": run.geometry.model_copy(update={"cpus": 1})})
+    assert [cost.threads("train", each, on_gpus=False) for each in (run, own)] == [1, None]
 
 
 @pytest.mark.parametrize(("cpus", "rank", "processes", "own"), [(1, 1, 2, {3}), (2, 1, 2, {2, 3})])
