@@ -33,6 +33,13 @@ def rows() -> dict[str, list[str]]:
 #: By the beginning of a row: the defect as a mutation, or why there is none.
 DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
+    "DALI's flip takes the first": Mutation(
+        "flips_of_all_axes",
+        "datasets/cosmo/samples.py",
+        "s.axes == (0, 1, 2) and not s.flips[0])",
+        "s.axes == (0, 1, 2))",
+        "published/test_curves.py::test_the_published_flips_are_those_of_dalis_own_operator",
+    ),
     "rotations are computed, then the flip": Mutation(
         "flip_of_the_unrotated",
         "datasets/cosmo/samples.py",
