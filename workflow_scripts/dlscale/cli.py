@@ -112,6 +112,7 @@ QUERIES = {
                 False,
                 metavar="PATTERN",
             ),
+            option("--profile", "also where its time goes: py-spy, PyTorch's profiler", False, action="store_true"),
         ),
         configured=False,
     ),

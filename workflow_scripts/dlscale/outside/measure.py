@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -34,7 +35,10 @@ from dlscale.core.text import duration, many, number
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
 from dlscale.outside import steps as seen
+from dlscale.outside.profile import Profilers
+from dlscale.outside.profile import lines as profile_lines
 from dlscale.outside.timed import FOLDER
+from dlscale.outside.window import PROFILED
 from dlscale.parallel.records import Device
 from dlscale.report import report
 from dlscale.report.results import read_plan, read_run
@@ -61,8 +65,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     try:
         with whole(plan / name) as folder:
             (folder / "steps").mkdir(parents=True)
-            run = run_command(args.command, folder, pattern)
-            throughput = measured(args, folder, run)
+            profilers = Profilers(folder) if args.profile else None
+            run = run_command(args.command, folder, pattern, profilers)
+            throughput, processes = measured(args, folder, run, profilers.apart if profilers else [])
+            profile = profilers.told(processes, throughput) if profilers else None
             shutil.rmtree(folder / "steps")
             throughput.write(folder / "throughput.json")
             settings: dict[str, Any] = {"study": STUDY, "command": args.command, "folder": str(Path.cwd())}
@@ -74,7 +80,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         print(f"dlscale measure: {error}", file=sys.stderr)
         return run.status
     page = _page(plan)
-    print("\n".join(lines(plan / name, throughput, of(read_run(plan / name)))), file=sys.stderr)
+    said = lines(plan / name, throughput, of(read_run(plan / name)))
+    print("\n".join([*said, *(profile_lines(profile) if profile else [])]), file=sys.stderr)
     print(f"Page: {page}", file=sys.stderr, flush=True)
     return run.status
 
@@ -111,10 +118,13 @@ class Ended:
     printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
 
 
-def run_command(command: Sequence[str], folder: Path, pattern: re.Pattern[str] | None) -> Ended:
+def run_command(
+    command: Sequence[str], folder: Path, pattern: re.Pattern[str] | None, profilers: Profilers | None = None
+) -> Ended:
     """Run a command with this process's input, output, folder and signals; nothing that it started stays behind."""
     path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, FOLDER: str((folder / "steps").absolute()), "PYTHONPATH": os.pathsep.join(path)}
+    environment |= {PROFILED: str(os.getpid())} if profilers else {}
     pipe = subprocess.PIPE if pattern else None
     printed = list[tuple[float, float]]()
     with _reaping(), telemetry.sampled(folder / "telemetry/throughput.csv", os.getpid(), 1, machine.gpus()):
@@ -127,7 +137,7 @@ def run_command(command: Sequence[str], folder: Path, pattern: re.Pattern[str] |
             stderr=pipe,
             preexec_fn=lambda: machine.with_parent(parent, signal.SIGTERM),
         )
-        with _forwarding(process):
+        with _forwarding(process), profilers.beside(process.pid) if profilers else contextlib.nullcontext():
             copies = [
                 threading.Thread(target=_copy, args=(stream, out.fileno(), pattern, printed), daemon=True)
                 for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
@@ -234,16 +244,25 @@ def _stalled() -> float | None:
 # ---- what it comes to --------------------------------------------------------------------------------
 
 
-def measured(args: argparse.Namespace, folder: Path, run: Ended) -> Throughput:
-    """Return what a program's steps come to; a `UserError` where none were seen."""
+def measured(
+    args: argparse.Namespace, folder: Path, run: Ended, apart: Sequence[seen.Span] = ()
+) -> tuple[Throughput, list[seen.Process]]:
+    """Return what a program's steps come to, without those of spans `apart`, and who made them.
+
+    It is a `UserError` where none were seen.
+    """
     nodes = telemetry.read_nodes(folder / "telemetry/throughput.csv")
     way, processes = seen.read(folder / "steps")
     if args.rate:
-        way, found = "rate", seen.pace_of_rates(run.printed, run.begin, args.batch_size)
+        way, come_to = "rate", partial(seen.pace_of_rates, run.printed, run.begin, args.batch_size)
     elif args.steps:
-        way, found = "log", seen.pace_of_log(seen.logged(Path(args.steps), run.begin), args.batch_size)
+        way, come_to = "log", partial(seen.pace_of_log, seen.logged(Path(args.steps), run.begin), args.batch_size)
     else:
-        found = seen.pace(processes, args.batch_size)
+        come_to = partial(seen.pace, processes, args.batch_size)
+    found = come_to(apart=apart)
+    profiled = found is None and bool(apart)
+    if profiled:
+        found, apart = come_to(), ()
     if found is None:
         if run.status:
             raise UserError(f"it ended with status {run.status} after {duration(run.seconds)}, before it trained")
@@ -260,9 +279,9 @@ def measured(args: argparse.Namespace, folder: Path, run: Ended) -> Throughput:
         mean=mean,
         std=statistics.stdev(found.rates) if len(found.rates) > 1 else 0.0,
         rank_throughput=found.of_ranks,
-        usage=_usage(nodes[0], found.begin, found.end) if nodes else None,
+        usage=_usage(nodes[0], found.begin, found.end, apart) if nodes else None,
     )
-    return Throughput(
+    throughput = Throughput(
         nranks=found.processes,
         batch_size=found.batch_size,
         device=_device(nodes),
@@ -278,13 +297,21 @@ def measured(args: argparse.Namespace, folder: Path, run: Ended) -> Throughput:
             waiting=found.waiting,
             training=min(found.training, 1.0),
             stalled=run.stalled,
+            profiled=profiled,
         ),
     )
+    return throughput, processes
 
 
-def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float) -> Usage | None:
-    """Return the use of the machine's cores between two times."""
-    inside = [each for each in samples if begin <= each.time - each.seconds / 2 <= end and each.cpu_run is not None]
+def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
+    """Return the use of the machine's cores between two times, without spans `apart`."""
+    inside = [
+        each
+        for each in samples
+        if begin <= (middle := each.time - each.seconds / 2) <= end
+        and each.cpu_run is not None
+        and not any(since <= middle <= until for since, until in apart)
+    ]
     seconds = sum(each.seconds for each in inside)
     if not inside:
         return None
@@ -326,6 +353,8 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     ranks = f", {throughput.nranks} processes" if throughput.nranks > 1 else ""
     text = [f"{folder.name}: {said} ({many(outside.steps, 'step')}{batch}{ranks}; {WAYS[outside.way]})"]
     text.append(f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}")
+    if outside.profiled:
+        text.append("  the run is so short that profilers were at work in these steps: without --profile it is faster")
     return [*text, *explained(verdict)]
 
 
@@ -346,11 +375,16 @@ def _page(plan: Path) -> Path:
         title="Programs, as they are",
         study=STUDY,
         kind="set",
-        measure=["throughput"],
-        runs=[RunReference(name=run.name, plan=PLAN, run=run.name, measure=["throughput"]) for run in runs],
+        measure=_measured(*runs),
+        runs=[RunReference(name=run.name, plan=PLAN, run=run.name, measure=_measured(run)) for run in runs],
     )
     write_yaml(plan / "plan.yaml", record.model_dump(mode="json"))
     page = plan / "report.html"
     title = record.title or PLAN
     write_text(page, report.page(title, [read_plan(plan / "plan.yaml")], [], plan, call="dlscale measure"))
     return page
+
+
+def _measured(*runs: Path) -> list[Any]:
+    """Return the stages that runs have records of."""
+    return ["throughput", *(["profile"] if any((run / "profile/profile.json").exists() for run in runs) else [])]

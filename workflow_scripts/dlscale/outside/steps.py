@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,15 @@ WARM_UP, FEWEST, MOST = 0.1, 2, 50
 #: Windows of steps, each of which gives a rate.
 WINDOWS = 10
 
+#: Steps after a profiler's window that do not count either: batches were fetched meanwhile.
+SETTLING = 20
+
 #: A step longer than so many others, and than so many seconds, is a pause: a checkpoint, a compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
+
+
+#: Begin and end, seconds since 1970-01-01 UTC.
+Span = tuple[float, float]
 
 
 @dataclass
@@ -34,10 +42,13 @@ class Process:
     """What one process did; times are seconds since 1970-01-01 UTC."""
 
     rank: int
+    host: str = ""
+    pid: int = 0
     steps: list[float] = field(default_factory=list)  #: Their ends.
     loops: list[float] = field(default_factory=list)  #: Begins of loops, where they are known.
     #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
+    gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
 
 
 @dataclass(frozen=True)
@@ -69,15 +80,19 @@ def read(folder: Path) -> tuple[str, list[Process]]:
 
 def _process(path: Path) -> Process:
     """Read a file of `dlscale.outside.timed.Log`; half a last line, of a killed process, is left out."""
-    found, shift = Process(0), 0.0
-    for line in path.read_text().splitlines(keepends=True):
-        kind, *words = line.split() if line.endswith("\n") else [""]
-        if kind == "begin":
-            shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
-        elif kind in ("s", "l"):
-            (found.steps if kind == "s" else found.loops).append(shift + float(words[0]))
-        elif kind == "b":
-            found.batches.append((shift + float(words[1]), words[0], float(words[2]), int(words[3])))
+    host, _, pid = path.name.partition(".")[2].rpartition(".")
+    found, shift = Process(0, host, int(pid)), 0.0
+    with path.open() as lines:
+        for line in lines:
+            kind, *words = line.split() if line.endswith("\n") else [""]
+            if kind == "begin":
+                shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
+            elif kind in ("s", "l"):
+                (found.steps if kind == "s" else found.loops).append(shift + float(words[0]))
+            elif kind == "b":
+                found.batches.append((shift + float(words[1]), sys.intern(words[0]), float(words[2]), int(words[3])))
+            elif kind == "g":
+                found.gaps.append((shift + float(words[0]), shift + float(words[1])))
     return found
 
 
@@ -105,13 +120,41 @@ def _share(times: Sequence[float], steps: Sequence[float]) -> float:
     return sum(after > before for before, after in gaps) / len(gaps)
 
 
-def _kept(process: Process, training: set[str]) -> list[_Step]:
+def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
+    """Return when a process's steps do not count: in its gaps, and from a profiler's begin until some steps later."""
+    away = [*process.gaps]
+    for begin, end in apart:
+        settled = process.steps[bisect.bisect_right(process.steps, end) :][:SETTLING]
+        away.append((begin, settled[-1] if settled else end))
+    return merged(away)
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """Return the same time in spans that do not overlap, in order."""
+    found = list[Span]()
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            begin, end = found[-1][0], max(end, found.pop()[1])
+        found.append((begin, end))
+    return found
+
+
+def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
+    """Return the seconds between two times that spans cover."""
+    return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in spans)
+
+
+def _kept(process: Process, training: set[str], away: Sequence[Span]) -> list[_Step]:
     """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses."""
-    times = [batch[0] for batch in process.batches]
+    times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found = list[_Step | None]()
     for before, end in itertools.pairwise(process.steps):
-        if begun := [loop for loop in process.loops if before < loop < end]:
-            before = begun[-1]
+        begun = bisect.bisect_left(process.loops, end)
+        before = max([before, *process.loops[begun - 1 : begun]])
+        nearest = bisect.bisect_right(ends, before)
+        if nearest < len(away) and away[nearest][0] < end:
+            found.append(None)
+            continue
         within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
         waited = min(sum(batch[2] for batch in within), end - before)
         alone = all(batch[1] in training for batch in within)
@@ -124,13 +167,14 @@ def _kept(process: Process, training: set[str]) -> list[_Step]:
     return [step for step in steps if step.seconds - step.waited <= longest]
 
 
-def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | None:
+def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Sequence[Span] = ()) -> Pace | None:
     """Return the pace of all processes; None if they made fewer than two steps that count.
 
-    `batch_size` is that of all processes, where the program's own batches do not tell it.
+    `batch_size` is that of all processes, where the program's own batches do not tell it. Steps in spans `apart` do not
+    count.
     """
-    iterators = [_training(process) for process in processes]
-    each = [_kept(*one) for one in zip(processes, iterators, strict=True)]
+    iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
+    each = [_kept(*one) for one in zip(processes, iterators, away, strict=True)]
     if not each or min(map(len, each)) < 2:
         return None
     # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
@@ -147,7 +191,8 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
         rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
         seconds = seconds or lengths
         of_ranks.append(sum(parts) / sum(lengths))
-    first, steps = processes[0], [step for kept in each for step in kept]
+    whole, steps = (processes[0].steps[0], processes[0].steps[-1]), [step for kept in each for step in kept]
+    span = whole[1] - whole[0]
     lasted, waited = sum(step.seconds for step in steps), sum(step.waited for step in steps)
     return Pace(
         begin=each[0][0].end - each[0][0].seconds,
@@ -161,7 +206,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
         seconds=seconds,
         of_ranks=of_ranks,
         waiting=waited / lasted if all(iterators) else None,
-        training=sum(step.seconds for step in each[0]) / max(first.steps[-1] - first.steps[0], 1e-9),
+        training=sum(step.seconds for step in each[0]) / max(span - _within(*whole, away[0]), 1e-9),
     )
 
 
@@ -191,22 +236,26 @@ def pattern(text: str) -> re.Pattern[str]:
     return found
 
 
-def pace_of_rates(printed: Sequence[tuple[float, float]], begin: float, batch_size: int | None) -> Pace | None:
+def pace_of_rates(
+    printed: Sequence[tuple[float, float]], begin: float, batch_size: int | None, apart: Sequence[Span] = ()
+) -> Pace | None:
     """Return the pace that a program printed, with the times of its lines; of more than three the first warms up."""
-    if not printed:
-        return None
     times = [begin, *(when for when, _ in printed)]
     skipped = 1 if len(printed) > 3 else 0
+    spans = list(itertools.pairwise(times))
+    kept = [place for place in range(skipped, len(printed)) if not _within(*spans[place], apart)]
+    if not kept:
+        return None
     return Pace(
         begin=times[skipped],
         end=times[-1],
         first_step=times[1],
         processes=1,
-        steps=len(printed) - skipped,
+        steps=len(kept),
         samples=True,
         batch_size=batch_size,
-        rates=[rate for _, rate in printed[skipped:]],
-        seconds=[max(after - before, 1e-9) for before, after in itertools.pairwise(times)][skipped:],
+        rates=[printed[place][1] for place in kept],
+        seconds=[max(spans[place][1] - spans[place][0], 1e-9) for place in kept],
         of_ranks=[],
         waiting=None,
         training=1.0,
@@ -251,11 +300,19 @@ def logged(path: Path, begin: float) -> list[tuple[float, float]]:
     return sorted((time, step) for step, time in steps.items())
 
 
-def pace_of_log(points: Sequence[tuple[float, float]], batch_size: int | None) -> Pace | None:
+def pace_of_log(
+    points: Sequence[tuple[float, float]], batch_size: int | None, apart: Sequence[Span] = ()
+) -> Pace | None:
     """Return the pace of steps that were logged, between one point and the next; None of fewer than three points."""
     if len(points) < 3:
         return None
-    spans = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(points[1:])]
+    spans = [
+        (after[0] - before[0], after[1] - before[1])
+        for before, after in itertools.pairwise(points[1:])
+        if not _within(before[0], after[0], apart)
+    ]
+    if not spans:
+        return None
     usual = statistics.median(seconds / steps for seconds, steps in spans if steps > 0)
     # A validation or a checkpoint between two points is none of their steps.
     kept = [(seconds, steps) for seconds, steps in spans if 0 < seconds <= 2 * usual * steps]
@@ -275,5 +332,5 @@ def pace_of_log(points: Sequence[tuple[float, float]], batch_size: int | None) -
         seconds=[seconds for seconds, _ in kept],
         of_ranks=[],
         waiting=None,
-        training=lasted / max(points[-1][0] - points[1][0], 1e-9),
+        training=lasted / max(points[-1][0] - points[1][0] - _within(points[1][0], points[-1][0], apart), 1e-9),
     )

@@ -19,15 +19,22 @@ FOLDER = "DLSCALE_STEPS"
 #: Lines, and seconds, after which they are written.
 LINES, SECONDS = 4096, 1.0
 
+#: Lines of a process after which not all are noted: by then each second of lines is followed by a gap of this share of
+#: the time so far, so that a file grows with the logarithm of the time.
+MOST, GAP = 100_000, 0.01
+
 
 class Log:
     """What a process does, in the file `WAY.HOST.PID`: batches that it got, and steps that it ended.
 
-    The first line relates the process's clock to that of the day, and has its rank. Times are seconds.
+    The first line relates the process's clock to that of the day, and has its rank. Times are seconds. In a long run
+    there are gaps, each with a line of its own.
     """
 
     def __init__(self, way: str) -> None:
-        self._way, self._process = way, 0
+        self._way, self._process, self._count = way, 0, 0
+        self._lines: list[str] = []
+        self._begin = self._written = self._until = 0.0
 
     def batch(self, iterator: int, wait: float, samples: int) -> None:
         """Note that an iterator delivered a batch of so many samples (0: not known) now, after a wait."""
@@ -47,16 +54,24 @@ class Log:
     def _note(self, now: float, line: str) -> None:
         if self._process != os.getpid():  # at first, and in a process that was forked
             self._open(now)
+        if now < self._until:
+            return
+        if self._until:
+            self._lines.append(f"g {self._written:.6f} {now:.6f}\n")
+            self._until, self._written = 0.0, now
         self._lines.append(line)
         if len(self._lines) >= LINES or now - self._written >= SECONDS:
+            self._count += len(self._lines)
             self._write()
+            if self._count > MOST:
+                self._written, self._until = now, now + GAP * (now - self._begin)
 
     def _open(self, now: float) -> None:
-        self._process, self._written = os.getpid(), now
+        self._process, self._begin, self._written = os.getpid(), now, now
+        self._until, self._count = 0.0, 0
         place = Path(os.environ[FOLDER], f"{self._way}.{os.uname().nodename}.{self._process}")
         self._file = place.open("a")
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-        self._lines = [f"begin {time.time():.6f} {time.perf_counter():.6f} {rank}\n"]
+        self._lines = [f"begin {time.time():.6f} {time.perf_counter():.6f} {rank()}\n"]
         atexit.register(self._write)
 
     def _write(self) -> None:
@@ -64,6 +79,12 @@ class Log:
             lines, self._lines, self._written = self._lines, [], time.perf_counter()
             self._file.write("".join(lines))
             self._file.flush()
+
+
+def rank() -> int:
+    """Return this process's number among those that train together, as torchrun, Slurm and MPI give it."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return int(next((os.environ[name] for name in names if os.environ.get(name)), "0"))
 
 
 #: That of all loops of a process.
