@@ -43,7 +43,7 @@ class Clock:
 
     def step(self, seconds: float) -> None:
         self.now += seconds
-        self.note(f"s {self.now:.6f}")
+        self.note(f"s {self.now:.6f} 0.0 0")
 
     def epoch(self, count: int, wait: float, seconds: float, ahead: bool = False) -> None:
         """Train on batches, each fetched just before its step or one step ahead."""
@@ -114,7 +114,7 @@ def test_steps_without_samples_count_as_steps_or_as_the_batch_that_is_named(tmp_
 def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path) -> None:
     for way, seconds in (("seen", 0.1), ("timed", 0.2)):
         Clock(tmp_path, way=way).epoch(100, wait=0.0, seconds=seconds)
-    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0\ns 6.")  # killed, half a line
+    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0 0.0 0\ns 6.")  # killed, half a line
     way, processes = steps.read(tmp_path)
     assert way == "timed" and len(processes) == 1
 

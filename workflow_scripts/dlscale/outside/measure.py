@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -50,20 +51,19 @@ PLAN, STUDY = "measured", "program"
 
 HOOK = Path(__file__).with_name("hook")
 
-#: Status of a shell for a command that is not there.
-NOT_FOUND = 127
+#: Statuses of a shell for a command that is not there, and for a file that is none.
+NOT_FOUND, NO_PROGRAM = 127, 126
 
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
     """Run `args.command` to its end, and return its own exit status."""
     pattern = seen.pattern(args.rate) if args.rate else None
-    if not shutil.which(args.command[0]):
-        print(f"dlscale measure: {args.command[0]}: no such command", file=sys.stderr)
-        return NOT_FOUND
+    if args.batch_size is not None and args.batch_size < 1:
+        raise UserError(f"--batch-size: {args.batch_size}: expected a whole number from 1")
     plan = results_of(None) / "plans" / PLAN
-    name, run = _name(args.name or _called(args.command), plan), None
+    place, run = _reserved(args.name or _called(args.command), plan), None
     try:
-        with whole(plan / name) as folder:
+        with whole(place) as folder:
             (folder / "steps").mkdir(parents=True)
             profilers = Profilers(folder) if args.profile else None
             run = run_command(args.command, folder, pattern, profilers)
@@ -79,9 +79,16 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             raise
         print(f"dlscale measure: {error}", file=sys.stderr)
         return run.status
-    page = _page(plan)
-    said = lines(plan / name, throughput, of(read_run(plan / name)))
+    finally:
+        with contextlib.suppress(OSError):  # only an empty one goes
+            place.rmdir()
+    said = lines(place, throughput, of(read_run(place)))
     print("\n".join([*said, *(profile_lines(profile) if profile else [])]), file=sys.stderr)
+    try:
+        page = _page(plan)
+    except UserError as error:
+        print(f"dlscale measure: no page: {error}", file=sys.stderr)
+        return run.status
     print(f"Page: {page}", file=sys.stderr, flush=True)
     return run.status
 
@@ -91,17 +98,19 @@ def _called(command: Sequence[str]) -> str:
     scripts = [word for word in command if word.endswith(".py")]
     module = [after for word, after in itertools.pairwise(command) if word == "-m"]
     word = [*scripts, *module[-1:], command[0]][0]
-    return re.sub(r"[^a-z0-9_]+", "_", Path(word).stem.lower()).strip("_") or "program"
+    return re.sub(r"[^a-z0-9]+", "_", Path(word).stem.lower()).lstrip("_0123456789")[:40].strip("_") or "program"
 
 
-def _name(name: str, plan: Path) -> str:
-    """Return the name, with a number where it is taken: what was measured before stays."""
+def _reserved(name: str, plan: Path) -> Path:
+    """Make a folder of that name, with a number where it is taken: what was measured before stays."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
         raise UserError(f"--name: {name}: expected up to 40 lower-case letters, digits and underscores")
-    taken, count = {path.name for path in plan.glob("*")} if plan.exists() else set(), 1
-    while (name if count == 1 else f"{name}_{count}") in taken:
-        count += 1
-    return name if count == 1 else f"{name}_{count}"
+    for count in itertools.count(1):
+        place = plan / (name if count == 1 else f"{name}_{count}")
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(parents=True)
+            break
+    return place
 
 
 # ---- running it --------------------------------------------------------------------------------------
@@ -115,6 +124,7 @@ class Ended:
     begin: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
     stalled: float | None  #: Share of the time in which processes of this machine waited for memory.
+    queued: float | None  #: The same for cores.
     printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
 
 
@@ -128,15 +138,16 @@ def run_command(
     pipe = subprocess.PIPE if pattern else None
     printed = list[tuple[float, float]]()
     with _reaping(), telemetry.sampled(folder / "telemetry/throughput.csv", os.getpid(), 1, machine.gpus()):
-        stalled, begin, start = _stalled(), time.time(), time.perf_counter()
-        parent = os.getpid()
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=pipe,
-            stderr=pipe,
-            preexec_fn=lambda: machine.with_parent(parent, signal.SIGTERM),
-        )
+        waits, begin, start = _waits(), time.time(), time.perf_counter()
+        begun = partial(_begun, os.getpid())
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, preexec_fn=begun)
+        except OSError as error:
+            missing = error.errno == errno.ENOENT
+            # Where the file is there, its interpreter is not.
+            said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
+            print(f"dlscale measure: {command[0]}: {said}", file=sys.stderr)
+            raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
         with _forwarding(process), profilers.beside(process.pid) if profilers else contextlib.nullcontext():
             copies = [
                 threading.Thread(target=_copy, args=(stream, out.fileno(), pattern, printed), daemon=True)
@@ -150,8 +161,18 @@ def run_command(
         _end_rest()
         for copy in copies:
             copy.join(GRACE)
-        share = None if stalled is None else ((_stalled() or 0.0) - stalled) / seconds
-    return Ended(status if status >= 0 else 128 - status, begin, seconds, share, printed)
+        stalled, queued = (
+            None if one is None or now is None else (now - one) / seconds
+            for one, now in zip(waits, _waits(), strict=True)
+        )
+    return Ended(status if status >= 0 else 128 - status, begin, seconds, stalled, queued, printed)
+
+
+def _begun(parent: int) -> None:
+    """Have a program end with its parent, and heed the signals that it would heed without it."""
+    for each in (signal.SIGUSR1, signal.SIGUSR2):  # which the command line ignores
+        signal.signal(each, signal.SIG_DFL)
+    machine.with_parent(parent, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -199,6 +220,7 @@ def _in_front() -> bool:
 def _end_rest() -> None:
     """End what the program left running."""
     rest = [each for each in psutil.Process().children(recursive=True) if not _is_sampler(each)]
+    _, rest = psutil.wait_procs(rest, 1)  # what ends with it needs a moment
     for each in rest:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.terminate()
@@ -209,7 +231,7 @@ def _end_rest() -> None:
     psutil.wait_procs(alive, 5)
     if rest:
         print(
-            f"dlscale measure: the program left {many(len(rest), 'process')} running, which were ended",
+            f"dlscale measure: the program left {many(len(rest), 'process')} running: they were ended",
             file=sys.stderr,
         )
 
@@ -226,19 +248,30 @@ def _copy(stream: IO[bytes], out: int, pattern: re.Pattern[str], printed: list[t
     rest = b""
     while data := os.read(stream.fileno(), 65536):
         with contextlib.suppress(OSError):  # nobody reads it
-            os.write(out, data)
+            written = 0
+            while written < len(data):
+                written += os.write(out, data[written:])
         *whole_lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
-        for line in whole_lines:
-            match = pattern.search(line.decode(errors="replace"))
-            if match and (rate := seen.number_in(match[1])):
-                printed.append((time.time(), rate))
+        _note(whole_lines, pattern, printed)
         rest = rest[-65536:]
+    _note([rest], pattern, printed)
 
 
-def _stalled() -> float | None:
-    """Return the seconds for which processes of this machine waited for memory (Linux's pressure stall information)."""
-    found = re.search(r"^some .*total=(\d+)", machine.text_of(Path("/proc/pressure/memory")))
-    return int(found[1]) / 1e6 if found else None
+def _note(text: Sequence[bytes], pattern: re.Pattern[str], printed: list[tuple[float, float]]) -> None:
+    for line in text:
+        match = pattern.search(line.decode(errors="replace"))
+        if match and match[1] and (rate := seen.number_in(match[1])):
+            printed.append((time.time(), rate))
+
+
+def _waits() -> list[float | None]:
+    """Return the seconds for which some process of this machine waited for memory, and for a core.
+
+    They are Linux's pressure stall information.
+    """
+    texts = [machine.text_of(Path("/proc/pressure", what)) for what in ("memory", "cpu")]
+    found = [re.search(r"^some .*total=(\d+)", text) for text in texts]
+    return [int(one[1]) / 1e6 if one else None for one in found]
 
 
 # ---- what it comes to --------------------------------------------------------------------------------
@@ -264,13 +297,7 @@ def measured(
     if profiled:
         found, apart = come_to(), ()
     if found is None:
-        if run.status:
-            raise UserError(f"it ended with status {run.status} after {duration(run.seconds)}, before it trained")
-        raise UserError(
-            f"no training step was seen in {duration(run.seconds)}. Steps of PyTorch's optimisers are seen; any "
-            "other loop's by `for batch in dlscale.timed(loader)`, by a log of its steps (--steps FILE), or by what it "
-            "prints (--rate 'avg (\\S+) samples/sec')"
-        )
+        raise UserError(_unseen(args, folder / "steps", run, processes))
     mean = statistics.fmean(found.rates)
     full = Trials(
         trial_throughput=found.rates,
@@ -297,10 +324,39 @@ def measured(
             waiting=found.waiting,
             training=min(found.training, 1.0),
             stalled=run.stalled,
+            queued=run.queued,
+            rank_waiting=found.waits_of_ranks,
+            rank_cores=found.cores_of_ranks,
             profiled=profiled,
         ),
     )
     return throughput, processes
+
+
+def _unseen(args: argparse.Namespace, folder: Path, run: Ended, processes: Sequence[seen.Process]) -> str:
+    """Say why a program has no rate."""
+    if run.status:
+        return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"
+    if args.rate:
+        return f"nothing that it printed has a rate that fits --rate {args.rate}"
+    if args.steps:
+        return f"fewer than three steps since it began are in --steps {args.steps}"
+    if processes:
+        count = max(len(process.steps) for process in processes)
+        return f"it made {many(count, 'step')}, too few for a rate: the first {seen.FEWEST} warm up"
+    if not folder.exists():
+        return "it removed the folder of results, to which its steps were written"
+    hidden = not (folder / "hook").exists()
+    why = (
+        "no Python there had dlscale's hook: `python -I`, `-E`, `-S`, `env -i` and containers leave it out"
+        if hidden
+        else "steps of PyTorch's optimisers are seen, unless they are compiled"
+    )
+    return (
+        f"no training step was seen in {duration(run.seconds)}: {why}. Any other loop's are by `for batch in "
+        "dlscale.timed(loader)`, by a log of its steps (--steps FILE), or by what it prints (--rate 'avg (\\S+) "
+        "samples/sec')"
+    )
 
 
 def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
@@ -351,8 +407,11 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     said += f" ± {number(reach, 2)}" if reach < centre else " (too few steps to know how certain)"
     batch = f" of {many(throughput.batch_size, 'sample')}" if throughput.batch_size else ""
     ranks = f", {throughput.nranks} processes" if throughput.nranks > 1 else ""
-    text = [f"{folder.name}: {said} ({many(outside.steps, 'step')}{batch}{ranks}; {WAYS[outside.way]})"]
-    text.append(f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}")
+    count = many(outside.steps, "rate" if outside.way == "rate" else "step")
+    text = [f"{folder.name}: {said} ({count}{batch}{ranks}; {WAYS[outside.way]})"]
+    ended = f", and ended with status {outside.status}" if outside.status else ""
+    first = f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}{ended}"
+    text.append(first)
     if outside.profiled:
         text.append("  the run is so short that profilers were at work in these steps: without --profile it is faster")
     return [*text, *explained(verdict)]
@@ -369,7 +428,8 @@ WAYS = {
 
 def _page(plan: Path) -> Path:
     """Write the page of all programs that were measured, with its plan; return its place."""
-    runs = sorted((path.parent for path in plan.glob("*/throughput.json")), key=lambda path: path.stat().st_mtime)
+    found = set(plan.glob("*/throughput.json"))
+    runs = sorted((path.parent for path in found), key=lambda path: path.stat().st_mtime)
     record = PlanRecord(
         plan=PLAN,
         title="Programs, as they are",
@@ -382,7 +442,8 @@ def _page(plan: Path) -> Path:
     page = plan / "report.html"
     title = record.title or PLAN
     write_text(page, report.page(title, [read_plan(plan / "plan.yaml")], [], plan, call="dlscale measure"))
-    return page
+    # Another call that ended meanwhile may have written its page before.
+    return page if set(plan.glob("*/throughput.json")) == found else _page(plan)
 
 
 def _measured(*runs: Path) -> list[Any]:

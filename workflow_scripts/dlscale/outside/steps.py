@@ -45,6 +45,7 @@ class Process:
     host: str = ""
     pid: int = 0
     steps: list[float] = field(default_factory=list)  #: Their ends.
+    computed: list[float] = field(default_factory=list)  #: Seconds of processors until each end, of all threads.
     loops: list[float] = field(default_factory=list)  #: Begins of loops, where they are known.
     #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
@@ -66,14 +67,19 @@ class Pace:
     seconds: list[float]  #: Length of each window, of the first process.
     of_ranks: list[float]  #: Mean rate of each process.
     waiting: float | None  #: Share of the time that processes waited for batches; None where nothing tells.
-    training: float  #: Share of the time between first and last step that these steps take.
+    training: float  #: Share of the time between first and last step that counts that these steps take.
+    waits_of_ranks: list[float] = field(default_factory=list)  #: `waiting` of each process.
+    cores_of_ranks: list[float] = field(default_factory=list)  #: Cores that each process keeps busy, without workers.
 
 
 def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the surest way by which steps in `folder` were seen, and the processes that made any, by rank."""
     for way in WAYS:
         found = [_process(path) for path in sorted(folder.glob(f"{way}.*"))]
-        if known := [process for process in found if len(process.steps) > 1]:
+        if known := [process for process in found if process.steps]:
+            # A training before or after the longest one is none of its processes.
+            longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
+            known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
             return way, sorted(known, key=lambda process: process.rank)
     return "", []
 
@@ -81,14 +87,22 @@ def read(folder: Path) -> tuple[str, list[Process]]:
 def _process(path: Path) -> Process:
     """Read a file of `dlscale.outside.timed.Log`; half a last line, of a killed process, is left out."""
     host, _, pid = path.name.partition(".")[2].rpartition(".")
-    found, shift = Process(0, host, int(pid)), 0.0
+    found, shift, optimizers = Process(0, host, int(pid)), 0.0, set[str]()
     with path.open() as lines:
         for line in lines:
             kind, *words = line.split() if line.endswith("\n") else [""]
             if kind == "begin":
                 shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
-            elif kind in ("s", "l"):
-                (found.steps if kind == "s" else found.loops).append(shift + float(words[0]))
+            elif kind == "l":
+                found.loops.append(shift + float(words[0]))
+            elif kind == "s":
+                # Optimisers that step once each, such as a GAN's, make one step.
+                if words[2] in optimizers or not optimizers:
+                    optimizers = set()
+                    found.steps.append(0.0)
+                    found.computed.append(0.0)
+                optimizers.add(words[2])
+                found.steps[-1], found.computed[-1] = shift + float(words[0]), float(words[1])
             elif kind == "b":
                 found.batches.append((shift + float(words[1]), sys.intern(words[0]), float(words[2]), int(words[3])))
             elif kind == "g":
@@ -101,6 +115,7 @@ class _Step:
     seconds: float
     waited: float
     end: float
+    computed: float
 
 
 def _training(process: Process) -> set[str]:
@@ -148,7 +163,8 @@ def _kept(process: Process, training: set[str], away: Sequence[Span]) -> list[_S
     """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses."""
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found = list[_Step | None]()
-    for before, end in itertools.pairwise(process.steps):
+    computed = itertools.pairwise(process.computed)
+    for (before, end), (since, until) in zip(itertools.pairwise(process.steps), computed, strict=True):
         begun = bisect.bisect_left(process.loops, end)
         before = max([before, *process.loops[begun - 1 : begun]])
         nearest = bisect.bisect_right(ends, before)
@@ -158,7 +174,7 @@ def _kept(process: Process, training: set[str], away: Sequence[Span]) -> list[_S
         within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
         waited = min(sum(batch[2] for batch in within), end - before)
         alone = all(batch[1] in training for batch in within)
-        found.append(_Step(end - before, waited, end) if alone else None)
+        found.append(_Step(end - before, waited, end, until - since) if alone else None)
     skipped = min(max(math.ceil(WARM_UP * len(found)), FEWEST), MOST)
     steps = [step for step in found[skipped:] if step]
     if not steps:
@@ -191,12 +207,12 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
         seconds = seconds or lengths
         of_ranks.append(sum(parts) / sum(lengths))
-    whole, steps = (processes[0].steps[0], processes[0].steps[-1]), [step for kept in each for step in kept]
-    span = whole[1] - whole[0]
-    lasted, waited = sum(step.seconds for step in steps), sum(step.waited for step in steps)
+    begin, end = each[0][0].end - each[0][0].seconds, each[0][-1].end
+    lasted = [sum(step.seconds for step in kept) for kept in each]
+    waited = [sum(step.waited for step in kept) for kept in each]
     return Pace(
-        begin=each[0][0].end - each[0][0].seconds,
-        end=each[0][-1].end,
+        begin=begin,
+        end=end,
         first_step=min(process.steps[0] for process in processes),
         processes=len(each),
         steps=len(each[0]),
@@ -205,8 +221,10 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         rates=rates,
         seconds=seconds,
         of_ranks=of_ranks,
-        waiting=waited / lasted if all(iterators) else None,
-        training=sum(step.seconds for step in each[0]) / max(span - _within(*whole, away[0]), 1e-9),
+        waiting=sum(waited) / sum(lasted) if all(iterators) else None,
+        training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
+        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)],
+        cores_of_ranks=[sum(step.computed for step in kept) / of for kept, of in zip(each, lasted, strict=True)],
     )
 
 
@@ -217,6 +235,9 @@ def _samples(process: Process, training: set[str]) -> float:
 
 
 # ---- what the program prints, or logs ---------------------------------------------------------------
+
+#: No program trains on as many samples a second.
+MOST_SAMPLES = 1e12
 
 #: Patterns of what the published programs print, by name: samples/s of all processes, and steps.
 PATTERNS = {"nersc": r"avg (\S+) samples/sec"}
@@ -268,7 +289,7 @@ def number_in(match: str) -> float | None:
         found = float(match.replace(",", ""))
     except ValueError:
         return None
-    return found if math.isfinite(found) and found > 0 else None
+    return found if 0 < found < MOST_SAMPLES else None
 
 
 def logged(path: Path, begin: float) -> list[tuple[float, float]]:
@@ -295,6 +316,8 @@ def logged(path: Path, begin: float) -> list[tuple[float, float]]:
             try:
                 row = json.loads(line)
                 steps[int(row.get("step", row.get("global_step")))] = float(row["time"])
+                if not math.isfinite(float(row["time"])):
+                    raise ValueError
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise UserError(f"--steps: {path}: line {number}: expected JSON with `step` and `time`") from None
     return sorted((time, step) for step, time in steps.items())
@@ -313,7 +336,7 @@ def pace_of_log(
     ]
     if not spans:
         return None
-    usual = statistics.median(seconds / steps for seconds, steps in spans if steps > 0)
+    usual = statistics.median([seconds / steps for seconds, steps in spans if steps > 0] or [0.0])
     # A validation or a checkpoint between two points is none of their steps.
     kept = [(seconds, steps) for seconds, steps in spans if 0 < seconds <= 2 * usual * steps]
     if not kept:

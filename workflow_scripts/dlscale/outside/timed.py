@@ -7,7 +7,9 @@ it passes batches on, and does nothing else.
 from __future__ import annotations
 
 import atexit
+import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -46,10 +48,10 @@ class Log:
         now = time.perf_counter()
         self._note(now, f"l {now:.6f}\n")
 
-    def step(self) -> None:
-        """Note that a step has ended now."""
+    def step(self, part: int = 0) -> None:
+        """Note that a step, or one optimiser's part of it, has ended now, and the time that the process computed."""
         now = time.perf_counter()
-        self._note(now, f"s {now:.6f}\n")
+        self._note(now, f"s {now:.6f} {time.process_time():.3f} {part}\n")
 
     def _note(self, now: float, line: str) -> None:
         if self._process != os.getpid():  # at first, and in a process that was forked
@@ -69,22 +71,27 @@ class Log:
     def _open(self, now: float) -> None:
         self._process, self._begin, self._written = os.getpid(), now, now
         self._until, self._count = 0.0, 0
-        place = Path(os.environ[FOLDER], f"{self._way}.{os.uname().nodename}.{self._process}")
-        self._file = place.open("a")
+        self._file = Path(os.environ[FOLDER], f"{self._way}.{os.uname().nodename}.{self._process}")
         self._lines = [f"begin {time.time():.6f} {time.perf_counter():.6f} {rank()}\n"]
         atexit.register(self._write)
+        if util := sys.modules.get("multiprocessing.util"):  # whose children, that are forked, end without `atexit`
+            util.Finalize(None, self._write, exitpriority=0)
 
     def _write(self) -> None:
         if self._process == os.getpid():
             lines, self._lines, self._written = self._lines, [], time.perf_counter()
-            self._file.write("".join(lines))
-            self._file.flush()
+            # Opened each time: a program that becomes a daemon closes all files, and opens its own by their numbers.
+            try:
+                with self._file.open("a") as file:
+                    file.write("".join(lines))
+            except OSError:  # a full disk, or a folder that is gone: the program goes on
+                self._until = math.inf
 
 
 def rank() -> int:
     """Return this process's number among those that train together, as torchrun, Slurm and MPI give it."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    return int(next((os.environ[name] for name in names if os.environ.get(name)), "0"))
+    return int(next((os.environ[name] for name in names if os.environ.get(name, "").isdecimal()), "0"))
 
 
 #: That of all loops of a process.
@@ -93,16 +100,18 @@ LOG = Log("timed")
 
 def samples_of(batch: Any) -> int:
     """Return the number of samples of a batch: the first axis of the first array in it; 0 if there is none."""
-    for _ in range(4):
-        shape = getattr(batch, "shape", None)
-        if shape is not None:
-            return int(shape[0]) if len(shape) else 1
-        if callable(getattr(batch, "values", None)):
-            batch = next(iter(batch.values()), None)
-        elif isinstance(batch, (list, tuple)) and batch:
-            batch = batch[0]
-        else:
+    parts = [batch]
+    for _ in range(32):  # of a batch of many texts no more are looked at
+        if not parts:
             return 0
+        part = parts.pop(0)
+        shape = getattr(part, "shape", None)
+        if shape is not None and len(shape):
+            return int(shape[0])
+        if callable(getattr(part, "values", None)):
+            part = list(part.values())
+        if isinstance(part, (list, tuple)):
+            parts = [*part[:32], *parts]
     return 0
 
 

@@ -7,6 +7,7 @@ well. For Python 3.8 and later.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -33,6 +34,8 @@ class Watcher:
     def __init__(self) -> None:
         self._timed = load("dlscale_timed", HERE.parent / "timed.py")
         self._log = self._timed.Log("seen")
+        with contextlib.suppress(OSError):  # a program that removed the folder runs all the same
+            Path(os.environ["DLSCALE_STEPS"], "hook").touch()
         self._window: Any = None
         self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
 
@@ -54,7 +57,14 @@ class Watcher:
         return spec
 
     def _optimizers(self, module: Any) -> None:
-        module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._log.step())
+        torch = sys.modules["torch"]
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function, and `bool()` is False.
+            if not getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
+                self._log.step(id(optimizer))
+
+        module.register_optimizer_step_post_hook(stepped)
         if os.environ.get("DLSCALE_PROFILE") and not self._timed.rank():
             window = load("dlscale_window", HERE.parent / "window.py").Window(os.environ["DLSCALE_STEPS"])
             module.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: window.optimizing())
@@ -64,6 +74,13 @@ class Watcher:
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.time.perf_counter, self._timed.samples_of, module._BaseDataLoaderIter
         original, note, numbers = iterator.__next__, self._log.batch, itertools.count()
+        next_index = iterator._next_index
+
+        def index_of_next(self: Any) -> Any:
+            index = next_index(self)
+            if self._auto_collation and self._dataset_kind == module._DatasetKind.Map and hasattr(index, "__len__"):
+                self.__dict__.setdefault("_dlscale_samples", []).append(len(index))
+            return index
 
         def fetch(loader: Any) -> Any:
             if self._window is None or not self._window.open:
@@ -77,10 +94,11 @@ class Watcher:
             wait = clock() - begin
             if not hasattr(self, "_dlscale_number"):
                 self._dlscale_number = next(numbers)
-            note(self._dlscale_number, wait, samples_of(batch))
+            drawn = self.__dict__.get("_dlscale_samples")  # whatever batches are made of
+            note(self._dlscale_number, wait, drawn.pop(0) if drawn else samples_of(batch))
             return batch
 
-        iterator.__next__ = following
+        iterator.__next__, iterator._next_index = following, index_of_next
 
 
 def load_hidden() -> None:
