@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ import psutil
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from bench.bottlenecks import outside
 from dlscale.core.errors import UserError
+from dlscale.core.noise import interval
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps, timed
 from dlscale.outside.command import PLAN
@@ -43,7 +46,7 @@ class Clock:
 
     def step(self, seconds: float) -> None:
         self.now += seconds
-        self.note(f"s {self.now:.6f}")
+        self.note(f"s {self.now:.6f} 0.0 0")
 
     def epoch(self, count: int, wait: float, seconds: float, ahead: bool = False) -> None:
         """Train on batches, each fetched just before its step or one step ahead."""
@@ -114,7 +117,7 @@ def test_steps_without_samples_count_as_steps_or_as_the_batch_that_is_named(tmp_
 def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path) -> None:
     for way, seconds in (("seen", 0.1), ("timed", 0.2)):
         Clock(tmp_path, way=way).epoch(100, wait=0.0, seconds=seconds)
-    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0\ns 6.")  # killed, half a line
+    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0 0.0 0\ns 6.")  # killed, half a line
     way, processes = steps.read(tmp_path)
     assert way == "timed" and len(processes) == 1
 
@@ -290,3 +293,314 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 9 and "status 9" in told
+
+
+# ---- programs of all kinds, and bad input ------------------------------------------------------------
+
+HOOK = ROOT / "workflow_scripts/dlscale/outside/hook"
+
+#: Loops that are none of the plainest, each in a process of its own, which prints what it is and its number.
+LOOPS = """
+import multiprocessing, os, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+torch.set_num_threads(1)
+
+class Rows(Dataset):
+    def __init__(self, sample=lambda i: torch.randn(64)): self.sample = sample
+    def __len__(self): return 480
+    def __getitem__(self, i): return self.sample(i)
+
+class Stream(IterableDataset):
+    def __iter__(self): return iter(torch.randn(8, 64) for _ in range(60))
+
+model = nn.Linear(64, 1)
+adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=1e-3)
+
+def train(loader, *optimizers, every=1, x=None):
+    for number, batch in enumerate(loader, 1):
+        model(batch if x is None else x).square().mean().backward()
+        for optimizer in optimizers if number % every == 0 else ():
+            optimizer.step()
+            optimizer.zero_grad()
+
+def plain(): train(DataLoader(Rows(), batch_size=8), adam)
+def accumulates(): train(DataLoader(Rows(), batch_size=8), adam, every=4)
+def two_optimizers(): train(DataLoader(Rows(), batch_size=8), adam, sgd)
+def no_loader(): train(range(60), adam, sgd, x=torch.randn(8, 64))
+def texts(): train(DataLoader(Rows(lambda i: {"text": "a", "n": i}), batch_size=8), adam, x=torch.randn(8, 64))
+def boxes():
+    rows = Rows(lambda i: (torch.randn(3, 8 + i % 4, 8), {}))
+    loader = DataLoader(rows, batch_size=8, collate_fn=lambda batch: tuple(zip(*batch)), num_workers=1)
+    train(loader, adam, x=torch.randn(8, 64))
+def stream(): train(DataLoader(Stream(), batch_size=None), adam)
+def odd_rank():
+    os.environ["RANK"] = "first"
+    plain()
+def closes_files():
+    plain()
+    os.closerange(3, 256)
+    own = os.open(f"own.{os.getpid()}", os.O_CREAT | os.O_RDWR)
+    plain()
+    assert os.fstat(own).st_size == 0
+def lbfgs():
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    for x in DataLoader(Rows(), batch_size=8):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+def skips_steps():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
+    for number, x in enumerate(DataLoader(Rows(), batch_size=8)):
+        scaler.scale(model(x).square().mean() * (1e38 if number == 30 else 1)).backward()
+        scaler.step(adam)
+        scaler.update()
+        adam.zero_grad()
+def removes_folder():
+    os.environ["DLSCALE_STEPS"] += "/none"
+    plain()
+
+for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream, odd_rank, closes_files, lbfgs,
+            skips_steps, removes_folder):
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    print(run.__name__, process.pid, process.exitcode, flush=True)
+"""
+
+
+def hooked(folder: Path, *words: object, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a folder, with its steps in `folder/steps`, as `dlscale measure` does."""
+    (folder / "steps").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(HOOK), "OMP_NUM_THREADS": "1", timed.FOLDER: str(folder / "steps")}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, cwd=folder, env=environment | more, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path | None]]:
+    """Return exit status and file of each loop."""
+    folder = tmp_path_factory.mktemp("loops")
+    ended = hooked(folder, program(folder, LOOPS))
+    assert not ended.stderr
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    return {name: (status, next((folder / "steps").glob(f"seen.*.{pid}"), None)) for name, pid, status in rows}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "count"),
+    [
+        ("plain", 8, 60),
+        ("accumulates", 32, 15),
+        ("two_optimizers", 8, 60),
+        ("no_loader", None, 60),
+        ("texts", 8, 60),
+        ("boxes", 8, 60),
+        ("stream", 8, 60),
+        ("odd_rank", 8, 60),
+        ("closes_files", 8, 120),
+        ("lbfgs", 8, 60),
+        ("skips_steps", 8, 59),
+    ],
+)
+def test_loops_of_all_kinds(
+    loops: dict[str, tuple[str, Path | None]], name: str, batch: int | None, count: int, tmp_path: Path
+) -> None:
+    """Each batch counts with its samples, whatever it is made of, and each step once."""
+    status, file = loops[name]
+    assert status == "0" and file
+    (tmp_path / file.name).symlink_to(file)
+    _, processes = steps.read(tmp_path)
+    pace = steps.pace(processes)
+    assert pace and [len(process.steps) for process in processes] == [count]
+    assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
+
+
+def test_a_program_goes_on_where_its_steps_cannot_be_written(loops: dict[str, tuple[str, Path | None]]) -> None:
+    assert loops["removes_folder"] == ("0", None)
+
+
+@pytest.mark.slow
+def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: Path) -> None:
+    code = LOOPS.partition("for run in")[0] + (
+        "x, step = torch.randn(8, 64), torch.compile(adam.step, backend='eager')\n"
+        "for _ in range(5): model(x).mean().backward(); step()\n"
+    )
+    ended = hooked(tmp_path, program(tmp_path, code))
+    assert ended.returncode == 0 and not list((tmp_path / "steps").glob("seen.*")), ended.stderr
+
+
+def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> None:
+    """Of three in a row the longest counts, with the process beside it."""
+    for number, (begin, count) in enumerate(((0, 100), (1000, 300), (1001, 290), (2000, 100))):
+        clock = Clock(tmp_path, number)
+        clock.now += begin
+        clock.epoch(count, wait=0.0, seconds=0.1)
+    _, processes = steps.read(tmp_path)
+    assert [process.rank for process in processes] == [1, 2]
+
+
+#: A training whose speed is told in four ways at once.
+FOUR = (
+    "import json, dlscale\nlog = open('log.jsonl', 'w')\nnumber = 0\n"
+    + TRAIN.replace(
+        "        optimizer.step()\n",
+        "        optimizer.step()\n        number += 1\n"
+        "        print(json.dumps({'step': number, 'time': time.time()}), file=log, flush=True)\n",
+    )
+).replace("range(4)", "range(8)")
+
+
+def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
+    """Of one run, so that no other program makes them differ; and with its own stopwatch."""
+    path = program(tmp_path, FOUR, "dlscale.timed")
+    ended = hooked(tmp_path, path, 0.002, PYTHONPATH=f"{HOOK}:{ROOT / 'workflow_scripts'}")
+    own = [float(line.split()[1]) for line in ended.stdout.splitlines()]
+    paces = [
+        steps.pace(steps.read(tmp_path / "steps")[1]),
+        steps.pace_of_log(steps.logged(tmp_path / "log.jsonl", 0.0), 8),
+        steps.pace_of_rates([(1.0 + number, rate) for number, rate in enumerate(own)], 0.0, 8),
+    ]
+    for file in (tmp_path / "steps").glob("timed.*"):
+        file.unlink()
+    way, processes = steps.read(tmp_path / "steps")
+    paces.append(steps.pace(processes))
+    assert way == "seen" and all(paces), ended.stderr
+    told = [interval(pace.rates) for pace in paces if pace]
+    watch = interval(own[1:])
+    for centre, reach in told:
+        assert centre == pytest.approx(watch[0], abs=reach + watch[1] + 0.03 * watch[0]), (told, watch)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "status", "message"),
+    [
+        ("echo", 0o644, 126, "Permission denied"),
+        ("echo", 0o755, 126, "Exec format error"),
+        ("#!/no/such", 0o755, 127, "No such file or directory"),
+        (None, 0, 126, "Permission denied"),
+    ],
+)
+def test_what_cannot_be_run(tmp_path: Path, text: str | None, mode: int, status: int, message: str) -> None:
+    path = tmp_path / "it"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
+        path.chmod(mode)
+    ended = measure(tmp_path, "--", path)
+    assert (ended.returncode, ended.stderr) == (status, f"dlscale measure: {path}: {message}\n")
+    assert not any((tmp_path / "results/plans" / PLAN).glob("*"))
+
+
+PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__('time').sleep(0.01)"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch-size", 0, "--", "true"], "--batch-size: 0: expected a whole number from 1"),
+        (["--name", "a/b", "--", "true"], "--name: a/b: expected up to 40 lower-case"),
+        (["--rate", "(", "--", "true"], "--rate: (: no regular expression"),
+        (["--steps", "none", "--", "true"], "--steps: none: no such file"),
+        (["--rate", r"(\d+)", "--", "true"], "nothing that it printed has a rate that fits --rate"),
+        (
+            ["--rate", r"avg (\S+)", "--", "python", "-c", PRINTS.format("('nan', '-inf', -1, 0, 1e300, 'x', '')")],
+            "nothing that it printed has a rate",
+        ),
+        (["--", "python", "-c", "import shutil; shutil.rmtree('results')"], "it removed the folder of results"),
+        (["--", "env", "-i", sys.executable, "-c", "1"], "no Python there had dlscale's hook"),
+        (["--", "python", "-I", "-c", "1"], "no Python there had dlscale's hook"),
+        (["--", "python", "-c", "1"], "Steps of PyTorch's optimisers are seen"),
+        (["--", "python", "-c", "import dlscale\nfor _ in dlscale.timed(range(3)): pass"], "it made 3 steps, too few"),
+    ],
+)
+def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], message: str) -> None:
+    words = [sys.executable if word == "python" else word for word in words]
+    ended = measure(tmp_path, *words)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("dlscale measure: ") and message.lower() in line.lower()
+    assert ended.returncode == (2 if "expected" in message or "expression" in message else 0)
+    assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "nothing half-written"
+
+
+def test_rates_between_nonsense(tmp_path: Path) -> None:
+    """Words, long lines and binary between them, the last without its end; names that are taken, all at once."""
+    code = (
+        "import sys, time\n"
+        + PRINTS.format("[90, 'nan', 100, 1e300, 'word', *[100] * 5]")
+        + ("\nsys.stdout.flush(); sys.stdout.buffer.write(bytes(range(256)) * 4000 + b'\\navg 1_0')")
+    )
+    path = program(tmp_path, code)
+    command = [sys.executable, "-m", "dlscale", "measure", "--rate", r"^avg (\S+)", "--", sys.executable, str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    started = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    for process in started:
+        out, told = process.communicate(timeout=120)
+        assert process.returncode == 0 and len(out) > 256 * 4000 and b"Traceback" not in told
+    names = ["train", "train_2", "train_3"]
+    for name in names:
+        record = found(tmp_path, name)
+        assert record.full and record.full.trial_throughput == [100.0] * 6 + [10.0]
+        assert not [each.cause for each in of(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
+    plan = (tmp_path / "results/plans" / PLAN / "plan.yaml").read_text()
+    assert all(f"name: {name}\n" in plan for name in names)
+
+
+def test_it_runs_as_if_alone(tmp_path: Path) -> None:
+    """Its environment but for two variables, its signals, its `sitecustomize`, and Python 3.8's syntax."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.own = True")
+    code = """
+        import os, signal, sys
+        assert sys.own and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        print(*sorted(os.environ))
+    """
+    words = [sys.executable, "-P", str(program(tmp_path, code))]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'workflow_scripts'}"}
+    alone = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    words = [sys.executable, "-P", "-m", "dlscale", "measure", "--", *words]
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and {*ended.stdout.split()} - {*alone.stdout.split()} == {timed.FOLDER}
+    for file in (HOOK / "sitecustomize.py", HOOK.parent / "timed.py"):
+        ast.parse(file.read_text(), feature_version=(3, 8))
+
+
+def test_output_that_nobody_takes(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -m dlscale measure -- true >&-'],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0 and ended.stderr.startswith("dlscale measure: no training step")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_planted_causes_are_named(tmp_path: Path) -> None:
+    """At least eight in ten, and none where there is none."""
+    right, wrong, alarms = 0, list[object](), list[object]()
+    for number, (name, case) in enumerate(outside.CASES.items()):
+        if case.limited and not outside.can_limit():
+            continue
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        causes = [finding.cause for finding in outside.measure(case, folder)[0].findings]
+        if "neighbour" in causes and "neighbour" not in case.causes:
+            pytest.skip("the machine is not quiet")
+        if case.causes:
+            right += bool({*case.causes} & {*causes})
+            wrong += [] if {*case.causes} & {*causes} else [(name, causes)]
+        elif causes:
+            alarms.append((name, causes))
+    assert right >= 4 * len(wrong) and not alarms, (wrong, alarms)

@@ -12,7 +12,7 @@ import yaml
 
 from dlscale.core.telemetry import Summary
 from dlscale.measure.profilers import Activity, Profile, ProfiledTool
-from dlscale.measure.records import Peaks, SampleWork, Throughput, Trials, Usage
+from dlscale.measure.records import Outside, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device
 from dlscale.report import verdict as module
 from dlscale.report.verdict import Evidence, lines, verdict
@@ -138,10 +138,42 @@ WATCHED = {
 }
 
 
+def program(used: Usage | None = None, batch: int | None = 10, rate: float = 100.0, **seen: Any) -> Throughput:
+    """Another program on a processor, which computes on one of four cores; steps of 0.1 s."""
+    plain: dict[str, Any] = {"command": ["train"], "way": "seen", "steps": 99, "status": 0, "seconds": 20}
+    outside = Outside(**{**plain, "first_step_seconds": 1, "waiting": 0.05, "training": 1.0, **seen})
+    nranks = max(1, len(outside.rank_cores))
+    full = trials(rate, used or usage(1.0))
+    return Throughput(device=Device(kind="cpu"), batch_size=batch, nranks=nranks, full=full, outside=outside)
+
+
+#: Programs of others, and the causes that hold them back.
+OUTSIDE: list[tuple[Throughput, list[str]]] = [
+    (program(), []),
+    (program(waiting=0.6), ["workers"]),
+    (program(usage(3.9), waiting=0.6), ["loader"]),
+    (program(usage(0.2), waiting=0.6), ["storage"]),
+    (program(usage(0.2, 3.9), waiting=0.6), ["neighbour"]),  # nobody knows why it waits
+    (program(usage(0.2)), ["idle"]),
+    (program(usage(0.2, 3.9)), ["neighbour"]),
+    (program(rate=9000.0), ["launches"]),
+    (program(usage(0.2), rate=9000.0), ["idle"]),
+    (program(rate=9000.0, batch=None), []),  # as it prints them: how long a step is nobody knows
+    (program(rate=900.0, batch=None, samples=False), ["launches"]),
+    (program(training=0.4), ["besides"]),
+    (program(usage(4.0), queued=0.9), ["threads"]),
+    (program(usage(1.0), queued=0.9), []),
+    (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # its workers are many
+    (program(stalled=0.5), ["swapping"]),
+    (program(usage(1.5), rank_cores=[0.5, 1.0], rank_waiting=[0.0, 0.0]), ["straggler"]),
+    (program(usage(2.0), rank_cores=[1.0, 1.0], rank_waiting=[0.0, 0.5], waiting=0.25), ["straggler", "workers"]),
+    (program(usage(2.0), rank_cores=[1.0, 0.9], rank_waiting=[0.1, 0.0]), []),
+]
+
+
 def test_every_cause_has_a_case() -> None:
-    assert {case[3] for case in CASES.values()} == set(
-        re.findall(r'Finding\(\s*"(\w+)"', Path(module.__file__).read_text())
-    )
+    known = {case[3] for case in CASES.values()}.union(*(causes for _, causes in OUTSIDE))
+    assert known == set(re.findall(r'Finding\(\s*"(\w+)"', Path(module.__file__).read_text()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -363,3 +395,10 @@ def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
     ):
         assert stage("explain", name) == 2
         assert capsys.readouterr().err.endswith(f": {said}"), name
+
+
+@pytest.mark.parametrize(("measured", "expected"), OUTSIDE)
+def test_what_holds_back_a_program_that_knows_nothing_of_it(measured: Throughput, expected: list[str]) -> None:
+    found = verdict(Evidence({}, measured)).findings
+    assert [each.cause for each in found] == expected
+    assert all(each.why and each.todo for each in found)

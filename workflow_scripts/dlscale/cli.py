@@ -112,6 +112,7 @@ QUERIES = {
                 False,
                 metavar="PATTERN",
             ),
+            option("--profile", "also where its time goes: py-spy, PyTorch's profiler", False, action="store_true"),
         ),
         configured=False,
     ),
@@ -338,6 +339,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2: a user's mistake; 1: a defect; 75: asked to end, all saved, try again; 130: interrupted; 141: nobody reads on.
     """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by who called
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     if packages := os.environ.get("DLSCALE_PACKAGES"):  # `site.packages`: last, to hide nothing that is installed
         site.addsitedir(packages)
     args = parser().parse_args(argv)
@@ -351,7 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     terminal, name = sys.stderr, f"dlscale {args.stage}"
     logging.raiseExceptions = False  # a line that the log's disk has no room for is no reason for a traceback
-    let_threads_wait()
+    if args.stage != "measure":  # whose programs have the environment that they would have without it
+        let_threads_wait()
     # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # Slurm's warning of the time limit, which only training heeds, would end any other process.

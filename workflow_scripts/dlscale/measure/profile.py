@@ -52,9 +52,14 @@ def main(args: argparse.Namespace) -> None:
             found["nsys"] = nsys.profile(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
         if world.main:
-            record.write(folder / "profile.json")
-            table = pd.DataFrame([row.model_dump() for row in rows], columns=list(TopEntry.model_fields))
-            table.to_csv(folder / "profile_summary.csv", index=False, float_format="%.6g")
+            write(record, rows, folder)
+
+
+def write(record: Profile, rows: list[TopEntry], folder: Path) -> None:
+    """Write a profile's record, and all rows of its summary."""
+    record.write(folder / "profile.json")
+    table = pd.DataFrame([row.model_dump() for row in rows], columns=list(TopEntry.model_fields))
+    table.to_csv(folder / "profile_summary.csv", index=False, float_format="%.6g")
 
 
 def measure(

@@ -105,6 +105,11 @@ class Outside(Record):
     training: float = Field(ge=0, le=1)  #: Share of the time between first and last step that FULL is of.
     gradient_bytes: int | None = None  #: Of one process.
     stalled: float | None = None  #: Share of its time in which processes of the machine waited for memory.
+    queued: float | None = None  #: Share of its time in which threads of the machine waited for a core.
+    rank_waiting: list[float] = []  #: `waiting` of each process.
+    rank_cores: list[float] = []  #: Cores that each process kept busy in these steps, without its loader's workers.
+    #: Whether profilers were at work in steps that FULL has, of which it would have none otherwise.
+    profiled: bool = False
 
 
 class Throughput(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
@@ -22,7 +23,10 @@ from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
-from dlscale.outside.running import measured, run_command
+from dlscale.outside.profile import Profilers
+from dlscale.outside.profile import lines as profile_lines
+from dlscale.outside.running import Reading, measured, run_command
+from dlscale.outside.window import PROFILED
 from dlscale.report import report
 from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import Verdict, of
@@ -31,28 +35,30 @@ from dlscale.report.verdict import told as explained
 #: The plan of all programs that were measured, and its study.
 PLAN, STUDY = "measured", "program"
 
-#: Status of a shell for a command that is not there.
-NOT_FOUND = 127
-
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
     """Run `args.command` to its end, and return its own exit status."""
     pattern = seen.pattern(args.rate) if args.rate else None
-    if not shutil.which(args.command[0]):
-        print(f"dlscale measure: {args.command[0]}: no such command", file=sys.stderr)
-        return NOT_FOUND
+    if args.batch_size is not None and args.batch_size < 1:
+        raise UserError(f"--batch-size: {args.batch_size}: expected a whole number from 1")
     plan = results_of(None) / "plans" / PLAN
-    name, run = _name(args.name or _called(args.command), plan), None
+    place, run = _reserved(args.name or _called(args.command), plan), None
     try:
-        with whole(plan / name) as folder:
+        with whole(place) as folder:
             steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
             steps.mkdir(parents=True)
+            profilers = Profilers(folder) if args.profile else None
+            # Kineto, PyTorch's profiler, would print what it does among what the program prints.
+            more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
             with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
-                run = run_command(args.command, steps, pattern)
-            log = Path(args.steps) if args.steps else None
-            throughput = measured(
-                args.command, steps, rows, run, args.batch_size, pattern is not None, log, log_first=True
+                run = run_command(
+                    args.command, steps, pattern, environment=more, beside=profilers.beside if profilers else None
+                )
+            reading = Reading(args.batch_size, args.rate, Path(args.steps) if args.steps else None, log_first=True)
+            throughput, processes = measured(
+                args.command, steps, rows, run, reading, profilers.apart if profilers else []
             )
+            profile = profilers.told(processes, throughput) if profilers else None
             shutil.rmtree(steps)
             throughput.write(folder / "throughput.json")
             settings: dict[str, Any] = {"study": STUDY, "command": args.command, "folder": str(Path.cwd())}
@@ -63,8 +69,16 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             raise
         print(f"dlscale measure: {error}", file=sys.stderr)
         return run.status
-    page = _page(plan)
-    print("\n".join(lines(plan / name, throughput, of(read_run(plan / name)))), file=sys.stderr)
+    finally:
+        with contextlib.suppress(OSError):  # only an empty one goes
+            place.rmdir()
+    said = lines(place, throughput, of(read_run(place)))
+    print("\n".join([*said, *(profile_lines(profile) if profile else [])]), file=sys.stderr)
+    try:
+        page = _page(plan)
+    except UserError as error:
+        print(f"dlscale measure: no page: {error}", file=sys.stderr)
+        return run.status
     print(f"Page: {page}", file=sys.stderr, flush=True)
     return run.status
 
@@ -74,17 +88,19 @@ def _called(command: Sequence[str]) -> str:
     scripts = [word for word in command if word.endswith(".py")]
     module = [after for word, after in itertools.pairwise(command) if word == "-m"]
     word = [*scripts, *module[-1:], command[0]][0]
-    return re.sub(r"[^a-z0-9_]+", "_", Path(word).stem.lower()).strip("_") or "program"
+    return re.sub(r"[^a-z0-9]+", "_", Path(word).stem.lower()).lstrip("_0123456789")[:40].strip("_") or "program"
 
 
-def _name(name: str, plan: Path) -> str:
-    """Return the name, with a number where it is taken: what was measured before stays."""
+def _reserved(name: str, plan: Path) -> Path:
+    """Make a folder of that name, with a number where it is taken: what was measured before stays."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
         raise UserError(f"--name: {name}: expected up to 40 lower-case letters, digits and underscores")
-    taken, count = {path.name for path in plan.glob("*")} if plan.exists() else set(), 1
-    while (name if count == 1 else f"{name}_{count}") in taken:
-        count += 1
-    return name if count == 1 else f"{name}_{count}"
+    for count in itertools.count(1):
+        place = plan / (name if count == 1 else f"{name}_{count}")
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(parents=True)
+            break
+    return place
 
 
 # ---- telling it --------------------------------------------------------------------------------------
@@ -100,8 +116,13 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     said += f" ± {number(reach, 2)}" if reach < centre else " (too few steps to know how certain)"
     batch = f" of {many(throughput.batch_size, 'sample')}" if throughput.batch_size else ""
     ranks = f", {throughput.nranks} processes" if throughput.nranks > 1 else ""
-    text = [f"{folder.name}: {said} ({many(outside.steps, 'step')}{batch}{ranks}; {WAYS[outside.way]})"]
-    text.append(f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}")
+    count = many(outside.steps, "rate" if outside.way == "rate" else "step")
+    text = [f"{folder.name}: {said} ({count}{batch}{ranks}; {WAYS[outside.way]})"]
+    ended = f", and ended with status {outside.status}" if outside.status else ""
+    first = f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}{ended}"
+    text.append(first)
+    if outside.profiled:
+        text.append("  the run is so short that profilers were at work in these steps: without --profile it is faster")
     return [*text, *explained(verdict)]
 
 
@@ -116,17 +137,24 @@ WAYS = {
 
 def _page(plan: Path) -> Path:
     """Write the page of all programs that were measured, with its plan; return its place."""
-    runs = sorted((path.parent for path in plan.glob("*/throughput.json")), key=lambda path: path.stat().st_mtime)
+    found = set(plan.glob("*/throughput.json"))
+    runs = sorted((path.parent for path in found), key=lambda path: path.stat().st_mtime)
     record = PlanRecord(
         plan=PLAN,
         title="Programs, as they are",
         study=STUDY,
         kind="set",
-        measure=["throughput"],
-        runs=[RunReference(name=run.name, plan=PLAN, run=run.name, measure=["throughput"]) for run in runs],
+        measure=_measured(*runs),
+        runs=[RunReference(name=run.name, plan=PLAN, run=run.name, measure=_measured(run)) for run in runs],
     )
     write_yaml(plan / "plan.yaml", record.model_dump(mode="json"))
     page = plan / "report.html"
     title = record.title or PLAN
     write_text(page, report.page(title, [read_plan(plan / "plan.yaml")], [], plan, call="dlscale measure"))
-    return page
+    # Another call that ended meanwhile may have written its page before.
+    return page if set(plan.glob("*/throughput.json")) == found else _page(plan)
+
+
+def _measured(*runs: Path) -> list[Any]:
+    """Return the stages that runs have records of."""
+    return ["throughput", *(["profile"] if any((run / "profile/profile.json").exists() for run in runs) else [])]

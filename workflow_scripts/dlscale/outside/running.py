@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -34,6 +36,10 @@ HOOK = Path(__file__).with_name("hook")
 #: Seconds between looks at whether a program has made enough steps.
 LOOK = 0.5
 
+#: Statuses of a shell for a command that is not there, and for a file that is none.
+NOT_FOUND, NO_PROGRAM = 127, 126
+
+
 # ---- running it --------------------------------------------------------------------------------------
 
 
@@ -45,6 +51,7 @@ class Ended:
     begin: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
     stalled: float | None  #: Share of the time in which processes of this machine waited for memory.
+    queued: float | None  #: The same for cores.
     printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
     stopped: bool = False  #: Whether it was ended since it had made enough steps.
     signalled: bool = False  #: Whether signals were passed on to it.
@@ -68,6 +75,7 @@ def run_command(
     folder: str | None = None,
     environment: Mapping[str, str] | None = None,
     enough: Callable[[int], bool] | None = None,
+    beside: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Ended:
     """Run a command with this process's input, output and signals; nothing that it started stays behind.
 
@@ -83,20 +91,29 @@ def run_command(
         Further variables.
     enough
         Tells, from the number of rates that were printed, when the program is to be ended.
+    beside
+        From its process's number to a context that lasts as long as the program.
     """
     pipe = subprocess.PIPE if pattern else None
-    printed, parent, before = list[tuple[float, float]](), os.getpid(), set(psutil.Process().children(recursive=True))
+    printed, before = list[tuple[float, float]](), set(psutil.Process().children(recursive=True))
     with _reaping():
-        stalled, begin, start = _stalled(), time.time(), time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=watched(steps, environment),
-            stdout=pipe,
-            stderr=pipe,
-            preexec_fn=lambda: _begin(parent),
-        )
-        with _forwarding(process) as signals:
+        waits, begin, start = _waits(), time.time(), time.perf_counter()
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=watched(steps, environment),
+                stdout=pipe,
+                stderr=pipe,
+                preexec_fn=partial(_begun, os.getpid()),
+            )
+        except OSError as error:
+            missing = error.errno == errno.ENOENT
+            # Where the file is there, its interpreter is not.
+            said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
+            print(f"dlscale measure: {command[0]}: {said}", file=sys.stderr)
+            raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
+        with _forwarding(process) as signals, beside(process.pid) if beside else contextlib.nullcontext():
             copies = [
                 threading.Thread(target=_copy, args=(stream, out.fileno(), pattern, printed), daemon=True)
                 for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
@@ -110,15 +127,13 @@ def run_command(
         _end_rest(before, told=not stopped)
         for copy in copies:
             copy.join(GRACE)
-        share = None if stalled is None else ((_stalled() or 0.0) - stalled) / seconds
-    return Ended(status if status >= 0 else 128 - status, begin, seconds, share, printed, stopped, bool(signals))
-
-
-def _begin(parent: int) -> None:
-    """In the program's process: end with the parent, and hear Slurm's warnings, which dlscale's commands ignore."""
-    machine.with_parent(parent, signal.SIGTERM)
-    for warning in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(warning, signal.SIG_DFL)
+        stalled, queued = (
+            None if one is None or now is None else (now - one) / seconds
+            for one, now in zip(waits, _waits(), strict=True)
+        )
+    return Ended(
+        status if status >= 0 else 128 - status, begin, seconds, stalled, queued, printed, stopped, bool(signals)
+    )
 
 
 def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> bool:
@@ -133,6 +148,13 @@ def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LOOK)
     return False
+
+
+def _begun(parent: int) -> None:
+    """Have a program end with its parent, and heed the signals that it would heed without it."""
+    for each in (signal.SIGUSR1, signal.SIGUSR2):  # which the command line ignores
+        signal.signal(each, signal.SIG_DFL)
+    machine.with_parent(parent, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -182,6 +204,7 @@ def _in_front() -> bool:
 def _end_rest(before: set[psutil.Process], told: bool) -> None:
     """End what the program left running, which was not there `before`, and say so if that is to be told."""
     rest = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    _, rest = psutil.wait_procs(rest, 1)  # what ends with it needs a moment
     for each in rest:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.terminate()
@@ -192,7 +215,7 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
     psutil.wait_procs(alive, 5)
     if rest and told:
         print(
-            f"dlscale measure: the program left {many(len(rest), 'process')} running, which were ended",
+            f"dlscale measure: the program left {many(len(rest), 'process')} running: they were ended",
             file=sys.stderr,
         )
 
@@ -202,22 +225,43 @@ def _copy(stream: IO[bytes], out: int, pattern: re.Pattern[str], printed: list[t
     rest = b""
     while data := os.read(stream.fileno(), 65536):
         with contextlib.suppress(OSError):  # nobody reads it
-            os.write(out, data)
+            written = 0
+            while written < len(data):
+                written += os.write(out, data[written:])
         *whole_lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
-        for line in whole_lines:
-            match = pattern.search(line.decode(errors="replace"))
-            if match and (rate := seen.number_in(match[1])):
-                printed.append((time.time(), rate))
+        _note(whole_lines, pattern, printed)
         rest = rest[-65536:]
+    _note([rest], pattern, printed)
 
 
-def _stalled() -> float | None:
-    """Return the seconds for which processes of this machine waited for memory (Linux's pressure stall information)."""
-    found = re.search(r"^some .*total=(\d+)", machine.text_of(Path("/proc/pressure/memory")))
-    return int(found[1]) / 1e6 if found else None
+def _note(text: Sequence[bytes], pattern: re.Pattern[str], printed: list[tuple[float, float]]) -> None:
+    for line in text:
+        match = pattern.search(line.decode(errors="replace"))
+        if match and match[1] and (rate := seen.number_in(match[1])):
+            printed.append((time.time(), rate))
+
+
+def _waits() -> list[float | None]:
+    """Return the seconds for which some process of this machine waited for memory, and for a core.
+
+    They are Linux's pressure stall information.
+    """
+    texts = [machine.text_of(Path("/proc/pressure", what)) for what in ("memory", "cpu")]
+    found = [re.search(r"^some .*total=(\d+)", text) for text in texts]
+    return [int(one[1]) / 1e6 if one else None for one in found]
 
 
 # ---- what it comes to --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a program's speed is read."""
+
+    batch_size: int | None = None  #: Samples of a step, where the program's own batches do not tell it.
+    rate: str | None = None  #: Pattern of the rates that it prints.
+    log: Path | None = None  #: Log of its own.
+    log_first: bool = False  #: Whether the log counts where steps are seen, too.
 
 
 def measured(
@@ -225,38 +269,27 @@ def measured(
     steps: Path,
     telemetry_file: Path,
     run: Ended,
-    batch_size: int | None,
-    pattern: bool,
-    log: Path | None,
-    log_first: bool = False,
-) -> Throughput:
-    """Return what a program's steps come to; a `UserError` where none were seen.
+    reading: Reading,
+    apart: Sequence[seen.Span] = (),
+) -> tuple[Throughput, list[seen.Process]]:
+    """Return what a program's steps come to, without those of spans `apart`, and who made them.
 
-    Parameters
-    ----------
-    batch_size
-        Samples of a step, where the program's own batches do not tell it.
-    pattern
-        Whether its rate is what it prints.
-    log
-        Log of its own; `log_first`: whether that counts where its steps are seen, too.
+    It is a `UserError` where none were seen.
     """
     nodes = telemetry.read_nodes(telemetry_file)
     way, processes = seen.read(steps)
-    if pattern:
-        way, found = "rate", seen.pace_of_rates(run.printed, run.begin, batch_size)
-    elif log and (log_first or not processes):
-        way, found = "log", seen.pace_of_log(seen.logged(log, run.begin), batch_size)
+    if reading.rate:
+        way, come_to = "rate", partial(seen.pace_of_rates, run.printed, run.begin, reading.batch_size)
+    elif reading.log and (reading.log_first or not processes):
+        way, come_to = "log", partial(seen.pace_of_log, seen.logged(reading.log, run.begin), reading.batch_size)
     else:
-        found = seen.pace(processes, batch_size)
+        come_to = partial(seen.pace, processes, reading.batch_size)
+    found = come_to(apart=apart)
+    profiled = found is None and bool(apart)
+    if profiled:
+        found, apart = come_to(), ()
     if found is None:
-        if run.status:
-            raise UserError(f"it ended with status {run.status} after {duration(run.seconds)}, before it trained")
-        raise UserError(
-            f"no training step was seen in {duration(run.seconds)}. Steps of PyTorch's optimisers are seen; any "
-            "other loop's by `for batch in dlscale.timed(loader)`, by a log of its steps (--steps FILE), or by what it "
-            "prints (--rate 'avg (\\S+) samples/sec')"
-        )
+        raise UserError(_unseen(reading, steps, run, processes))
     mean = statistics.fmean(found.rates)
     full = Trials(
         trial_throughput=found.rates,
@@ -265,9 +298,9 @@ def measured(
         mean=mean,
         std=statistics.stdev(found.rates) if len(found.rates) > 1 else 0.0,
         rank_throughput=found.of_ranks,
-        usage=_usage(nodes[0], found.begin, found.end) if nodes else None,
+        usage=_usage(nodes[0], found.begin, found.end, apart) if nodes else None,
     )
-    return Throughput(
+    throughput = Throughput(
         nranks=found.processes,
         batch_size=found.batch_size,
         device=_device(nodes),
@@ -284,13 +317,50 @@ def measured(
             waiting=found.waiting,
             training=min(found.training, 1.0),
             stalled=run.stalled,
+            queued=run.queued,
+            rank_waiting=found.waits_of_ranks,
+            rank_cores=found.cores_of_ranks,
+            profiled=profiled,
         ),
+    )
+    return throughput, processes
+
+
+def _unseen(reading: Reading, folder: Path, run: Ended, processes: Sequence[seen.Process]) -> str:
+    """Say why a program has no rate."""
+    if run.status:
+        return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"
+    if reading.rate:
+        return f"nothing that it printed has a rate that fits --rate {reading.rate}"
+    if reading.log:
+        return f"fewer than three steps since it began are in --steps {reading.log}"
+    if processes:
+        count = max(len(process.steps) for process in processes)
+        return f"it made {many(count, 'step')}, too few for a rate: the first {seen.FEWEST} warm up"
+    if not folder.exists():
+        return "it removed the folder of results, to which its steps were written"
+    hidden = not (folder / "hook").exists()
+    why = (
+        "no Python there had dlscale's hook: `python -I`, `-E`, `-S`, `env -i` and containers leave it out"
+        if hidden
+        else "steps of PyTorch's optimisers are seen, unless they are compiled"
+    )
+    return (
+        f"no training step was seen in {duration(run.seconds)}: {why}. Any other loop's are by `for batch in "
+        "dlscale.timed(loader)`, by a log of its steps (--steps FILE), or by what it prints (--rate 'avg (\\S+) "
+        "samples/sec')"
     )
 
 
-def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float) -> Usage | None:
-    """Return the use of the machine's cores between two times."""
-    inside = [each for each in samples if begin <= each.time - each.seconds / 2 <= end and each.cpu_run is not None]
+def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
+    """Return the use of the machine's cores between two times, without spans `apart`."""
+    inside = [
+        each
+        for each in samples
+        if begin <= (middle := each.time - each.seconds / 2) <= end
+        and each.cpu_run is not None
+        and not any(since <= middle <= until for since, until in apart)
+    ]
     seconds = sum(each.seconds for each in inside)
     if not inside:
         return None

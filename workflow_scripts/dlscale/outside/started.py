@@ -15,7 +15,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
-from dlscale.outside.running import Ended, measured, run_command
+from dlscale.outside.running import Ended, Reading, measured, run_command
 
 
 class Program:
@@ -55,10 +55,9 @@ class Program:
 
     def record(self, ended: Ended, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""
-        rows = Path(telemetry or "nowhere.csv")
-        return measured(
-            self.command, self.steps, rows, ended, self.batch_size, self.pattern is not None, self.log
-        ).model_copy(update={"nranks": self.run.geometry.world_size})
+        reading = Reading(self.batch_size, self.run.program.rate, self.log)
+        found, _ = measured(self.command, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
+        return found.model_copy(update={"nranks": self.run.geometry.world_size})
 
 
 def _git(folder: str, *words: str) -> str:

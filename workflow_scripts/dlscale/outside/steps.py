@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,15 @@ WARM_UP, FEWEST, MOST = 0.1, 2, 50
 #: Windows of steps, each of which gives a rate.
 WINDOWS = 10
 
+#: Steps after a profiler's window that do not count either: batches were fetched meanwhile.
+SETTLING = 20
+
 #: A step longer than so many others, and than so many seconds, is a pause: a checkpoint, a compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
+
+
+#: Begin and end, seconds since 1970-01-01 UTC.
+Span = tuple[float, float]
 
 
 @dataclass
@@ -35,11 +43,15 @@ class Process:
     """What one process did; times are seconds since 1970-01-01 UTC."""
 
     rank: int
+    host: str = ""
+    pid: int = 0
     steps: list[float] = field(default_factory=list)  #: Their ends.
+    computed: list[float] = field(default_factory=list)  #: Seconds of processors until each end, of all threads.
     loops: list[float] = field(default_factory=list)  #: Begins of loops, where they are known.
-    gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
     #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
+    gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
+    gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
 
 
 @dataclass(frozen=True)
@@ -56,16 +68,21 @@ class Pace:
     rates: list[float]  #: By window.
     seconds: list[float]  #: Length of each window, of the first process.
     of_ranks: list[float]  #: Mean rate of each process.
-    gradients: int  #: Bytes of the gradients of a process; 0 where that was not seen.
     waiting: float | None  #: Share of the time that processes waited for batches; None where nothing tells.
-    training: float  #: Share of the time between first and last step that these steps take.
+    training: float  #: Share of the time between first and last step that counts that these steps take.
+    waits_of_ranks: list[float] = field(default_factory=list)  #: `waiting` of each process.
+    gradients: int = 0  #: Bytes of the gradients of a process; 0 where that was not seen.
+    cores_of_ranks: list[float] = field(default_factory=list)  #: Cores that each process keeps busy, without workers.
 
 
 def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the surest way by which steps in `folder` were seen, and the processes that made any, by rank."""
     for way in WAYS:
         found = [_process(path) for path in sorted(folder.glob(f"{way}.*"))]
-        if known := [process for process in found if len(process.steps) > 1]:
+        if known := [process for process in found if process.steps]:
+            # A training before or after the longest one is none of its processes.
+            longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
+            known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
             return way, sorted(known, key=lambda process: process.rank)
     return "", []
 
@@ -79,28 +96,40 @@ class Tail:
     """A file of `dlscale.outside.timed.Log` that grows."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._place, self._shift = path, 0, 0.0
-        self.process = Process(0)
+        host, _, pid = path.name.partition(".")[2].rpartition(".")
+        self._path, self._place, self._shift, self._optimizers = path, 0, 0.0, set[str]()
+        self.process = Process(0, host, int(pid))
         self.read()
 
     def read(self) -> None:
         """Read what is new."""
-        with self._path.open("rb") as file:
-            file.seek(self._place)
-            *lines, rest = file.read().split(b"\n")
-            self._place = file.tell() - len(rest)
-        for line in lines:
-            kind, *words = line.decode().split()
-            if kind == "begin":
-                self._shift, self.process.rank = float(words[0]) - float(words[1]), int(words[2])
-            elif kind in ("s", "l"):
-                of = self.process.steps if kind == "s" else self.process.loops
-                of.append(self._shift + float(words[0]))
-            elif kind == "g":
-                self.process.gradients += int(words[0])
-            elif kind == "b":
-                time, waited, samples = self._shift + float(words[1]), float(words[2]), int(words[3])
-                self.process.batches.append((time, words[0], waited, samples))
+        found = self.process
+        with self._path.open("rb") as lines:
+            lines.seek(self._place)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._place += len(line)
+                kind, *words = line.decode().split()
+                if kind == "begin":
+                    self._shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
+                elif kind == "l":
+                    found.loops.append(self._shift + float(words[0]))
+                elif kind == "s":
+                    # Optimisers that step once each, such as a GAN's, make one step.
+                    if words[2] in self._optimizers or not self._optimizers:
+                        self._optimizers = set()
+                        found.steps.append(0.0)
+                        found.computed.append(0.0)
+                    self._optimizers.add(words[2])
+                    found.steps[-1], found.computed[-1] = self._shift + float(words[0]), float(words[1])
+                elif kind == "b":
+                    time, waited, samples = self._shift + float(words[1]), float(words[2]), int(words[3])
+                    found.batches.append((time, sys.intern(words[0]), waited, samples))
+                elif kind == "g":
+                    found.gaps.append((self._shift + float(words[0]), self._shift + float(words[1])))
+                elif kind == "p":
+                    found.gradients += int(words[0])
 
 
 @dataclass(frozen=True)
@@ -108,6 +137,7 @@ class _Step:
     seconds: float
     waited: float
     end: float
+    computed: float
 
 
 def _training(process: Process) -> set[str]:
@@ -127,17 +157,46 @@ def _share(times: Sequence[float], steps: Sequence[float]) -> float:
     return sum(after > before for before, after in gaps) / len(gaps)
 
 
-def _kept(process: Process, training: set[str]) -> list[_Step]:
+def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
+    """Return when a process's steps do not count: in its gaps, and from a profiler's begin until some steps later."""
+    away = [*process.gaps]
+    for begin, end in apart:
+        settled = process.steps[bisect.bisect_right(process.steps, end) :][:SETTLING]
+        away.append((begin, settled[-1] if settled else end))
+    return merged(away)
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """Return the same time in spans that do not overlap, in order."""
+    found = list[Span]()
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            begin, end = found[-1][0], max(end, found.pop()[1])
+        found.append((begin, end))
+    return found
+
+
+def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
+    """Return the seconds between two times that spans cover."""
+    return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in spans)
+
+
+def _kept(process: Process, training: set[str], away: Sequence[Span]) -> list[_Step]:
     """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses."""
-    times = [batch[0] for batch in process.batches]
+    times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found = list[_Step | None]()
-    for before, end in itertools.pairwise(process.steps):
-        if begun := [loop for loop in process.loops if before < loop < end]:
-            before = begun[-1]
+    computed = itertools.pairwise(process.computed)
+    for (before, end), (since, until) in zip(itertools.pairwise(process.steps), computed, strict=True):
+        begun = bisect.bisect_left(process.loops, end)
+        before = max([before, *process.loops[begun - 1 : begun]])
+        nearest = bisect.bisect_right(ends, before)
+        if nearest < len(away) and away[nearest][0] < end:
+            found.append(None)
+            continue
         within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
         waited = min(sum(batch[2] for batch in within), end - before)
         alone = all(batch[1] in training for batch in within)
-        found.append(_Step(end - before, waited, end) if alone else None)
+        found.append(_Step(end - before, waited, end, until - since) if alone else None)
     skipped = min(max(math.ceil(WARM_UP * len(found)), FEWEST), MOST)
     steps = [step for step in found[skipped:] if step]
     if not steps:
@@ -146,13 +205,14 @@ def _kept(process: Process, training: set[str]) -> list[_Step]:
     return [step for step in steps if step.seconds - step.waited <= longest]
 
 
-def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | None:
+def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Sequence[Span] = ()) -> Pace | None:
     """Return the pace of all processes; None if they made fewer than two steps that count.
 
-    `batch_size` is that of all processes, where the program's own batches do not tell it.
+    `batch_size` is that of all processes, where the program's own batches do not tell it. Steps in spans `apart` do not
+    count.
     """
-    iterators = [_training(process) for process in processes]
-    each = [_kept(*one) for one in zip(processes, iterators, strict=True)]
+    iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
+    each = [_kept(*one) for one in zip(processes, iterators, away, strict=True)]
     if not each or min(map(len, each)) < 2:
         return None
     # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
@@ -169,11 +229,12 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
         rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
         seconds = seconds or lengths
         of_ranks.append(sum(parts) / sum(lengths))
-    first, steps = processes[0], [step for kept in each for step in kept]
-    lasted, waited = sum(step.seconds for step in steps), sum(step.waited for step in steps)
+    begin, end = each[0][0].end - each[0][0].seconds, each[0][-1].end
+    lasted = [sum(step.seconds for step in kept) for kept in each]
+    waited = [sum(step.waited for step in kept) for kept in each]
     return Pace(
-        begin=each[0][0].end - each[0][0].seconds,
-        end=each[0][-1].end,
+        begin=begin,
+        end=end,
         first_step=min(process.steps[0] for process in processes),
         processes=len(each),
         steps=len(each[0]),
@@ -182,9 +243,11 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
         rates=rates,
         seconds=seconds,
         of_ranks=of_ranks,
-        gradients=first.gradients,
-        waiting=waited / lasted if all(iterators) else None,
-        training=sum(step.seconds for step in each[0]) / max(first.steps[-1] - first.steps[0], 1e-9),
+        gradients=processes[0].gradients,
+        waiting=sum(waited) / sum(lasted) if all(iterators) else None,
+        training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
+        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)],
+        cores_of_ranks=[sum(step.computed for step in kept) / of for kept, of in zip(each, lasted, strict=True)],
     )
 
 
@@ -195,6 +258,9 @@ def _samples(process: Process, training: set[str]) -> float:
 
 
 # ---- what the program prints, or logs ---------------------------------------------------------------
+
+#: No program trains on as many samples a second.
+MOST_SAMPLES = 1e12
 
 
 def pattern(text: str) -> re.Pattern[str]:
@@ -211,24 +277,27 @@ def pattern(text: str) -> re.Pattern[str]:
     return found
 
 
-def pace_of_rates(printed: Sequence[tuple[float, float]], begin: float, batch_size: int | None) -> Pace | None:
+def pace_of_rates(
+    printed: Sequence[tuple[float, float]], begin: float, batch_size: int | None, apart: Sequence[Span] = ()
+) -> Pace | None:
     """Return the pace that a program printed, with the times of its lines; of more than three the first warms up."""
-    if not printed:
-        return None
     times = [begin, *(when for when, _ in printed)]
     skipped = 1 if len(printed) > 3 else 0
+    spans = list(itertools.pairwise(times))
+    kept = [place for place in range(skipped, len(printed)) if not _within(*spans[place], apart)]
+    if not kept:
+        return None
     return Pace(
         begin=times[skipped],
         end=times[-1],
         first_step=times[1],
         processes=1,
-        steps=len(printed) - skipped,
+        steps=len(kept),
         samples=True,
         batch_size=batch_size,
-        rates=[rate for _, rate in printed[skipped:]],
-        seconds=[max(after - before, 1e-9) for before, after in itertools.pairwise(times)][skipped:],
+        rates=[printed[place][1] for place in kept],
+        seconds=[max(spans[place][1] - spans[place][0], 1e-9) for place in kept],
         of_ranks=[],
-        gradients=0,
         waiting=None,
         training=1.0,
     )
@@ -240,7 +309,7 @@ def number_in(match: str) -> float | None:
         found = float(match.replace(",", ""))
     except ValueError:
         return None
-    return found if math.isfinite(found) and found > 0 else None
+    return found if 0 < found < MOST_SAMPLES else None
 
 
 def logged(path: Path, begin: float) -> list[tuple[float, float]]:
@@ -282,6 +351,8 @@ def _points(path: Path, begin: float) -> Iterator[tuple[str, float, float, float
             try:
                 known = json.loads(line)
                 step, time = int(known.get("step", known.get("global_step"))), float(known["time"])
+                if not math.isfinite(time):
+                    raise ValueError
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise UserError(f"--steps: {path}: line {row}: expected JSON with `step` and `time`") from None
             yield "", time, step, None
@@ -290,12 +361,20 @@ def _points(path: Path, begin: float) -> Iterator[tuple[str, float, float, float
                     yield tag, time, step, float(number)
 
 
-def pace_of_log(points: Sequence[tuple[float, float]], batch_size: int | None) -> Pace | None:
+def pace_of_log(
+    points: Sequence[tuple[float, float]], batch_size: int | None, apart: Sequence[Span] = ()
+) -> Pace | None:
     """Return the pace of steps that were logged, between one point and the next; None of fewer than three points."""
     if len(points) < 3:
         return None
-    spans = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(points[1:])]
-    usual = statistics.median(seconds / steps for seconds, steps in spans if steps > 0)
+    spans = [
+        (after[0] - before[0], after[1] - before[1])
+        for before, after in itertools.pairwise(points[1:])
+        if not _within(before[0], after[0], apart)
+    ]
+    if not spans:
+        return None
+    usual = statistics.median([seconds / steps for seconds, steps in spans if steps > 0] or [0.0])
     # A validation or a checkpoint between two points is none of their steps.
     kept = [(seconds, steps) for seconds, steps in spans if 0 < seconds <= 2 * usual * steps]
     if not kept:
@@ -313,7 +392,6 @@ def pace_of_log(points: Sequence[tuple[float, float]], batch_size: int | None) -
         rates=[share * steps / seconds for seconds, steps in kept],
         seconds=[seconds for seconds, _ in kept],
         of_ranks=[],
-        gradients=0,
         waiting=None,
-        training=lasted / max(points[-1][0] - points[1][0], 1e-9),
+        training=lasted / max(points[-1][0] - points[1][0] - _within(points[1][0], points[-1][0], apart), 1e-9),
     )

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from dlscale.config.resolve import Configuration
 
+#: Kinds of rows whose spread over steps nobody sees.
+UNKNOWN_SPREAD = ("line", "function", "worker")
+
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the comparison of `args.results`; return the exit status."""
@@ -235,8 +238,8 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
 
     Times are seconds, of several ranks their mean; a profile without such a row took no time for it. The noise is half
     the 95 % interval of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2)
-    times Student's t of the fewer steps: infinite for one step, and for lines, whose spread is unknown. Only profilers
-    that both have are compared.
+    times Student's t of the fewer steps: infinite for one step, and for `UNKNOWN_SPREAD`. Only profilers that both have
+    are compared.
     """
     per, both = unit(before, after), {"before": before, "after": after}
     parts = [_means(summary, per).add_suffix(f"_{when}") for when, summary in both.items()]
@@ -245,7 +248,7 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
     joined = joined[joined.tool.isin(tools)].rename(columns={f"mean_{when}": when for when in both})
     fewest = {tool: min(summary.steps.get(tool, 1) for summary in both.values()) for tool in tools}
     known = {tool: standard_errors(steps) for tool, steps in fewest.items()}
-    joined["reach"] = joined.tool.map(known).where(joined.kind != "line", math.inf)
+    joined["reach"] = joined.tool.map(known).where(~joined.kind.isin(UNKNOWN_SPREAD), math.inf)
     joined["difference"] = joined.after - joined.before
     joined["noise"] = ((joined.error_before**2 + joined.error_after**2) ** 0.5 * joined.reach).fillna(math.inf)
     joined["certain"] = joined.difference.abs() > joined.noise

@@ -212,7 +212,8 @@ def _about(sample: bool, steps: Sequence[StepTime]) -> str:
 
 def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> View:
     folder = Path(os.path.relpath(run.folder / "profile", page))
-    top = [each for each in profile.top if each.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
+    others = [each for each in profile.top if each.kind not in FUNCTIONS]
+    top = [each for each in others if each.kind in ("kernel", "operator")][:TOP] or others[:TOP]
     return {
         "id": plan.anchor(run),
         "label": run.called,
@@ -220,11 +221,33 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
             (tool, [(title, (folder / name).as_posix()) for title, name in tool.files.items()])
             for tool in profile.tools
         ],
-        "tables": [_top_table(run, top)] if top else [],
+        "tables": [*_functions(run, profile.top), *([_top_table(run, top)] if top else [])],
         "memory": profile.memory,
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
+
+
+#: What Python's functions in a table are of, by kind of row.
+FUNCTIONS = {
+    "function": "Functions of the main thread of the process that trains",
+    "worker": "Functions of the processes that work for it",
+}
+
+
+def _functions(run: RunResult, rows: Sequence[TopEntry]) -> list[Table]:
+    """Return a table of Python's functions for each kind of process that was looked at."""
+    found = []
+    for kind, of in FUNCTIONS.items():
+        if mine := [row for row in rows if row.kind == kind]:
+            columns = [
+                ("", "name", [cell(row.name) for row in mine]),
+                ("", "itself", [cell(row.share, text.percent) for row in mine]),
+                ("", "with what it calls", [cell(row.total, text.percent) for row in mine]),
+            ]
+            caption = f"{of}, by their share of its time, waiting included."
+            found.append(table(columns, caption, f"{of}, {run.called}", style="top"))
+    return found
 
 
 def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
@@ -329,13 +352,14 @@ def watched(plan: PlanResult) -> Section | None:
     rows = list[View]()
     for run in plan.runs:
         nodes = next((nodes for nodes in run.telemetry.values() if nodes), None)
-        rows += [{"run": run.called, **row} for row in of_node(nodes[0])] if nodes else []
+        rows += [{"run": run.called, **row} for row in thinned(of_node(nodes[0]))] if nodes else []
     there = {column: label for column, (label, _) in WATCHED.items() if any(row.get(column) for row in rows)}
     if not there:
         return None
     seconds, unit = time_unit(max(row["time"] for row in rows))
     rows = [{**row, "time": row["time"] / seconds} for row in rows]
     about = "On the first node, once a second, while a run trained, or else was measured. Choose what is drawn."
+    about += f" Of a long run each point is a mean, of {POINTS} at most."
     chart = lines(f"{plan.name}-watched", about, rows, {"time": f"time ({unit})"}, there, zero=True, logarithmic=False)
     return Section("What the machine did meanwhile", charts=[chart])
 
@@ -352,6 +376,23 @@ WATCHED: dict[str, tuple[str, float | None]] = {
     "watts": ("GPUs, mean (W)", 1.0),
     "memory_bytes": ("GPUs, mean memory (GiB)", 2**-30),
 }
+
+
+#: Points of a run that are drawn.
+POINTS = 600
+
+
+def thinned(rows: Sequence[View]) -> list[View]:
+    """Return means of neighbouring rows, so that no run has more than `POINTS`."""
+    size = -(-len(rows) // POINTS) or 1
+    parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+    return [
+        {
+            key: statistics.fmean(row[key] for row in part if key in row)
+            for key in dict.fromkeys(k for r in part for k in r)
+        }
+        for part in parts
+    ]
 
 
 def of_node(samples: Sequence[Sample]) -> list[View]:

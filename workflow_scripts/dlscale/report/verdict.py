@@ -40,6 +40,9 @@ COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
 #: Share of the time in which a machine's processes wait for memory, from which on that is told: others' count, too.
 STALLED = 0.25
 
+#: Share of the time in which threads wait for a core, from which on that is told.
+QUEUED = 0.5
+
 #: Seconds of a step of another program on a processor, below which calling operators counts.
 TINY = 4e-3
 
@@ -282,8 +285,7 @@ def loading(evidence: Evidence) -> Finding | None:
         rung = f"loader: {{workers: {more}}}"
         todo = f"{rung}; `dlscale tune` finds how many are best.{faster}"
         return Finding("workers", "too few workers", why, todo, evidence.loading, rung)
-    # Other programs took cores that the run would have used, which had none to spare: whether it is slow nobody knows.
-    if others(usage) > 0.25 and idle < max(0.5, LEAST * usage.cores):
+    if _crowded_out(usage):
         return None
     if busy > 0.5:
         cores = number(usage.cpu_seconds / usage.seconds, 2)
@@ -328,6 +330,8 @@ def overlap(evidence: Evidence) -> Finding | None:
 
 def straggler(evidence: Evidence) -> Finding | None:
     """Find one rank that the others wait for."""
+    if evidence.outside:
+        return _slow_process(evidence.outside, evidence.cuda)
     for mode, doing in (("alone", "computes"), ("IO", "loads")):
         trials = evidence.trials(mode)
         if not trials or len(trials.rank_throughput) < 2 or (mode == "IO" and not evidence.loading):
@@ -344,6 +348,31 @@ def straggler(evidence: Evidence) -> Finding | None:
                 f"Look at the node and the device of rank {rank}: clocks, temperature, other programs; leave the node "
                 "out if it stays slow.",
                 1 - slowest / usual,
+            )
+    return None
+
+
+def _slow_process(program: Outside, cuda: bool) -> Finding | None:
+    """Find a process of another program that the others wait for, which waits for its data, or computes, for longer."""
+    # A host spins while its GPU waits for others, which tells nothing.
+    for shares, doing in (
+        (program.rank_waiting, "waits for batches"),
+        ([] if cuda else program.rank_cores, "computes"),
+    ):
+        if len(shares) < 2:
+            continue
+        slowest = max(shares)
+        rank = shares.index(slowest)
+        usual = statistics.median([share for number_, share in enumerate(shares) if number_ != rank])
+        if slowest - usual >= 2 * LEAST and usual < 0.75 * slowest:
+            cores = "" if shares is program.rank_waiting else ", in cores"
+            return Finding(
+                "straggler",
+                f"slow rank {rank}",
+                f"Rank {rank} {doing} for {percent(slowest)} of a step{cores}, the others for {percent(usual)}: they "
+                "wait for it in every step.",
+                f"Look at what rank {rank} has more of: samples, files, work of its own, other programs on its node.",
+                min(slowest - usual, 1.0),
             )
     return None
 
@@ -532,7 +561,7 @@ def throttled(evidence: Evidence) -> Finding | None:
 def waiting(evidence: Evidence) -> Finding | None:
     """Find a program that waits for its batches: for storage, or for what computes them."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
-    if not (program and program.waiting and program.waiting >= 2 * LEAST):
+    if not (program and program.waiting and program.waiting >= 2 * LEAST) or (usage and _crowded_out(usage)):
         return None
     why = f"It waits for batches for {percent(program.waiting)} of a step"
     busy = usage.cpu_seconds / usage.seconds if usage else 0.0
@@ -563,12 +592,16 @@ def waiting(evidence: Evidence) -> Finding | None:
 def small_steps(evidence: Evidence) -> Finding | None:
     """Find steps of another program that are too small for its device."""
     program, full = evidence.outside, evidence.trials("FULL")
-    if not (program and full and full.mean) or (program.waiting or 0.0) > 0.5:
+    if not (program and full and full.mean) or (program.waiting or 0.0) > 0.5 or idle(evidence):
         return None
-    seconds = (evidence.throughput.batch_size or 1) / full.mean if evidence.throughput else math.inf
+    batch = evidence.throughput.batch_size if evidence.throughput and program.samples else 1
+    seconds = batch / full.mean if batch else math.inf
     gpu = evidence.watched.means.get("gpu0_utilization") if evidence.watched else None
     if evidence.cuda and gpu is not None and gpu < 0.7:
-        why = f"The GPU computes for {percent(gpu)} of the time, and no batch is waited for: the host does not keep up."
+        why = (
+            f"The GPU computes for {percent(gpu)} of the time, and no batch is waited for: the host does not keep up, "
+            "or waits for the GPU within a step (`.item()`, `print(loss)`)."
+        )
         share = 1 - gpu
     elif not evidence.cuda and seconds < TINY:
         why = (
@@ -580,6 +613,61 @@ def small_steps(evidence: Evidence) -> Finding | None:
         return None
     todo = "A larger batch; torch.compile; on a GPU a fused optimiser, CUDA graphs (mode='reduce-overhead')."
     return Finding("launches", "tiny steps", why, todo, share)
+
+
+def idle(evidence: Evidence) -> Finding | None:
+    """Find a program whose processors wait within its steps, for something that is not its loader."""
+    program, usage = evidence.outside, _usage(evidence, "FULL")
+    if not (program and usage and evidence.throughput) or evidence.cuda or _crowded_out(usage) or straggler(evidence):
+        return None
+    least = min(evidence.throughput.nranks, usage.cores)
+    busy = usage.cpu_seconds / usage.seconds
+    share = 1 - busy / least - (program.waiting or 0.0)
+    if share < 0.3:
+        return None
+    read = f"; {size(usage.read_bytes / usage.seconds)}/s come from disks" if usage.read_bytes else ""
+    return Finding(
+        "idle",
+        "idle processors",
+        f"It computes on {number(busy, 2)} of {usage.cores} cores{read}, and no loader is waited for meanwhile: within "
+        "a step it waits for files, the network, other processes, or sleeps.",
+        "Read ahead, in a loader's workers; log and save in a thread; `--profile` shows the lines that wait.",
+        share,
+    )
+
+
+def besides(evidence: Evidence) -> Finding | None:
+    """Find a program that does much besides its steps."""
+    program = evidence.outside
+    if not program or program.training > 1 - 2 * LEAST:
+        return None
+    share = 1 - program.training
+    return Finding(
+        "besides",
+        "much besides training",
+        f"From the first step that counts to the last, {percent(share)} of the time is in none of them: validations, "
+        "checkpoints, other pauses. The rate is that of the steps alone.",
+        "Validate and save less often; validate on fewer samples, in larger batches; save in a thread.",
+        share,
+    )
+
+
+def threads(evidence: Evidence) -> Finding | None:
+    """Find more threads than cores."""
+    program, usage = evidence.outside, _usage(evidence, "FULL")
+    if not (program and program.queued and usage) or evidence.cuda or others(usage) > 0.25:
+        return None
+    busy = usage.cpu_seconds / usage.seconds
+    if program.queued < QUEUED or busy < 0.8 * usage.cores or (program.waiting or 0.0) >= 2 * LEAST:
+        return None
+    return Finding(
+        "threads",
+        "more threads than cores",
+        f"For {percent(min(program.queued, 1.0))} of the time threads waited for a core, and all {usage.cores} were "
+        "busy with this program alone.",
+        "OMP_NUM_THREADS, or torch.set_num_threads: cores, divided by processes; fewer workers of its loaders.",
+        None,
+    )
 
 
 def stalled(evidence: Evidence) -> Finding | None:
@@ -608,6 +696,9 @@ LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     copies,
     waiting,
     small_steps,
+    idle,
+    besides,
+    threads,
     stalled,
     neighbour,
     throttled,
@@ -637,7 +728,9 @@ def limit(evidence: Evidence) -> str:
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return what to try next, and its settings."""
     if evidence.outside:
-        return "Profile it: `torch.profiler`, or py-spy, shows what it computes.", ""
+        if evidence.profile:
+            return "What takes the longest in its profile.", ""
+        return "`dlscale measure --profile` shows where its time goes.", ""
     if bounding is None:
         return "Measure throughput: it says what bounds the run.", ""
     if bounding.key == "io":
@@ -671,6 +764,12 @@ def _faster_loader(evidence: Evidence) -> str:
         if kind in ("direct", "synthetic")
         else f" {DIRECT} loads fields on grids, rows and images with far less work."
     )
+
+
+def _crowded_out(usage: Usage) -> bool:
+    """Return whether other programs took cores that the run would have used: whether it is slow nobody knows."""
+    spare = usage.cores - usage.cores_cpu_seconds / usage.seconds
+    return others(usage) > 0.25 and spare < max(0.5, LEAST * usage.cores)
 
 
 def _usage(evidence: Evidence, mode: str) -> Usage | None:

@@ -6,9 +6,9 @@ import math
 import operator
 import statistics
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dlscale.core.noise import standard_errors
 from dlscale.core.record import Record
@@ -76,18 +76,24 @@ class ProfiledTool(Record):
     problem: str | None = None  #: Why there is no profile.
 
 
+#: A number that is not always known; in a CSV file an empty cell stands for None.
+Known = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
+
+
 class TopEntry(Record):
     """A row of `profile_summary.csv`; all profilers share these columns."""
 
     tool: str
     rank: int = 0
-    kind: Literal["range", "kernel", "operator", "copy", "gap", "line"]
+    #: `function`, `worker`: of the main thread of a process that trains, and of those that work for it.
+    kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function", "worker"]
     name: str
-    calls: float  #: A step.
+    calls: Known = None  #: A step; None where a profiler samples.
     #: A step, on the device for kernels and copies, else on the host.
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
     share: float = 0.0  #: Of the step's time.
+    total: Known = None  #: Of functions: share with all that they call.
     note: str = ""
 
 

@@ -7,6 +7,7 @@ well. For Python 3.8 and later.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -33,6 +34,9 @@ class Watcher:
     def __init__(self) -> None:
         self._timed = load("dlscale_timed", HERE.parent / "timed.py")
         self._log = self._timed.Log("seen")
+        with contextlib.suppress(OSError):  # a program that removed the folder runs all the same
+            Path(os.environ["DLSCALE_STEPS"], "hook").touch()
+        self._window: Any = None
         self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -53,31 +57,52 @@ class Watcher:
         return spec
 
     def _optimizers(self, module: Any) -> None:
-        seen = set()
+        torch, known = sys.modules["torch"], set()
 
-        def step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if id(optimizer) not in seen:
-                seen.add(id(optimizer))
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if id(optimizer) not in known:
+                known.add(id(optimizer))
                 followed = [weight for group in optimizer.param_groups for weight in group["params"]]
                 self._log.gradients(sum(each.numel() * each.element_size() for each in followed if each.requires_grad))
-            self._log.step()
+            # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function, and `bool()` is False.
+            if not getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
+                self._log.step(id(optimizer))
 
-        module.register_optimizer_step_post_hook(step)
+        module.register_optimizer_step_post_hook(stepped)
+        if os.environ.get("DLSCALE_PROFILE") and not self._timed.rank():
+            window = load("dlscale_window", HERE.parent / "window.py").Window(os.environ["DLSCALE_STEPS"])
+            module.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: window.optimizing())
+            module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
+            self._window = window
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.time.perf_counter, self._timed.samples_of, module._BaseDataLoaderIter
         original, note, numbers = iterator.__next__, self._log.batch, itertools.count()
+        next_index = iterator._next_index
+
+        def index_of_next(self: Any) -> Any:
+            index = next_index(self)
+            if self._auto_collation and self._dataset_kind == module._DatasetKind.Map and hasattr(index, "__len__"):
+                self.__dict__.setdefault("_dlscale_samples", []).append(len(index))
+            return index
+
+        def fetch(loader: Any) -> Any:
+            if self._window is None or not self._window.open:
+                return original(loader)
+            with self._window.range("data"):
+                return original(loader)
 
         def following(self: Any) -> Any:
             begin = clock()
-            batch = original(self)
+            batch = fetch(self)
             wait = clock() - begin
             if not hasattr(self, "_dlscale_number"):
                 self._dlscale_number = next(numbers)
-            note(self._dlscale_number, wait, samples_of(batch))
+            drawn = self.__dict__.get("_dlscale_samples")  # whatever batches are made of
+            note(self._dlscale_number, wait, drawn.pop(0) if drawn else samples_of(batch))
             return batch
 
-        iterator.__next__ = following
+        iterator.__next__, iterator._next_index = following, index_of_next
 
 
 def load_hidden() -> None:
@@ -88,6 +113,16 @@ def load_hidden() -> None:
         load("sitecustomize", spec.origin)
 
 
+def let_look() -> None:
+    """Let who profiles, and its children, look into this process, where Linux lets none but ancestors (Yama)."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(0x59616D61, int(os.environ["DLSCALE_PROFILE"]), 0, 0, 0)  # PR_SET_PTRACER
+
+
+if os.environ.get("DLSCALE_PROFILE"):
+    let_look()
+    os.register_at_fork(after_in_child=let_look)
 if os.environ.get("DLSCALE_STEPS"):
     sys.meta_path.insert(0, Watcher())
 load_hidden()

@@ -1,0 +1,153 @@
+"""Does `dlscale measure` name what holds back a program that knows nothing of it?
+
+`python bench/bottlenecks/outside.py [--json FILE] [CASE ...]` runs program.py with one bottleneck at a time, and then
+without any, by `dlscale measure`, and prints what was planted against what the verdict found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
+
+from dlscale.outside.command import PLAN  # noqa: E402
+
+from bench.bottlenecks.run import busy, percent  # noqa: E402
+from dlscale.report.results import read_run  # noqa: E402
+from dlscale.report.verdict import Verdict, of  # noqa: E402
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+#: Bytes of a file that samples are read from, and of the memory that the program may take meanwhile.
+MAPPED, MEMORY = 2 * 2**30, 700 * 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Words of the program, and the causes of which one is to be named; none if it is held back by nothing."""
+
+    causes: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    ranks: int = 1
+    neighbours: int = 0  #: Programs that keep a core busy meanwhile.
+    limited: bool = False  #: Memory is.
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+LOADER = ("workers", "loader")
+CASES = {
+    "decoding, in the process": Case(LOADER, ("--decode=1e-3",)),
+    "decoding, in a worker": Case(LOADER, ("--decode=2e-3", "--workers=1")),
+    "a slow disk": Case(("storage",), ("--read=2e-3", "--workers=1")),
+    "a small batch": Case(("launches",), ("--batch=1", "--size=16", "--depth=8")),
+    "a wait in each step": Case(("idle",), ("--nap=0.1",)),
+    "much validation": Case(("besides",), ("--validation=60",)),
+    "too many threads": Case(("threads",), ("--threads=24",)),
+    "a rank that computes more": Case(("straggler",), ("--slow=computing",), ranks=2),
+    "a rank that loads more": Case(("straggler",), ("--slow=loading",), ranks=2),
+    "a busy neighbour": Case(("neighbour",), neighbours=2),
+    "little memory": Case(("swapping",), ("--seconds=12",), limited=True),
+    "none": Case(()),
+    "none, with workers": Case((), ("--workers=1", "--decode=1e-5")),
+    "none, with two threads": Case((), ("--threads=2", "--size=1536")),
+    "none, in two processes": Case((), ranks=2),
+    "none, that reads each number": Case((), ("--item",)),
+}
+
+
+def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
+    """Run a case; return its verdict, and what was printed."""
+    words = [sys.executable]
+    if case.ranks > 1:
+        words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    words += [str(PROGRAM), *case.words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "OMP_NUM_THREADS": "1"}
+    with busy(case.neighbours), limited(folder if case.limited else None) as (before, after):
+        command = [sys.executable, "-m", "dlscale", "measure", "--name", "case", "--", *before, *words, *after]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment | dict(case.environment),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")
+    return of(read_run(folder / "results/plans" / PLAN / "case")), done.stdout + done.stderr
+
+
+@contextmanager
+def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield words before and after a command that may use little memory, and reads a larger file; root alone can."""
+    if folder is None:
+        yield [], []
+        return
+    file = folder / "rows"
+    with file.open("wb") as rows:
+        for _ in range(MAPPED // 2**24):
+            rows.write(os.urandom(2**24))
+        os.fsync(rows.fileno())
+        os.posix_fadvise(rows.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    place = Path("/sys/fs/cgroup/memory")
+    limit = "memory.limit_in_bytes" if place.exists() else "memory.max"
+    group = (place if place.exists() else place.parent) / f"dlscale-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / limit).write_text(str(MEMORY))
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"], [f"--map={file}"]
+    finally:
+        file.unlink()
+        group.rmdir()
+
+
+def can_limit() -> bool:
+    """Return whether memory can be limited here."""
+    return os.geteuid() == 0 and any(
+        os.access(place, os.W_OK) for place in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup/cgroup.subtree_control")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    rows = []
+    for name in args.cases or CASES:
+        case = CASES[name]
+        if case.limited and not can_limit():
+            print(f"{name:28} left out: memory cannot be limited here")
+            continue
+        with tempfile.TemporaryDirectory(prefix="dlscale-outside-") as place:
+            found, told = measure(case, Path(place))
+        causes = [finding.cause for finding in found.findings]
+        row = {"case": name, "planted": case.causes, "found": causes, "bound": found.bound and found.bound.what}
+        rows.append({**row, "right": bool({*case.causes} & {*causes}) if case.causes else not causes, "told": told})
+        print(f"{name:28} {'/'.join(case.causes) or '-':16} -> {', '.join(causes) or '-'}", flush=True)
+        for finding in found.findings:
+            print(f"{'':34} {'' if finding.share is None else percent(finding.share)} {finding.why}")
+    planted = [row for row in rows if row["planted"]]
+    right, alarms = (
+        sum(bool(row["right"]) for row in planted),
+        sum(not row["right"] for row in rows if not row["planted"]),
+    )
+    print(f"\n{right} of {len(planted)} named, {alarms} false alarms in {len(rows) - len(planted)} clean runs")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

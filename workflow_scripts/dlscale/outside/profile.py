@@ -1,0 +1,324 @@
+"""`dlscale measure --profile`: profilers beside a program, each in a window of its own, and what they saw.
+
+PyTorch's own (`dlscale.outside.window`) has ten steps of the first rank; py-spy, which asks nothing of a program, then
+looks at all its Python processes for some seconds. Steps of these windows do not count in the program's pace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import html
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.machine import answer
+from dlscale.core.text import aligned, percent
+from dlscale.measure.profile import first_rows, write
+from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, overhead
+from dlscale.measure.profilers.torch_profiler import REFUSED, read
+from dlscale.measure.profilers.trace import DEVICE, summarise
+from dlscale.measure.records import Throughput
+from dlscale.outside.steps import SETTLING, Process, Span
+from dlscale.outside.window import FIRST, STEPS
+from dlscale.report.profiles import PARTS, of_tool
+
+#: py-spy's looks a second, and its seconds.
+RATE, SECONDS = 100, 10
+
+#: Seconds from a program's start until py-spy looks at it: without PyTorch's optimisers; with them, if their window,
+#: after which it looks, has not come.
+EARLY, LATE = 10.0, 60.0
+
+#: Steps before and after a window by which a profiler's cost is known.
+BESIDE = 10
+
+MISSING = "py-spy: not found; install it on PATH or beside dlscale: pip install 'dlscale[profile]'"
+ENDED = "the program ended before py-spy looked at it"
+FORBIDDEN = (
+    "py-spy may not look into other processes here: set kernel.yama.ptrace_scope to 1 or 0; in a container add "
+    "--cap-add SYS_PTRACE"
+)
+
+
+#: Functions of the hook, which stand between the program's.
+OURS = r"Watcher\..*\(sitecustomize\.py:\d+\)"
+
+
+class Profilers:
+    """Profilers of one run of a program."""
+
+    def __init__(self, folder: Path) -> None:
+        self._steps, self._folder = folder / "steps", folder / "profile"
+        self._folder.mkdir()
+        self._stacks = self._folder / "py-spy.folded"
+        self._span: Span | None = None
+        self._problem: str | None = ENDED
+        self._tool = shutil.which("py-spy") or shutil.which(str(Path(sys.executable).with_name("py-spy"))) or ""
+        self._ended = threading.Event()
+        self._spy: subprocess.Popen[str] | None = None
+
+    @contextlib.contextmanager
+    def beside(self, program: int) -> Iterator[None]:
+        """Look at a process and its descendants when it is time."""
+        if not self._tool:
+            self._problem = MISSING
+            yield
+            return
+        looking = threading.Thread(target=self._look, args=(program,), daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            looking.join(SECONDS / 2)
+            if self._spy and self._spy.poll() is None:
+                self._spy.kill()
+            looking.join()
+
+    def _look(self, program: int) -> None:
+        start = time.monotonic()
+        while not self._due(time.monotonic() - start):
+            if self._ended.wait(0.2):
+                return
+        words = ["record", f"--pid={program}", "--subprocesses", "--threads", "--idle", f"--rate={RATE}"]
+        words += [f"--duration={SECONDS}", "--format=raw", f"--output={self._stacks}"]
+        begin = time.time()
+        # A session of its own: a terminal's Ctrl-C is the program's.
+        self._spy = subprocess.Popen(
+            [self._tool, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        said = self._spy.communicate()[1]
+        self._span, self._problem = (begin, time.time()), None
+        if not (self._stacks.exists() and self._stacks.stat().st_size):
+            refused = re.search("permission|ptrace|not permitted", said, re.IGNORECASE)
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+            self._problem = FORBIDDEN if refused else f"py-spy made no profile: {last.strip()}"
+
+    def _due(self, seconds: float) -> bool:
+        """Return whether it is time for py-spy."""
+        if any(self._steps.glob("torch.*.window")):
+            return True
+        return seconds > (LATE if any(self._steps.glob("torch.*.there")) else EARLY)
+
+    @property
+    def apart(self) -> list[Span]:
+        """When profilers were at work."""
+        known = [(each["begin"], each["end"]) for each in self._windows() if "begin" in each]
+        return [*known, *([self._span] if self._span else [])]
+
+    def _windows(self) -> list[dict[str, Any]]:
+        files = sorted(self._steps.glob("torch.*.window"))
+        return [{**json.loads(file.read_text()), "trace": file.with_suffix(".json")} for file in files]
+
+    # ---- what they saw ---------------------------------------------------------------------------------
+
+    def told(self, processes: Sequence[Process], throughput: Throughput) -> Profile:
+        """Write what the profilers saw into the run's folder `profile`, and return the record."""
+        found, plain = [self._by_torch(processes), self._by_spy(processes)], list[float]()
+        for window in self._windows():
+            before, after = _around(window, processes)
+            plain += before + after
+        rows = [row for _, told in found for row in told]
+        record = Profile(
+            device=throughput.device,
+            nranks=throughput.nranks,
+            batch_size=throughput.batch_size,
+            seconds_per_step=plain,
+            tools=[tool for tool, _ in found],
+            top=first_rows(rows, 0),
+        )
+        write(record, rows, self._folder)
+        return record
+
+    def _by_torch(self, processes: Sequence[Process]) -> Found:
+        windows = self._windows()
+        window = next((each for each in windows if not each["problem"]), windows[0] if windows else None)
+        if window is None or window["problem"]:
+            there = any(self._steps.glob("torch.*.there"))
+            short = f"it made fewer than {FIRST + STEPS} steps of PyTorch's optimisers in one process"
+            reason = window["problem"] if window else short if there else "no optimiser of PyTorch's was seen"
+            return ProfiledTool(name="torch", problem=reason), []
+        try:
+            trace = window["trace"].read_bytes()
+            events = read(json.loads(trace)["traceEvents"])
+            tool, rows = summarise(events, "torch")
+        except (OSError, ValueError) as error:
+            return ProfiledTool(name="torch", problem=f"PyTorch's profiler left no whole trace ({error})"), []
+        device = events.kind.isin(DEVICE).any()
+        if window["cuda"] and not device:
+            return ProfiledTool(name="torch", problem=REFUSED), []
+        kept = self._folder / "torch.rank0.json.gz"
+        kept.write_bytes(gzip.compress(trace, 3))
+        before, after = _around(window, processes)
+        cost = overhead(before, window["seconds"], after) if before and after else None
+        known = {"version": window["version"], "overhead": cost, "files": {"trace, for Perfetto": kept.name}}
+        return tool.model_copy(update=known), rows
+
+    def _by_spy(self, processes: Sequence[Process]) -> Found:
+        if self._problem or not self._span:
+            return ProfiledTool(name="py-spy", problem=self._problem), []
+        version = re.search(r"\d+(\.\d+)+", answer([self._tool, "--version"]) or "")
+        stacks, picture = read_stacks(self._stacks), self._stacks.with_suffix(".svg")
+        first = next((process.steps for process in processes), [])
+        begin, end = self._span
+        steps = sum(begin < each <= end for each in first)
+        seconds = (end - begin) / max(steps, 1)
+        if not stacks:
+            return ProfiledTool(name="py-spy", problem=ENDED), []
+        tool = ProfiledTool(
+            name="py-spy",
+            version=version.group() if version else "",
+            steps=steps,
+            seconds_per_step=seconds if steps else None,
+            files={"flame graph": picture.name, "stacks, for speedscope": self._stacks.name},
+        )
+        picture.write_text(flames(stacks))
+        return tool, functions(stacks, processes, seconds)
+
+
+def _around(window: dict[str, Any], processes: Sequence[Process]) -> tuple[list[float], list[float]]:
+    """Return the seconds of some steps before a window, and after it when all has settled, of its process."""
+    host, _, number = window["trace"].stem.removeprefix("torch.").rpartition(".")
+    ends = next((each.steps for each in processes if (each.host, each.pid) == (host, int(number))), [])
+    lengths = [(end, end - begin) for begin, end in itertools.pairwise(ends)]
+    before = [length for end, length in lengths if end <= window["begin"]]
+    after = [length for end, length in lengths if end > window["end"]]
+    return before[-BESIDE:], after[SETTLING:][:BESIDE]
+
+
+# ---- stacks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Functions that a process's main thread was in, at `count` looks."""
+
+    processes: tuple[int, ...]  #: From the program's first to its own.
+    frames: tuple[str, ...]  #: From the outermost: `NAME (FILE:LINE)`.
+    count: int
+
+
+def read_stacks(path: Path) -> list[Stack]:
+    """Read the stacks of main threads, as py-spy folds them: `process 1:"sh";process 2:"python";thread (2): NAME;…`."""
+    found = list[Stack]()
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            head, _, rest = line.rstrip("\n").rpartition(";thread (")
+            text, _, count = rest.rpartition(" ")
+            thread, *every = text.split(";")
+            frames = [frame for frame in every if not re.fullmatch(OURS, frame)]
+            number, _, name = thread.partition(")")
+            processes = re.findall(r'(?:^|;)process (\d+):"', head)  # their command lines may hold a semicolon
+            if processes and (name == ": MainThread" or number == processes[-1]) and frames:
+                found.append(Stack(tuple(map(int, processes)), tuple(frames), int(count)))
+    return found
+
+
+def training(stacks: Sequence[Stack], processes: Sequence[Process]) -> dict[int, int]:
+    """Return the ranks of the processes that train, by their numbers: those whose steps were seen, else the first."""
+    here = {stack.processes[-1] for stack in stacks}
+    known = {each.pid: each.rank for each in processes if each.host == os.uname().nodename and each.pid in here}
+    outermost = [next(each for each in stack.processes if each in here) for stack in stacks]
+    return known or {pid: rank for rank, pid in enumerate(dict.fromkeys(outermost))}
+
+
+def functions(stacks: Sequence[Stack], processes: Sequence[Process], seconds: float) -> list[TopEntry]:
+    """Return the functions that processes were in, those that train and those that work for them, of `seconds` a step.
+
+    Shares are of the main thread's time, waiting included.
+    """
+    ranks = training(stacks, processes)
+    own, whole = defaultdict[Any, int](int), defaultdict[Any, int](int)
+    looks = defaultdict[Any, int](int)
+    for stack in stacks:
+        trainer = next((pid for pid in reversed(stack.processes) if pid in ranks), None)
+        if trainer is None:
+            continue
+        group = ranks[trainer], "function" if trainer == stack.processes[-1] else "worker"
+        names = [re.sub(r":\d+\)$", ")", frame) for frame in stack.frames]
+        looks[group] += stack.count
+        own[group, names[-1]] += stack.count
+        for name in set(names):
+            whole[group, name] += stack.count
+    rows = list[TopEntry]()
+    for (group, name), count in whole.items():
+        share, kind = own[group, name] / looks[group], group[1]
+        row = {"rank": group[0], "name": name, "share": share, "total": count / looks[group]}
+        rows.append(TopEntry(tool="py-spy", kind=kind, seconds=share * seconds, **row))
+    return sorted(rows, key=lambda row: (row.rank, row.kind, -row.share, -(row.total or 0)))
+
+
+def flames(stacks: Sequence[Stack], width: int = 1200, height: int = 17) -> str:
+    """Return a picture of stacks, SVG: each function as wide as its share, what it calls below it."""
+    looks, drawn, deepest = sum(stack.count for stack in stacks) or 1, list[str](), 0
+    #: Column at which the next one begins, and depth, by the functions that lead to it.
+    paths = defaultdict[tuple[str, ...], int](int)
+    for stack in stacks:
+        path = (f"process {stack.processes[-1]}", *(re.sub(r":\d+\)$", ")", frame) for frame in stack.frames))
+        for depth in range(len(path)):
+            paths[path[: depth + 1]] += stack.count
+    begins = dict[tuple[str, ...], float]()
+    inside = defaultdict[tuple[str, ...], float](float)
+    for path in sorted(paths):
+        outer, wide = path[:-1], width * paths[path] / looks
+        begins[path] = begins.get(outer, 0.0) + inside[outer]
+        inside[outer] += wide
+        if wide < 1:
+            continue
+        deepest = max(deepest, len(path))
+        hue = sum(map(ord, path[-1])) % 40 + 15
+        place = f'x="{begins[path]:.1f}" y="{height * (len(path) - 1)}"'
+        title = f"{html.escape(path[-1])}, {percent(paths[path] / looks)}"
+        drawn.append(
+            f'<svg {place} width="{wide:.1f}" height="{height}"><title>{title}</title><rect width="100%" height="100%" '
+            f'fill="hsl({hue} 80% 70%)" stroke="white"/><text x="3" y="12">{html.escape(path[-1])}</text></svg>'
+        )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height * deepest}" font-family="sans-serif"'
+    )
+    return "\n".join([f'{head} font-size="11">', *drawn, "</svg>\n"])
+
+
+# ---- telling it --------------------------------------------------------------------------------------
+
+#: Functions that a terminal shows.
+SHOWN = 5
+
+
+def lines(profile: Profile) -> list[str]:
+    """Return what the profilers saw, in lines for a terminal."""
+    said = list[str]()
+    for tool in profile.tools:
+        cost = f"; {tool.overhead.words}" if tool.overhead else ""
+        if tool.problem:
+            said.append(f"  {tool.name}: no profile: {tool.problem}")
+        elif tool.ranges:
+            parts = of_tool(tool)
+            whole = sum(parts.values()) or 1.0
+            named = ", ".join(f"{PARTS[part][0]} {percent(seconds / whole)}" for part, seconds in parts.items())
+            said.append(f"  {tool.name}, {tool.steps} steps: {named}{cost}")
+        for kind, of in (("function", "where its main thread is"), ("worker", "processes that work for it")):
+            rows = [row for row in profile.top if (row.tool, row.kind) == (tool.name, kind)][:SHOWN]
+            if rows:
+                said.append(f"  {tool.name}, {of} (itself, and with what it calls):")
+                cells = [(percent(row.share), percent(row.total or 0.0), row.name) for row in rows]
+                said += [f"    {line}" for line in aligned(cells, right=(0, 1))]
+    return said

@@ -1,0 +1,153 @@
+"""Some steps of a program, which knows nothing of it, under PyTorch's own profiler. For Python 3.8 and later."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+#: Variable that has the process number of who profiles.
+PROFILED = "DLSCALE_PROFILE"
+
+#: Steps before the window, and in it.
+FIRST, STEPS = 20, 10
+
+
+class Window:
+    """A window of a process's steps; the first rank alone has one.
+
+    It leaves a trace, `torch.HOST.PID.json`, with what is known of it in `torch.HOST.PID.window`, where `steps` are. A
+    file `torch.HOST.PID.there` says from the start that it may come.
+    """
+
+    def __init__(self, steps: str) -> None:
+        self._place = Path(steps, f"torch.{os.uname().nodename}.{os.getpid()}")
+        self._count, self._process = 0, os.getpid()
+        self._profile: Any = None
+        self._step: Any = None
+        self._optimizer: Any = None
+        self._known: dict[str, Any] = {"seconds": []}
+        self._file("there").touch()
+
+    def _file(self, kind: str) -> Path:
+        return self._place.with_name(f"{self._place.name}.{kind}")
+
+    @property
+    def open(self) -> bool:
+        """Whether the window is open."""
+        return self._profile is not None
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Name what is done within the window, while it is open."""
+        with self._record(name):
+            yield
+
+    def optimizing(self) -> None:
+        """Note that an optimiser begins."""
+        if self.open:
+            self._optimizer = self._entered("optimizer")
+
+    def step(self) -> None:
+        """Note that a step has ended; open and close the window when it is time."""
+        self._count += 1
+        if not self.open and self._count != FIRST:
+            return
+        if os.getpid() != self._process:
+            return
+        try:
+            if self.open:
+                self._next()
+            else:
+                self._begin()
+        except Exception as error:  # the program runs all the same
+            self._end(f"{type(error).__name__}: {error}")
+
+    # ---- the window ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        import torch
+
+        self._known["begin"], self._known["version"] = time.time(), torch.__version__
+        dist = torch.distributed
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if rank:
+            self._file("there").unlink()
+            return
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self._end("the program has PyTorch's profiler at work itself")
+            return
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._record = torch.profiler.record_function
+        with torch.profiler.profile(activities=kinds):  # its first start loads the device's own profiler
+            torch.zeros(1)
+        self._known["cuda"] = len(kinds) > 1
+        self._profile = torch.profiler.profile(activities=kinds)
+        atexit.register(self._abandon)  # PyTorch breaks where Python ends within a profile
+        self._profile.start()
+        self._backward, torch.autograd.backward = torch.autograd.backward, self._wrapped(torch.autograd.backward)
+        self._step, self._since = self._entered("step"), time.perf_counter()
+
+    def _next(self) -> None:
+        now = time.perf_counter()
+        self._known["seconds"].append(now - self._since)
+        self._left("_optimizer")
+        self._left("_step")
+        if len(self._known["seconds"]) < STEPS:
+            self._step, self._since = self._entered("step"), now
+            return
+        profile = self._profile
+        self._restore()
+        profile.stop()
+        profile.export_chrome_trace(str(self._file("json")))
+        self._end()
+
+    def _abandon(self) -> None:
+        if self.open and os.getpid() == self._process:
+            profile = self._profile
+            self._left("_optimizer")
+            self._left("_step")
+            self._end("the program ended within the window of its steps")
+            with contextlib.suppress(Exception):
+                profile.stop()
+
+    def _end(self, problem: str | None = None) -> None:
+        with contextlib.suppress(Exception):
+            self._restore()
+        with contextlib.suppress(OSError):
+            partial = self._file("partial")
+            partial.write_text(json.dumps({**self._known, "end": time.time(), "problem": problem}))
+            partial.replace(self._file("window"))
+
+    def _restore(self) -> None:
+        if self._profile is not None:
+            self._profile = None
+            sys.modules["torch"].autograd.backward = self._backward
+
+    def _wrapped(self, backward: Any) -> Any:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            if not self.open:  # kept by someone
+                return backward(*args, **kwargs)
+            with self.range("backward"):
+                return backward(*args, **kwargs)
+
+        return within
+
+    def _entered(self, name: str) -> Any:
+        opened = self._record(name)
+        opened.__enter__()
+        return opened
+
+    def _left(self, name: str) -> None:
+        opened = getattr(self, name)
+        setattr(self, name, None)
+        if opened is not None:
+            opened.__exit__(None, None, None)
