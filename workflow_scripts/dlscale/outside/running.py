@@ -47,7 +47,7 @@ class Ended:
     stalled: float | None  #: Share of the time in which processes of this machine waited for memory.
     printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
     stopped: bool = False  #: Whether it was ended since it had made enough steps.
-    signalled: bool = False  #: Whether signals were passed on to it.
+    signals: tuple[int, ...] = ()  #: Passed on to it.
 
 
 def watched(steps: Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -111,7 +111,7 @@ def run_command(
         for copy in copies:
             copy.join(GRACE)
         share = None if stalled is None else ((_stalled() or 0.0) - stalled) / seconds
-    return Ended(status if status >= 0 else 128 - status, begin, seconds, share, printed, stopped, bool(signals))
+    return Ended(status if status >= 0 else 128 - status, begin, seconds, share, printed, stopped, tuple(signals))
 
 
 def _begin(parent: int) -> None:
