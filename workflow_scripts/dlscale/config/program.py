@@ -12,6 +12,7 @@ from pydantic import Field, StringConstraints
 from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import unknown
 from dlscale.core.schema import Number, Whole
+from dlscale.core.urls import hidden
 
 #: A placeholder in a command; `{{` and `}}` stand for braces.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
@@ -89,6 +90,10 @@ class Program(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: its.repository and not its.revision, "repository needs revision: the commit to fetch"),
+        (
+            lambda its: "://" in (its.repository or "") and hidden(its.repository) != its.repository,
+            "repository: an address with a login or a query, which pages and logs would show; put it into ~/.netrc",
+        ),
         (lambda its: its.losses and not its.log, "losses: tags of a log; say where it is: log"),
         (
             lambda its: its.resume and "resume" not in set(its.placeholders()),
@@ -241,6 +246,7 @@ class Started:
         def text(given: str) -> str:
             return _text(given, value).replace("{{", "{").replace("}}", "}")
 
+        self.resume = [text(word) for word in program.resume]
         self.command = [text(word) for given in program.command for word in _words(given, value)]
         self.environment = {name: text(given) for name, given in program.environment.items()}
         self.folder, self.log = text(program.folder), program.log and text(program.log)

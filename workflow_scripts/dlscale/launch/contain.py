@@ -63,7 +63,12 @@ def main(command: list[str]) -> int:
 
     def forward(number: int, frame: FrameType | None) -> None:
         threading.Thread(target=deliver, args=(signal.Signals(number).name,), daemon=True).start()
+        if number == signal.SIGTERM and not killer.is_alive() and client.poll() is None:
+            killer.start()
 
+    # What ignores it is gone before whoever asked kills this process.
+    killer = threading.Timer(GRACE - 5, deliver, ["KILL"])
+    killer.daemon = True
     for number in FORWARDED:
         signal.signal(number, forward)
     # In a session of its own, so that Ctrl-C, which goes to all of a terminal's processes, reaches it once.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlscale.config.program import Program
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import CHECKOUT, ROOT
 from dlscale.core.machine import LOCAL_DISK, STEPS, WATCHDOG, answer
+from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
@@ -83,6 +85,28 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
 #: Starter of a program's processes on one node, by the program's own PyTorch.
 TORCHRUN = ["torchrun", "--standalone", "--no-python"]
 
+#: What torchrun tells its processes, as a task of srun or mpirun.
+RANKED = (
+    " ".join(
+        [
+            "export",
+            *(
+                f'{own}="{"".join(f"${{{other}-" for other in others)}{"}" * len(others)}"'
+                for own, *others in zip(*VARIABLES, strict=True)
+            ),
+        ]
+    )
+    + '; exec "$@"'
+)
+
+#: Stands for the program's working folder in the words before its command.
+FOLDER = "{folder}"
+
+#: In a program's container: its steps are seen, whatever PYTHONPATH the image sets; it ends when its holder is gone.
+HELD = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
+((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&0 &)
+exec "$@" </dev/null"""
+
 
 def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[str]]:
     """Return the words that start `dlscale`, once, and those that it puts before the command of a run's program.
@@ -94,23 +118,31 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
     assert program is not None
     several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
     site = _told(site, geometry, ordered=False)
+    if site.engine not in ("none", "shifter"):  # programs write where they are
+        own = outside([program.folder], place.folder, *filter(None, [place.results]))
+        site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
+    container = list[str]()
     if program.image or (several and (site.starter != "torchrun" or geometry.nodes > 1)):
-        told = site.model_copy(update={"image": program.image or site.image})
-        passed = [STEPS, "PYTHONPATH", *program.environment]
-        container = _contain(told, place, gpu=True, passed=passed) if site.engine != "none" else []
         outer = _contain(site.model_copy(update={"engine": "none"}), place, gpu=True)
+        if site.engine != "none":
+            told = site.model_copy(update={"image": program.image or site.image})
+            container = _contain(told, place, gpu=True, program=program)
     else:
-        outer, container = _contain(site, place, gpu=True), []
-    if not several:
-        return [*outer, *PYTHON], container
-    if site.starter == "srun":
-        return [*outer, *PYTHON], [*_srun(site, geometry), "--kill-on-bad-exit=1", *container]
-    if site.starter == "mpirun":
-        return [*outer, *PYTHON], [*_mpirun(site, geometry), *container]
-    start = _filled(site.start, geometry) if geometry.nodes > 1 else []
-    meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}", "--rdzv-backend=c10d"]
-    torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
-    return [*outer, *PYTHON], [*start, *container, *torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
+        outer = _contain(site, place, gpu=True)
+    start = list[str]()
+    if several and site.starter == "torchrun":
+        start = _filled(site.start, geometry) if geometry.nodes > 1 else []
+        meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}", "--rdzv-backend=c10d"]
+        torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
+        container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
+    elif several:
+        start = (
+            [*RANKS, *_srun(site, geometry), "--kill-on-bad-exit=1", *_meet(geometry)]
+            if site.starter == "srun"
+            else _mpirun(site, geometry)
+        )
+        start += ["sh", "-c", RANKED, "sh"]
+    return [*outer, *PYTHON], [*start, *container]
 
 
 def _srun(site: Site, geometry: Geometry) -> list[str]:
@@ -123,9 +155,12 @@ def _srun(site: Site, geometry: Geometry) -> list[str]:
 
 
 def _mpirun(site: Site, geometry: Geometry) -> list[str]:
-    host = "{host}" if geometry.nodes > 1 else "127.0.0.1"
-    meet = ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
-    return [*RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *meet]
+    return [*RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *_meet(geometry)]
+
+
+def _meet(geometry: Geometry) -> list[str]:
+    """Return the words that tell ranks where they meet, in which `dlscale.launch.ranks` puts the numbers."""
+    return ["env", f"MASTER_ADDR={'{host}' if geometry.nodes > 1 else '127.0.0.1'}", "MASTER_PORT={port}"]
 
 
 def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
@@ -166,21 +201,23 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
         slurm.check(site.scheduler, geometry, where)
 
 
-def _contain(site: Site, place: Place, gpu: bool, passed: Sequence[str] = ()) -> list[str]:
+def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None) -> list[str]:
     """Return the words that put a process into a container, or give a bare one the site's environment.
 
-    With `passed`, variables that it is given as they are, the container is that of another program.
+    With a program the container is that of its command.
     """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":
         return ["env", *(f"{name}={value}" for name, value in site.environment.items())] if site.environment else []
     environment = {
-        **({} if passed else {"PYTHONPATH": place.sources}),
+        **({} if program else {"PYTHONPATH": place.sources}),
         "PYTHONNOUSERSITE": "1",  # home may be mounted, with packages for another Python
         "HOME": "/tmp",
         **site.environment,
     }
     folders = {path: path for path in (place.folder, place.results) if path}
+    here = FOLDER if program else place.folder
+    held = ["sh", "-c", HELD, f"{place.sources}/{ROOT.name}/outside/hook"] if program else []
     if site.engine == "shifter":
         # It sees the site's file systems and the whole environment as they are.
         return [
@@ -188,7 +225,7 @@ def _contain(site: Site, place: Place, gpu: bool, passed: Sequence[str] = ()) ->
             f"--image={image}",
             *([f"--module={','.join(site.modules)}"] if gpu and site.modules else []),
             *(f"--volume={source}:{target}" for source, target in site.mounts.items()),
-            f"--workdir={place.folder}",
+            f"--workdir={here}",
             *(f"--env={name}={value}" for name, value in environment.items() if name != "HOME"),
         ]
     for path in place.data:
@@ -202,7 +239,8 @@ def _contain(site: Site, place: Place, gpu: bool, passed: Sequence[str] = ()) ->
             *(["--nv"] if gpu else []),
             *(word for bind in binds for word in ("--bind", bind)),
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
-            *("--pwd", place.folder, image),
+            *("--pwd", here, image),
+            *held,
         ]
     return [
         *(*SUPERVISOR, site.engine, "run", "--rm", "--init"),
@@ -215,11 +253,12 @@ def _contain(site: Site, place: Place, gpu: bool, passed: Sequence[str] = ()) ->
         *(f"--volume={source}:{target}" for source, target in {**folders, **site.mounts}.items()),
         # Docker and podman refuse what is mounted twice.
         *(f"--volume={path}:{path}:ro" for path in place.data if site.mounts.get(path) != path),
-        f"--workdir={place.folder}",
+        f"--workdir={here}",
         *(f"--env={name}={value}" for name, value in environment.items()),
-        *(f"--env={name}" for name in [*PASSED_ON, *passed] if name not in environment),
-        *([] if passed else ["--env=DLSCALE_LIFELINE=1"]),
+        *(f"--env={name}" for name in PASSED_ON if name not in environment),
+        f"--env={STEPS}" if program else "--env=DLSCALE_LIFELINE=1",
         image,
+        *held,
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,8 @@ SAFE = {"GIT_ALLOW_PROTOCOL": "https:file", "GIT_TERMINAL_PROMPT": "0", "GIT_CON
 
 def main(args: argparse.Namespace) -> None:
     """Fetch `args.revision` of `args.repository` into `args.out`."""
+    if not shutil.which("git"):
+        raise UserError("program.repository: there is no git here; install it")
     with whole(args.out) as folder:
         for words in (
             ["init", "--quiet", str(folder)],
@@ -28,10 +31,13 @@ def main(args: argparse.Namespace) -> None:
             )
             if done.returncode:
                 what = cut(" ".join(done.stderr.split()), 300)
-                raise UserError(f"git {words[0] if words[0] != '-C' else words[2]}: {hidden_in(what)}")
+                raise UserError(
+                    f"program.repository {args.repository}: git {words[0] if words[0] != '-C' else words[2]} of "
+                    f"{args.revision}: {hidden_in(what)}"
+                )
         there = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
         ).stdout.strip()
         if there != args.revision:
-            raise UserError(f"{args.repository}: expected commit {args.revision}, fetched {there}")
+            raise UserError(f"program.repository {args.repository}: expected commit {args.revision}, fetched {there}")
         Path(folder, ".git/FETCH_HEAD").unlink(missing_ok=True)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import logging
 import math
 import shutil
+import signal
 import statistics
 from pathlib import Path
+from typing import Any
 
 from dlscale.config.compute import compute_digest
+from dlscale.config.program import Started
 from dlscale.config.run import load_run
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Epoch, epoch_lines
 from dlscale.core.text import duration
+from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
 from dlscale.outside.started import Program
@@ -35,31 +40,45 @@ def main(args: argparse.Namespace) -> None:
     steps = folder / "steps"
     shutil.rmtree(steps, ignore_errors=True)
     known = folder / SOURCES
-    if keep.exists() and (not known.exists() or known.read_text() != args.sources):
-        logging.info("%s: made by other settings or files: it begins afresh", keep)
+    resumed = resumes(run.program, keep) and known.exists() and known.read_text() == args.sources
+    if keep.exists() and not resumed:
+        logging.info("%s: nothing to go on from: the program begins afresh", keep)
         shutil.rmtree(keep)
-    resumed = keep.exists() and any(keep.iterdir())
     write_text(known, str(args.sources))
     program = Program(run, args.start, keep, steps, resumed)
     ended = program.go()
-    if ended.status:
+    # Slurm signals the processes of a job themselves, too. One that is asked to end may save, and end well.
+    asked = signal.SIGTERM in ended.signals or (ended.status and (ended.signals or ended.status - 128 in FORWARDED))
+    if ended.status or asked:
         what = f"the program ended with status {ended.status} after {duration(ended.seconds)}"
-        if ended.signalled and run.program.resume:
-            raise Stopped(f"{what}, as it was asked to; run it again: it resumes from {keep}")
+        what += ", as it was asked to" * bool(asked)
+        if asked and resumes(run.program, keep):
+            raise Stopped(f"{what}; run it again: it resumes from {keep}")
         raise UserError(f"{what}; its last lines are in the log")
     found = program.record(ended, args.telemetry)
     found = found.model_copy(update={"compute": compute_digest(run.model_dump(mode="json"))})
     if run.program.losses:
         assert program.log
         curves = seen.values(program.log, run.program.losses, ended.begin if not resumed else 0.0)
+        # A step that was made again, from the program's checkpoint, counts as it was made last.
+        curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
         own = seen.read(steps)[1]
-        epochs = epochs_of(curves, own[0].steps if own and not resumed else [], found)
+        epochs = epochs_of(curves, own[0].steps if own else [], found, ended.begin)
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
     found.write(folder / "program.json")
+    known.unlink()  # it is done: nothing goes on from here
 
 
-def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughput) -> list[Epoch]:
+def resumes(program: Any, keep: Path) -> bool:
+    """Return whether an earlier try left in its folder what a program's words for resuming name, or anything."""
+    words = Started(program, str(keep.absolute()), resumed=True).resume
+    here = f"{keep.absolute()}/"
+    named = [Path(word[word.index(here) :]) for word in words if here in word]
+    return bool(words) and keep.is_dir() and all(each.exists() for each in named) and any(keep.iterdir())
+
+
+def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughput, begin: float) -> list[Epoch]:
     """Return an epoch for each validation that a program logged.
 
     Parameters
@@ -71,13 +90,15 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         of a log that counts epochs.
     found
         Its speed.
+    begin
+        When the try began, seconds since 1970-01-01 UTC; what was logged before is of earlier ones.
     """
     assert found.full and found.outside
     size = found.batch_size or 1
     rate = found.full.mean / (size if found.outside.samples else 1)
     epochs, before, since = list[Epoch](), 0, -math.inf
-    for number, (time, step, value) in enumerate(curves.get("loss/valid", []), 1):
-        done = sum(end <= time for end in ends) if ends else step
+    points = curves.get("loss/valid", [])
+    for number, ((time, _, value), done) in enumerate(zip(points, steps_at(points, ends, begin), strict=True), 1):
         trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
         rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
         metrics = {
@@ -105,4 +126,18 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     if not epochs:
         there = ", ".join(f"{name} ({len(points)})" for name, points in curves.items()) or "nothing"
         raise UserError(f"program.losses: its log has no loss/valid; it has {there}")
+    if points[0][0] < begin:  # between two tries it may have waited for long
+        usual = statistics.median(each.valid_seconds for each in epochs)
+        epochs = [each.model_copy(update={"valid_seconds": usual}) for each in epochs]
     return epochs
+
+
+def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
+    """Return the steps that were made until each point: counted, or of several tries by the log's own numbers."""
+    counted = [bisect.bisect_right(ends, time) for time, _, _ in points]
+    here = [(count, step) for count, (time, step, _) in zip(counted, points, strict=True) if time >= begin]
+    if ends and len(here) == len(points):
+        return counted
+    made, numbers = (here[-1][0] - here[0][0], here[-1][1] - here[0][1]) if here else (0, 0)
+    each = made / numbers if made > 0 and numbers > 0 else 1.0  # that of a log that counts epochs
+    return [round(step * each) for _, step, _ in points]

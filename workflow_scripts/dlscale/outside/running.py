@@ -54,18 +54,20 @@ class Ended:
     queued: float | None  #: The same for cores.
     printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
     stopped: bool = False  #: Whether it was ended since it had made enough steps.
-    signalled: bool = False  #: Whether signals were passed on to it.
+    signals: tuple[int, ...] = ()  #: Passed on to it.
 
 
-def watched(steps: Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def watched(steps: Path, environment: Mapping[str, str] | None = None, contained: bool = False) -> dict[str, str]:
     """Return this process's environment, and in it what has a program write its steps into a folder.
 
-    All that is not this process's own is there for Apptainer as well, which starts from an empty one.
+    Where it may be in a container all that is not this process's own is there for Apptainer as well, which starts from
+    an empty one.
     """
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
     path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
     own["PYTHONPATH"] = os.pathsep.join(path)
-    return {**os.environ, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items()}}
+    there = {name: value for name, value in os.environ.items() if (name, value) != ("PYTHONSAFEPATH", "dlscale")}
+    return {**there, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 
 
 def run_command(
@@ -76,6 +78,7 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     enough: Callable[[int], bool] | None = None,
     beside: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
+    contained: bool = False,
 ) -> Ended:
     """Run a command with this process's input, output and signals; nothing that it started stays behind.
 
@@ -93,6 +96,8 @@ def run_command(
         Tells, from the number of rates that were printed, when the program is to be ended.
     beside
         From its process's number to a context that lasts as long as the program.
+    contained
+        Whether it may be in a container of its own.
     """
     pipe = subprocess.PIPE if pattern else None
     printed, before = list[tuple[float, float]](), set(psutil.Process().children(recursive=True))
@@ -102,7 +107,7 @@ def run_command(
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=watched(steps, environment),
+                env=watched(steps, environment, contained),
                 stdout=pipe,
                 stderr=pipe,
                 preexec_fn=partial(_begun, os.getpid()),
@@ -132,7 +137,7 @@ def run_command(
             for one, now in zip(waits, _waits(), strict=True)
         )
     return Ended(
-        status if status >= 0 else 128 - status, begin, seconds, stalled, queued, printed, stopped, bool(signals)
+        status if status >= 0 else 128 - status, begin, seconds, stalled, queued, printed, stopped, tuple(signals)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,10 +13,11 @@ from typing import Any
 
 from dlscale.config import program
 from dlscale.core import registry
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, cut
+from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
-from dlscale.outside.running import Ended, Reading, measured, run_command
+from dlscale.outside.running import HOOK, Ended, Reading, measured, run_command
 
 
 class Program:
@@ -27,39 +29,59 @@ class Program:
             folder.mkdir(parents=True, exist_ok=True)
         filled = program.Started(run.program, str(out.absolute()), resumed)
         self.folder, self.environment = filled.folder, filled.environment
-        self.command = [*json.loads(start or "[]"), *filled.command]
+        #: Its own words, and those with what starts them, where its variables are none of what starts it.
+        self.words, self.command = filled.command, filled.command
+        if start and (words := json.loads(start)):
+            here = str(Path(self.folder).absolute())
+            own = {**filled.environment}
+            if "PYTHONPATH" in own:
+                own["PYTHONPATH"] = f"{HOOK}{os.pathsep}{own['PYTHONPATH']}"
+            inside = ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
+            self.command = [*(word.replace(FOLDER, here) for word in words), *inside, *filled.command]
+            self.environment = {}
         self.log = Path(self.folder, filled.log) if filled.log else None
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
         #: Samples of a step, where the command has them from the settings; a study's own say what the program does.
         knows = {"batch_size", "local_batch_size"} & set(run.program.values) or not registry.study(run.study).programs
         self.batch_size: int | None = run.batch_size if knows else None
-        self._check(run.program.revision)
+        self._check(run.program)
 
-    def _check(self, revision: str | None) -> None:
+    def _check(self, program: Any) -> None:
         """Refuse a folder, a program or a revision that is not there."""
         if not Path(self.folder).is_dir():
             raise UserError(f"program.folder: {self.folder}: no such folder")
         first = self.command[0]
         if not shutil.which(first if "/" not in first else str(Path(self.folder, first))):
             raise UserError(f"program.command: {first}: no such program here")
-        if revision:
+        if program.revision and shutil.which("git"):
             there = _git(self.folder, "rev-parse", "HEAD")
-            if there != revision:
-                raise UserError(f"program.revision: {self.folder} is at {there or 'no commit'}, expected {revision}")
+            if there != program.revision:
+                raise UserError(
+                    f"program.revision: {self.folder} is at {there or 'no commit'}, expected {program.revision}"
+                )
             if changed := _git(self.folder, "status", "--porcelain", "--untracked-files=no"):
-                raise UserError(f"program.revision: {self.folder} has changes: {' '.join(changed.split())}; undo them")
+                what = cut(" ".join(changed.split()))
+                raise UserError(f"program.revision: {self.folder} has changes: {what}; undo them")
+        elif program.revision and not program.repository:  # of that the controller has made the folder
+            raise UserError(
+                "program.revision: there is no git here that could tell it; install git, or name program.repository"
+            )
 
     def go(self, enough: Callable[[int], bool] | None = None) -> Ended:
         """Run it to its end, or until it has made enough steps; `enough` has the number of rates it printed."""
-        return run_command(self.command, self.steps, self.pattern, self.folder, self.environment, enough)
+        return run_command(
+            *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
+            contained=self.command is not self.words,
+        )
 
     def record(self, ended: Ended, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""
         reading = Reading(self.batch_size, self.run.program.rate, self.log)
-        found, _ = measured(self.command, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
+        found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
         return found.model_copy(update={"nranks": self.run.geometry.world_size})
 
 
 def _git(folder: str, *words: str) -> str:
-    done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    # The folder may be another user's, and cannot be written to.
+    command = ["git", "-c", "safe.directory=*", "--no-optional-locks", "-C", folder, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

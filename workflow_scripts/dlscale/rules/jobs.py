@@ -511,10 +511,11 @@ class Jobs:
 
     def _launch_program(self, paths: Iterable[str], run: Run) -> tuple[list[str], list[str]]:
         """Return the words that start the stage of a run's program, and those that it puts before the command."""
-        assert run.program
-        place = self._place([*paths, self._placed(run).program.folder])  # type: ignore[union-attr]
+        placed = self._placed(run)
+        assert placed.program
+        place = self._place([*paths, placed.program.folder])
         try:
-            outer, inner = launcher.launch_program(self.site, place, run)
+            outer, inner = launcher.launch_program(self.site, place, placed)
         except UserError as error:
             self.refuse(error)
         return [*outer, *(f"--study={name}={study.file}" for name, study in registry.added().items())], inner

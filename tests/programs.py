@@ -1,0 +1,71 @@
+"""A small training of another's, for tests: PyTorch's hooks alone, without PyTorch; it knows nothing of dlscale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+#: What the program imports of PyTorch, which its container need not have: it starts at once.
+OPTIMIZER = """
+HOOKS = []
+def register_optimizer_step_post_hook(hook):
+    HOOKS.append(hook)
+def step():
+    for hook in HOOKS:
+        hook(None, (), {})
+"""
+
+TRAIN = """
+import argparse, json, os, signal, sys, time
+from torch.optim.optimizer import step
+parser = argparse.ArgumentParser()
+for name, kind, default in (("out", str, "."), ("epochs", int, 3), ("batch-size", int, 8), ("seconds", float, 0.01)):
+    parser.add_argument(f"--{name}", type=kind, default=default)
+parser.add_argument("--resume")
+parser.add_argument("--ended", type=int, default=1)
+args, asked = parser.parse_args(), []
+signal.signal(signal.SIGTERM, lambda *heard: asked.append(heard))
+rank = int(os.environ.get("RANK", 0))
+print("rank", rank, "of", os.environ.get("WORLD_SIZE", 1), "met at", os.environ.get("MASTER_ADDR"), flush=True)
+first = int(open(args.resume).read()) if args.resume else 0
+open("written_where_it_is", "w").close()
+for epoch in range(first, args.epochs):
+    for _ in range(12):
+        time.sleep(args.seconds)
+        step()
+        if asked:
+            sys.exit(args.ended)
+    if not rank:
+        with open(f"{args.out}/log.jsonl", "a") as log:
+            log.write(json.dumps({"step": epoch + 1, "time": time.time(), "val": 1 / (epoch + 1)}) + "\\n")
+        open(f"{args.out}/saved", "w").write(str(epoch + 1))
+"""
+
+
+def write_program(folder: Path) -> Path:
+    """Write `train.py`, and what it imports, into a folder."""
+    place = folder / "torch/optim"
+    place.mkdir(parents=True)
+    (folder / "torch/__init__.py").touch()
+    (place / "__init__.py").touch()
+    (place / "optimizer.py").write_text(OPTIMIZER)
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+def settings(folder: Path, *more: str, **program: Any) -> dict[str, Any]:
+    """Return settings of a run of it; `python3` is that of where it runs."""
+    words = ["--out", "{out}", "--epochs", "{epochs}", "--batch-size", "{batch_size}", *more, "{resume}"]
+    return {
+        "batch_size": 8,
+        "training": {"epochs": 3},
+        "throughput": {"warmup": 0, "trials": 1, "batches": 10, "seconds": 0, "beside": 0},
+        "program": {
+            "command": ["python3", "train.py", *words],
+            "folder": str(folder),
+            "log": "{out}/log.jsonl",
+            "losses": {"val": "loss/valid"},
+            "resume": ["--resume", "{out}/saved"],
+            **program,
+        },
+    }

@@ -1,0 +1,260 @@
+"""Runs of other programs: the words that start them, what they leave, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dlscale.config.program import Program
+from dlscale.config.run import Geometry
+from dlscale.config.site import Site
+from dlscale.core.errors import UserError
+from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
+from dlscale.outside import checkout, started
+from dlscale.outside.program import SOURCES, steps_at
+from tests.conftest import make_run, variables
+from tests.programs import settings, write_program
+from tests.waiting import PATIENCE, until
+
+PYTHON = ["python", "-P", "-m", "dlscale"]
+HERE = Place("/scratch/w", "/scratch/w/workflow_scripts", uid=1000, gid=100)
+ONE, TWO, FOUR = Geometry(), Geometry(gpus_per_node=2), Geometry(nodes=2, gpus_per_node=2)
+STARTERS: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "torchrun": {"rendezvous": "n1:29500", "start": ["pdsh"]},
+    "srun": {"scheduler": {"cpu_nodes": {"cpus": 8}, "gpu_nodes": {"cpus": 8, "gpus": 4}}},
+    "mpirun": {"start": ["mpiexec", "-n", "{ranks}"]},
+}
+
+# ---- what starts them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
+def test_words(engine: str, starter: str, tmp_path: Path) -> None:
+    """One container for each process that a starter makes; the program's words follow, in its folder."""
+    site = Site(**{"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, **STARTERS[starter]})
+    for geometry in (ONE, TWO, FOUR):
+        for changes in ({}, {"image": "theirs:2"}, {"start": "itself"}):
+            program = Program(command=["train"], folder=str(tmp_path), **changes)
+            outer, inner = launch_program(site, HERE, SimpleNamespace(program=program, geometry=geometry))
+            several = geometry is not ONE and starter != "direct" and "start" not in changes
+            apart = bool(changes.get("image")) or (several and (starter != "torchrun" or geometry is FOUR))
+            assert outer[-4:] == PYTHON
+            client = "run" if engine in ("docker", "podman", "podman-hpc") else "exec"
+            contained = f"{engine} {client}" if engine != "shifter" else "shifter --image"
+            assert (contained in " ".join(outer)) is (engine != "none" and not apart)
+            assert (contained in " ".join(inner)) is (engine != "none" and apart)
+            image = changes.get("image", "ours:1")
+            if engine not in ("none", "shifter"):
+                words = inner if apart else outer
+                assert f"{tmp_path}:{tmp_path}" in " ".join(words).replace("=", " ").split(), "it may write there"
+                assert (image in words and "{folder}" in " ".join(inner)) or not apart
+                assert (HELD in inner) is apart
+            if not several:
+                assert not {"srun", "mpiexec", "torchrun"} & set(inner)
+            elif starter == "torchrun":
+                nodes = ["--nnodes=2", "--rdzv-endpoint=n1:29500", "--rdzv-backend=c10d"]
+                meet = ["torchrun", "--no-python", *nodes] if geometry is FOUR else launch_torchrun()
+                assert inner[-len(meet) - 1 :] == [*meet, "--nproc-per-node=2"]
+                assert (inner[0] == "pdsh") is (geometry is FOUR)
+            else:
+                begin = "srun" if starter == "srun" else "mpiexec"
+                host = "{host}" if geometry is FOUR else "127.0.0.1"
+                assert inner[:5] == ["python", "-P", "-m", "dlscale.launch.ranks", begin]
+                place = inner.index("sh")
+                assert inner[place - 3 : place + 4] == [
+                    *("env", f"MASTER_ADDR={host}", "MASTER_PORT={port}", "sh", "-c", RANKED, "sh")
+                ]
+
+
+def launch_torchrun() -> list[str]:
+    return ["torchrun", "--standalone", "--no-python"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, "3 4 1"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "1 2 1"),
+    ],
+)
+def test_a_task_is_told_what_torchrun_tells(given: dict[str, str], told: str) -> None:
+    words = ["sh", "-c", RANKED, "sh", "sh", "-c", "echo $RANK $WORLD_SIZE $LOCAL_RANK"]
+    environment = {"PATH": os.environ["PATH"], **given}
+    assert subprocess.run(words, env=environment, capture_output=True, text=True).stdout == f"{told}\n"
+
+
+def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
+    """A PATH or PYTHONPATH of its own would hide dlscale and the engine from the words before its command."""
+    program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
+    run = SimpleNamespace(program=program, study="program", batch_size=8)
+    found = started.Program(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
+    hook = f"PYTHONPATH={started.HOOK}{os.pathsep}mine"
+    assert found.command == ["env", f"--chdir={tmp_path}", "env", hook, "A=b c", "train"]
+    assert found.environment == {} and found.words == ["train"]
+
+
+# ---- how they end ----------------------------------------------------------------------------------
+
+
+def configure(folder: Path, *more: str, **program: Any) -> Path:
+    """Write a program and the configuration of its run."""
+    write_program(folder / "theirs")
+    return make_run(folder, "program", settings(folder / "theirs", *more, **program), {"kind": "files"})
+
+
+def start(folder: Path, sources: str = "a") -> subprocess.Popen[str]:
+    words = ["--config", folder / "config.yaml", "--manifest", "none", "--threads", 1, "--sources", sources]
+    words += ["--keep", folder / "out", "--out", folder, "--log", folder / "log"]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "dlscale", "program", *map(str, words)],
+        env=variables(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return its status and its last word."""
+    said = process.communicate(timeout=PATIENCE)[1]
+    assert "Traceback" not in said
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
+    """One that is asked to end, and saves, has not come to its end, whatever its status; the result is of the whole."""
+    configure(tmp_path, f"--ended={status}", "--seconds=0.1")
+    process = start(tmp_path)
+    until("a checkpoint", (tmp_path / "out/saved").exists, process, seconds=PATIENCE)
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+    assert code == 75 and "as it was asked to; run it again: it resumes from" in said
+    assert not (tmp_path / "program.json").exists() and not (tmp_path / "program.jsonl").exists()
+    assert ended(start(tmp_path)) == (0, "")
+    found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
+    assert [each["valid_loss"] for each in found] == [1.0, 1 / 2, 1 / 3]
+    assert [each["step"] for each in found] == [12, 24, 36], "its log counts epochs"
+    assert not (tmp_path / SOURCES).exists(), "it is done: forced to run again it begins afresh"
+
+
+def test_other_files_begin_afresh(tmp_path: Path) -> None:
+    """So does what left nothing that its words for resuming name."""
+    configure(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/log.jsonl").write_text("of another\n")
+    (tmp_path / SOURCES).write_text("a")
+    assert ended(start(tmp_path)) == (0, "")
+    assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["nosuch"], "program.command: nosuch: no such program here"),
+        (["sh", "-c", "exit 3"], "the program ended with status 3 after "),
+        (["sh", "-c", "kill -9 $$"], "the program ended with status 137 after "),
+        (["sh", "-c", "sleep 1000 & exit 0"], "no training step was seen in "),
+    ],
+    ids=["absent", "fails", "killed", "no steps, and a daemon"],
+)
+def test_one_message(tmp_path: Path, command: list[str], message: str) -> None:
+    configure(tmp_path, command=command, log=None, losses={}, resume=[])
+    process = start(tmp_path)
+    code, said = ended(process)
+    assert code == 2 and said.startswith(f"dlscale program: {message}") and said.count("\n") == 1, said
+    assert not (tmp_path / "program.json").exists()
+    left = subprocess.run(["pgrep", "--session", str(process.pid)], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+def test_steps_of_a_log_that_counts_epochs() -> None:
+    points = [(float(time), step, 0.0) for step, time in enumerate([1, 2, 13, 14], 1)]
+    ends = [12 + number / 10 for number in range(21)]  # of a second try, which went on from the second epoch
+    assert steps_at(points, ends, begin=12) == [10, 20, 30, 40]
+    assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "of one try they are counted"
+    assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
+
+
+# ---- repositories ----------------------------------------------------------------------------------
+
+
+def git(folder: Path, *words: str) -> str:
+    known = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    return subprocess.run(["git", "-C", folder, *known, *words], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[Path, list[str]]:
+    """Return a repository with two commits, and these."""
+    folder = tmp_path / "published"
+    write_program(folder)
+    git(folder, "init", "--quiet")
+    commits = []
+    for text in ("one", "two"):
+        (folder / "README").write_text(text)
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "--message", text)
+        commits.append(git(folder, "rev-parse", "HEAD").strip())
+    return folder, commits
+
+
+def fetch(repository: object, revision: str, out: Path) -> None:
+    checkout.main(SimpleNamespace(repository=str(repository), revision=revision, out=str(out)))  # type: ignore[arg-type]
+
+
+def test_a_revision_is_fetched_and_checked(
+    published: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, (first, second) = published
+    fetch(folder, first, tmp_path / "there")
+    assert (tmp_path / "there/README").read_text() == "one"
+    mine = {"command": ["python3", "train.py"], "folder": str(tmp_path / "there")}
+
+    def check(revision: str, **more: str) -> None:
+        program = Program(**mine, revision=revision, **more)  # type: ignore[arg-type]
+        run = SimpleNamespace(program=program, study="program", batch_size=8)
+        started.Program(run, None, tmp_path / "out", tmp_path / "steps")
+
+    check(first)
+    with pytest.raises(UserError, match=f"there is at {first}, expected {second}"):
+        check(second)
+    (tmp_path / "there/new").touch()  # what it writes there is no change
+    check(first)
+    (tmp_path / "there/README").write_text("three")
+    with pytest.raises(UserError, match="there has changes: M README; undo them"):
+        check(first)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(UserError, match="there is no git here that could tell it"):
+        check(first)
+    check(first, repository=str(folder))
+    with pytest.raises(UserError, match=r"program\.repository: there is no git here"):
+        fetch(folder, first, tmp_path / "another")
+
+
+@pytest.mark.parametrize("wrong", ["revision", "address"])
+def test_a_repository_that_cannot_be_fetched(published: tuple[Path, list[str]], tmp_path: Path, wrong: str) -> None:
+    folder, (first, _) = published
+    revision, repository = ("0" * 40, folder) if wrong == "revision" else (first, tmp_path / "nowhere")
+    with pytest.raises(UserError, match=f"program.repository {repository}: git fetch of {revision}: "):
+        fetch(repository, revision, tmp_path / "there")
+    assert not list(tmp_path.glob("*there*"))
+
+
+def test_an_address_with_a_login_is_refused() -> None:
+    with pytest.raises(ValueError, match="an address with a login or a query") as caught:
+        Program(command=["a"], repository="https://me:secret@host/a.git", revision="0" * 40)
+    assert "secret" not in str(caught.value).partition("input_value")[0]
+    Program(command=["a"], repository="/data/a@b/c", revision="0" * 40)
