@@ -84,6 +84,18 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
 TORCHRUN = ["torchrun", "--standalone", "--no-python"]
 
 
+#: Gives a process its place by PyTorch's variables, from those of MPI or Slurm; the command follows.
+RANKED = [
+    "sh",
+    "-c",
+    "export RANK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}"
+    " LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PMI_LOCAL_RANK:-$SLURM_LOCALID}}}"
+    " WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-$SLURM_NTASKS}}"
+    '; exec "$@"',
+    "sh",
+]
+
+
 def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[str]]:
     """Return the words that start `dlscale`, once, and those that it puts before the command of a run's program.
 
@@ -104,9 +116,10 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
     if not several:
         return [*outer, *PYTHON], container
     if site.starter == "srun":
-        return [*outer, *PYTHON], [*_srun(site, geometry), "--kill-on-bad-exit=1", *container]
+        meet = ["env", "MASTER_ADDR={host}", "MASTER_PORT={port}"]
+        return [*outer, *PYTHON], [*RANKS, *_srun(site, geometry), "--kill-on-bad-exit=1", *meet, *RANKED, *container]
     if site.starter == "mpirun":
-        return [*outer, *PYTHON], [*_mpirun(site, geometry), *container]
+        return [*outer, *PYTHON], [*_mpirun(site, geometry), *RANKED, *container]
     start = _filled(site.start, geometry) if geometry.nodes > 1 else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}", "--rdzv-backend=c10d"]
     torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from dlscale.config.compute import compute_digest
 from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import write_text
-from dlscale.core.metrics import Epoch, epoch_lines
+from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.text import duration
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
@@ -50,8 +51,16 @@ def main(args: argparse.Namespace) -> None:
     found = program.record(ended, args.telemetry)
     found = found.model_copy(update={"compute": compute_digest(run.model_dump(mode="json"))})
     if run.program.losses:
-        assert program.log
-        curves = seen.values(program.log, run.program.losses, ended.begin if not resumed else 0.0)
+        curves = {
+            name: [(time, row, value) for row, (time, value) in enumerate(points, 1)]
+            for name, points in ended.losses.items()
+        }
+        if program.log:
+            since, percent = ended.begin if not resumed else 0.0, registry.study(run.study).published_log.percent
+            curves = seen.values(program.log, run.program.losses, since, seen.processes(steps) if not resumed else ())
+            for tag in percent & run.program.losses.keys():
+                name = run.program.losses[tag]
+                curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]
         own = seen.read(steps)[1]
         epochs = epochs_of(curves, own[0].steps if own and not resumed else [], found)
         write_text(folder / LOSSES, epoch_lines(epochs))
@@ -75,34 +84,39 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     assert found.full and found.outside
     size = found.batch_size or 1
     rate = found.full.mean / (size if found.outside.samples else 1)
-    epochs, before, since = list[Epoch](), 0, -math.inf
-    for number, (time, step, value) in enumerate(curves.get("loss/valid", []), 1):
+    epochs, before, since, untrained = list[Epoch](), 0, -math.inf, None
+    for number, (time, step, value) in enumerate(curves.get("loss/valid", [])):
         done = sum(end <= time for end in ends) if ends else step
         trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
         rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
         metrics = {
-            name.partition("/")[2]: points[number - 1][2]
+            name.partition("/")[2]: points[number][2]
             for name, points in curves.items()
-            if name.startswith("valid/") and len(points) >= number
+            if name.startswith("valid/") and len(points) > number
         }
+        train_loss = statistics.fmean(trained) if trained else math.nan
+        if not (number or done):  # before the first step
+            untrained, since = Untrained(train_loss=train_loss, valid_loss=value, metrics=metrics), time
+            continue
         seconds = max(done - before, 0) / rate if rate else 0.0
         epochs.append(
             Epoch(
-                epoch=number,
+                epoch=len(epochs) + 1,
                 step=done,
                 samples=done * size,
                 learning_rate=rates[-1] if rates else math.nan,
-                train_loss=statistics.fmean(trained) if trained else math.nan,
+                train_loss=train_loss,
                 valid_loss=value,
                 epoch_seconds=seconds,
                 samples_per_second=rate * size,
                 valid_seconds=max(time - since - seconds, 0.0) if since > 0 else 0.0,
                 wall_time=time,
                 metrics=metrics,
+                untrained=None if epochs else untrained,
             )
         )
         before, since = done, time
     if not epochs:
         there = ", ".join(f"{name} ({len(points)})" for name, points in curves.items()) or "nothing"
-        raise UserError(f"program.losses: its log has no loss/valid; it has {there}")
+        raise UserError(f"program.losses: no loss/valid in what it logs or prints; there is {there}")
     return epochs

@@ -46,6 +46,7 @@ class Ended:
     seconds: float
     stalled: float | None  #: Share of the time in which processes of this machine waited for memory.
     printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
+    losses: dict[str, list[tuple[float, float]]]  #: Other numbers that it printed, by what was looked for.
     stopped: bool = False  #: Whether it was ended since it had made enough steps.
     signalled: bool = False  #: Whether signals were passed on to it.
 
@@ -68,6 +69,7 @@ def run_command(
     folder: str | None = None,
     environment: Mapping[str, str] | None = None,
     enough: Callable[[int], bool] | None = None,
+    losses: Mapping[str, re.Pattern[str]] | None = None,
 ) -> Ended:
     """Run a command with this process's input, output and signals; nothing that it started stays behind.
 
@@ -83,9 +85,15 @@ def run_command(
         Further variables.
     enough
         Tells, from the number of rates that were printed, when the program is to be ended.
+    losses
+        Patterns of other numbers that it prints, by name.
     """
-    pipe = subprocess.PIPE if pattern else None
-    printed, parent, before = list[tuple[float, float]](), os.getpid(), set(psutil.Process().children(recursive=True))
+    looked = {**(losses or {}), **({"": pattern} if pattern else {})}
+    pipe = subprocess.PIPE if looked else None
+    found = {name: list[tuple[float, float]]() for name in ["", *looked]}
+    # Python holds back what goes into a pipe.
+    environment = {**({"PYTHONUNBUFFERED": "1"} if looked else {}), **(environment or {})}
+    parent, before = os.getpid(), set(psutil.Process().children(recursive=True))
     with _reaping():
         stalled, begin, start = _stalled(), time.time(), time.perf_counter()
         process = subprocess.Popen(
@@ -98,20 +106,21 @@ def run_command(
         )
         with _forwarding(process) as signals:
             copies = [
-                threading.Thread(target=_copy, args=(stream, out.fileno(), pattern, printed), daemon=True)
+                threading.Thread(target=_copy, args=(stream, out.fileno(), looked, found), daemon=True)
                 for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-                if stream and pattern
+                if stream
             ]
             for copy in copies:
                 copy.start()
-            stopped = enough is not None and _wait(process, lambda: enough(len(printed)))
+            stopped = enough is not None and _wait(process, lambda: enough(len(found[""])))
             status = process.wait()
         seconds = time.perf_counter() - start
         _end_rest(before, told=not stopped)
         for copy in copies:
             copy.join(GRACE)
         share = None if stalled is None else ((_stalled() or 0.0) - stalled) / seconds
-    return Ended(status if status >= 0 else 128 - status, begin, seconds, share, printed, stopped, bool(signals))
+    printed, status = found.pop(""), status if status >= 0 else 128 - status
+    return Ended(status, begin, seconds, share, printed, found, stopped, bool(signals))
 
 
 def _begin(parent: int) -> None:
@@ -197,17 +206,22 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
         )
 
 
-def _copy(stream: IO[bytes], out: int, pattern: re.Pattern[str], printed: list[tuple[float, float]]) -> None:
-    """Copy a stream as it comes, and note the rates in it."""
+def _copy(
+    stream: IO[bytes], out: int, looked: Mapping[str, re.Pattern[str]], found: Mapping[str, list[tuple[float, float]]]
+) -> None:
+    """Copy a stream as it comes, and note the numbers in it that are looked for; "" are rates."""
     rest = b""
     while data := os.read(stream.fileno(), 65536):
         with contextlib.suppress(OSError):  # nobody reads it
             os.write(out, data)
         *whole_lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
         for line in whole_lines:
-            match = pattern.search(line.decode(errors="replace"))
-            if match and (rate := seen.number_in(match[1])):
-                printed.append((time.time(), rate))
+            for name, pattern in looked.items():
+                match = pattern.search(line.decode(errors="replace"))
+                number = seen.number_in(match[1], rate=not name) if match else None
+                if match and number is not None:
+                    share = name and line[match.end(1) :].startswith(b"%")
+                    found[name].append((time.time(), number / 100 if share else number))
         rest = rest[-65536:]
 
 
