@@ -264,14 +264,14 @@ def test_in_turns_on_one_page(tmp_path: Path) -> None:
     tree = tmp_path / "a repository"
     copy_tree(tree)
     plan = {
+        "measure": ["throughput"],
         "settings": {
             "dataset": "starter_small",
             "model": {"hidden": 8},
             "loader": {"workers": 0},
-            "training": {"epochs": 2},
             "throughput": {"warmup": 1, "trials": 2, "batches": 5, "seconds": 0.1, "beside": 2, "error": 0.2},
             "precision": "fp32",
-        }
+        },
     }
     (tree / "mine.yaml").write_text(yaml.safe_dump({"plans": {"starter_published_program": plan}}))
 
@@ -292,11 +292,10 @@ def test_in_turns_on_one_page(tmp_path: Path) -> None:
     records = {name: Throughput.read(results / name / "throughput.json") for name in ("program", "ours")}
     assert records["ours"].beside and records["ours"].beside.openings, "in turns"
     theirs = [own["rate"] for own in map(json.loads, (place.path / "stopwatch.jsonl").read_text().splitlines())]
-    for record in (records["program"], Throughput.read(results / "program/program.json")):
-        assert record.full and record.full.mean == pytest.approx(statistics.median(theirs), rel=0.15)
+    assert records["program"].full and records["program"].batch_size == 32
     turns = [first for opening in records["ours"].beside.openings for _, first in opening]
-    assert statistics.median(turns) == pytest.approx(statistics.median(theirs), rel=0.15)
-    assert len(read_epochs(results / "program/program.jsonl")) == 25
+    for rate in (records["program"].full.mean, statistics.median(turns)):
+        assert 0.85 * min(theirs) < rate < 1.1 * max(theirs)
     assert not (place.path / "outputs").exists(), "nothing of a run is in the user's folder"
     page = (results / "report.html").read_text()
     assert "train_single_gpu.py, as published" in page

@@ -9,7 +9,8 @@ from dlscale import cli
 
 def main() -> int:
     """Run one stage in this process."""
-    os.environ["PYTHONSAFEPATH"] = "1"  # what it starts imports nothing from the working folder either
+    # What it starts imports nothing from the working folder either; programs of others do (dlscale.outside.running).
+    os.environ.setdefault("PYTHONSAFEPATH", "dlscale")
     status = cli.main()
     gc.freeze()  # as it ends Python looks for garbage among all that was imported: a second, with PyTorch
     return status

@@ -59,7 +59,8 @@ def watched(steps: Path, environment: Mapping[str, str] | None = None) -> dict[s
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
     path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
     own["PYTHONPATH"] = os.pathsep.join(path)
-    return {**os.environ, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items()}}
+    here = {name: value for name, value in os.environ.items() if (name, value) != ("PYTHONSAFEPATH", "dlscale")}
+    return {**here, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items()}}
 
 
 def run_command(

@@ -186,8 +186,13 @@ def pace(processes: Sequence[Process], batch_size: int | None = None) -> Pace | 
 
 def _samples(process: Process, training: set[str]) -> float:
     """Return the mean samples of a step; 0 where a batch does not tell them."""
-    counts = [samples for _, iterator, _, samples in process.batches if iterator in training]
-    return sum(counts) / len(process.steps) if all(counts) else 0.0
+    counts, steps = [samples for _, iterator, _, samples in process.batches if iterator in training], len(process.steps)
+    if not counts or not all(counts):
+        return 0.0
+    # Those of a step that was not ended, or fetched ahead, are none of these steps.
+    each = max(round(len(counts) / steps), 1)
+    whole = abs(len(counts) - each * steps) <= each + 1
+    return statistics.fmean(counts) * (each if whole else len(counts) / steps)
 
 
 # ---- what the program prints, or logs ---------------------------------------------------------------
