@@ -122,6 +122,25 @@ def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path
     assert way == "timed" and len(processes) == 1
 
 
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_validation_of_one_batch_and_a_step_that_did_not_end_are_no_samples(tmp_path: Path, accumulated: int) -> None:
+    clock = Clock(tmp_path)
+    for _ in range(3):
+        clock.iterator += 1
+        for number in range(5 * accumulated):
+            clock.batch(0.01)
+            if number % accumulated == accumulated - 1:
+                clock.step(0.01)
+        clock.iterator += 1
+        clock.batch(0.001, samples=1000)
+        clock.now += 0.2
+    clock.iterator += 1
+    clock.batch(0.01)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.batch_size == 8 * accumulated
+    assert found.rates == pytest.approx([8 * accumulated / (0.01 * (accumulated + 1))] * len(found.rates), rel=1e-3)
+
+
 def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
     Clock(tmp_path).epoch(2, wait=0.0, seconds=0.1)
     assert steps.pace(steps.read(tmp_path)[1]) is None and steps.read(tmp_path / "none") == ("", [])

@@ -82,7 +82,8 @@ class Program(Lawful):
     losses: dict[str, str] = Field(
         {},
         description="Tags of that log, each with ours: `Loss/valid: loss/valid`; also loss/train, learning_rate, and "
-        "valid/NAME for metrics.",
+        "valid/NAME for metrics. Without a log they are regular expressions of what it prints, whose group is the "
+        "number; before a % sign it is a share.",
     )
     resume: list[str] = Field(
         [], description="Words that stand for {resume} when an earlier try left something in {out}."
@@ -94,7 +95,11 @@ class Program(Lawful):
             lambda its: "://" in (its.repository or "") and hidden(its.repository) != its.repository,
             "repository: an address with a login or a query, which pages and logs would show; put it into ~/.netrc",
         ),
-        (lambda its: its.losses and not its.log, "losses: tags of a log; say where it is: log"),
+        (
+            lambda its: not its.log and [each for each in its.losses if not _one_group(each)],
+            "losses: without a log, expected regular expressions of what it prints, each with one group for the "
+            "number; or say where its log is: log",
+        ),
         (
             lambda its: its.resume and "resume" not in set(its.placeholders()),
             "resume: the command has no {{resume}}, where these words would stand",
@@ -115,6 +120,13 @@ class Program(Lawful):
         """Yield the names of all placeholders."""
         for text in self.texts():
             yield from (match[1] for match in PLACEHOLDER.finditer(text) if match[1])
+
+
+def _one_group(text: str) -> bool:
+    try:
+        return re.compile(text).groups == 1
+    except re.error:
+        return False
 
 
 def settings_of(run: Any) -> dict[str, Any]:

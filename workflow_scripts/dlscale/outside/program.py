@@ -15,9 +15,10 @@ from typing import Any
 from dlscale.config.compute import compute_digest
 from dlscale.config.program import Started
 from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import write_text
-from dlscale.core.metrics import Epoch, epoch_lines
+from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.text import duration
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
@@ -58,8 +59,16 @@ def main(args: argparse.Namespace) -> None:
     found = program.record(ended, args.telemetry)
     found = found.model_copy(update={"compute": compute_digest(run.model_dump(mode="json"))})
     if run.program.losses:
-        assert program.log
-        curves = seen.values(program.log, run.program.losses, ended.begin if not resumed else 0.0)
+        curves = {
+            name: [(time, row, value) for row, (time, value) in enumerate(points, 1)]
+            for name, points in ended.losses.items()
+        }
+        if program.log:
+            since, percent = ended.begin if not resumed else 0.0, registry.study(run.study).published_log.percent
+            curves = seen.values(program.log, run.program.losses, since, seen.processes(steps) if not resumed else ())
+            for tag in percent & run.program.losses.keys():
+                name = run.program.losses[tag]
+                curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]
         # A step that was made again, from the program's checkpoint, counts as it was made last.
         curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
         own = seen.read(steps)[1]
@@ -96,36 +105,41 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     assert found.full and found.outside
     size = found.batch_size or 1
     rate = found.full.mean / (size if found.outside.samples else 1)
-    epochs, before, since = list[Epoch](), 0, -math.inf
+    epochs, before, since, untrained = list[Epoch](), 0, -math.inf, None
     points = curves.get("loss/valid", [])
-    for number, ((time, _, value), done) in enumerate(zip(points, steps_at(points, ends, begin), strict=True), 1):
+    for number, ((time, _, value), done) in enumerate(zip(points, steps_at(points, ends, begin), strict=True)):
         trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
         rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
         metrics = {
-            name.partition("/")[2]: points[number - 1][2]
+            name.partition("/")[2]: points[number][2]
             for name, points in curves.items()
-            if name.startswith("valid/") and len(points) >= number
+            if name.startswith("valid/") and len(points) > number
         }
+        train_loss = statistics.fmean(trained) if trained else math.nan
+        if not (number or done):  # before the first step
+            untrained, since = Untrained(train_loss=train_loss, valid_loss=value, metrics=metrics), time
+            continue
         seconds = max(done - before, 0) / rate if rate else 0.0
         epochs.append(
             Epoch(
-                epoch=number,
+                epoch=len(epochs) + 1,
                 step=done,
                 samples=done * size,
                 learning_rate=rates[-1] if rates else math.nan,
-                train_loss=statistics.fmean(trained) if trained else math.nan,
+                train_loss=train_loss,
                 valid_loss=value,
                 epoch_seconds=seconds,
                 samples_per_second=rate * size,
                 valid_seconds=max(time - since - seconds, 0.0) if since > 0 else 0.0,
                 wall_time=time,
                 metrics=metrics,
+                untrained=None if epochs else untrained,
             )
         )
         before, since = done, time
     if not epochs:
         there = ", ".join(f"{name} ({len(points)})" for name, points in curves.items()) or "nothing"
-        raise UserError(f"program.losses: its log has no loss/valid; it has {there}")
+        raise UserError(f"program.losses: no loss/valid in what it logs or prints; there is {there}")
     if points[0][0] < begin:  # between two tries it may have waited for long
         usual = statistics.median(each.valid_seconds for each in epochs)
         epochs = [each.model_copy(update={"valid_seconds": usual}) for each in epochs]

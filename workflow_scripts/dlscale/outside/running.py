@@ -53,6 +53,7 @@ class Ended:
     stalled: float | None  #: Share of the time in which processes of this machine waited for memory.
     queued: float | None  #: The same for cores.
     printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
+    losses: dict[str, list[tuple[float, float]]]  #: Other numbers that it printed, by what was looked for.
     stopped: bool = False  #: Whether it was ended since it had made enough steps.
     signals: tuple[int, ...] = ()  #: Passed on to it.
 
@@ -77,6 +78,7 @@ def run_command(
     folder: str | None = None,
     environment: Mapping[str, str] | None = None,
     enough: Callable[[int], bool] | None = None,
+    losses: Mapping[str, re.Pattern[str]] | None = None,
     beside: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
     contained: bool = False,
 ) -> Ended:
@@ -94,13 +96,19 @@ def run_command(
         Further variables.
     enough
         Tells, from the number of rates that were printed, when the program is to be ended.
+    losses
+        Patterns of other numbers that it prints, by name.
     beside
         From its process's number to a context that lasts as long as the program.
     contained
         Whether it may be in a container of its own.
     """
-    pipe = subprocess.PIPE if pattern else None
-    printed, before = list[tuple[float, float]](), set(psutil.Process().children(recursive=True))
+    looked = {**(losses or {}), **({"": pattern} if pattern else {})}
+    pipe = subprocess.PIPE if looked else None
+    found = {name: list[tuple[float, float]]() for name in ["", *looked]}
+    # Python holds back what goes into a pipe.
+    environment = {**({"PYTHONUNBUFFERED": "1"} if looked else {}), **(environment or {})}
+    before = set(psutil.Process().children(recursive=True))
     with _reaping():
         waits, begin, start = _waits(), time.time(), time.perf_counter()
         try:
@@ -120,13 +128,13 @@ def run_command(
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
         with _forwarding(process) as signals, beside(process.pid) if beside else contextlib.nullcontext():
             copies = [
-                threading.Thread(target=_copy, args=(stream, out.fileno(), pattern, printed), daemon=True)
+                threading.Thread(target=_copy, args=(stream, out.fileno(), looked, found), daemon=True)
                 for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-                if stream and pattern
+                if stream
             ]
             for copy in copies:
                 copy.start()
-            stopped = enough is not None and _wait(process, lambda: enough(len(printed)))
+            stopped = enough is not None and _wait(process, lambda: enough(len(found[""])))
             status = process.wait()
         seconds = time.perf_counter() - start
         _end_rest(before, told=not stopped)
@@ -136,9 +144,8 @@ def run_command(
             None if one is None or now is None else (now - one) / seconds
             for one, now in zip(waits, _waits(), strict=True)
         )
-    return Ended(
-        status if status >= 0 else 128 - status, begin, seconds, stalled, queued, printed, stopped, tuple(signals)
-    )
+    printed, status = found.pop(""), status if status >= 0 else 128 - status
+    return Ended(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals))
 
 
 def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> bool:
@@ -225,8 +232,10 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
         )
 
 
-def _copy(stream: IO[bytes], out: int, pattern: re.Pattern[str], printed: list[tuple[float, float]]) -> None:
-    """Copy a stream as it comes, and note the rates in it."""
+def _copy(
+    stream: IO[bytes], out: int, looked: Mapping[str, re.Pattern[str]], found: Mapping[str, list[tuple[float, float]]]
+) -> None:
+    """Copy a stream as it comes, and note the numbers in it that are looked for; "" are rates."""
     rest = b""
     while data := os.read(stream.fileno(), 65536):
         with contextlib.suppress(OSError):  # nobody reads it
@@ -234,16 +243,21 @@ def _copy(stream: IO[bytes], out: int, pattern: re.Pattern[str], printed: list[t
             while written < len(data):
                 written += os.write(out, data[written:])
         *whole_lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
-        _note(whole_lines, pattern, printed)
+        _note(whole_lines, looked, found)
         rest = rest[-65536:]
-    _note([rest], pattern, printed)
+    _note([rest], looked, found)
 
 
-def _note(text: Sequence[bytes], pattern: re.Pattern[str], printed: list[tuple[float, float]]) -> None:
+def _note(
+    text: Sequence[bytes], looked: Mapping[str, re.Pattern[str]], found: Mapping[str, list[tuple[float, float]]]
+) -> None:
     for line in text:
-        match = pattern.search(line.decode(errors="replace"))
-        if match and match[1] and (rate := seen.number_in(match[1])):
-            printed.append((time.time(), rate))
+        for name, pattern in looked.items():
+            match = pattern.search(line.decode(errors="replace"))
+            number = seen.number_in(match[1], rate=not name) if match and match[1] else None
+            if match and number is not None:
+                share = name and line[match.end(1) :].startswith(b"%")
+                found[name].append((time.time(), number / 100 if share else number))
 
 
 def _waits() -> list[float | None]:

@@ -41,6 +41,8 @@ class Program:
             self.environment = {}
         self.log = Path(self.folder, filled.log) if filled.log else None
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
+        #: Of losses that it prints, by our names.
+        self.losses = {} if self.log else {ours: re.compile(text) for text, ours in run.program.losses.items()}
         #: Samples of a step, where the command has them from the settings; a study's own say what the program does.
         knows = {"batch_size", "local_batch_size"} & set(run.program.values) or not registry.study(run.study).programs
         self.batch_size: int | None = run.batch_size if knows else None
@@ -71,6 +73,7 @@ class Program:
         """Run it to its end, or until it has made enough steps; `enough` has the number of rates it printed."""
         return run_command(
             *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
+            losses=None if enough else self.losses,
             contained=self.command is not self.words,
         )
 

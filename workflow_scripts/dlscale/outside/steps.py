@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,16 +145,17 @@ def _training(process: Process) -> set[str]:
     of = defaultdict[str, list[float]](list)
     for time, iterator, _, _ in process.batches:
         of[iterator].append(time)
-    shares = {iterator: _share(times, process.steps) for iterator, times in of.items()}
+    every = [batch[0] for batch in process.batches]
+    # The last batch lasts until another iterator delivers one: the next epoch's steps are none of its.
+    then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
+    shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
     return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
 
 
 def _share(times: Sequence[float], steps: Sequence[float]) -> float:
-    """Return the share of an iterator's batches after which a step is made before the next one."""
-    places = [bisect.bisect_right(steps, time) for time in times] + [len(steps)]
-    gaps = list(itertools.pairwise(places))
-    gaps = gaps[:-1] or gaps  # the next epoch's steps are none of the last batch
-    return sum(after > before for before, after in gaps) / len(gaps)
+    """Return the share of batches, which came at these times, after which a step is made before the next one."""
+    places = [bisect.bisect_right(steps, time) for time in times]
+    return statistics.fmean(after > before for before, after in itertools.pairwise(places))
 
 
 def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
@@ -253,8 +254,13 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
 
 def _samples(process: Process, training: set[str]) -> float:
     """Return the mean samples of a step; 0 where a batch does not tell them."""
-    counts = [samples for _, iterator, _, samples in process.batches if iterator in training]
-    return sum(counts) / len(process.steps) if all(counts) else 0.0
+    counts, steps = [samples for _, iterator, _, samples in process.batches if iterator in training], len(process.steps)
+    if not counts or not all(counts):
+        return 0.0
+    # Those of a step that was not ended, or fetched ahead, are none of these steps.
+    each = max(round(len(counts) / steps), 1)
+    whole = abs(len(counts) - each * steps) <= each + 1
+    return statistics.fmean(counts) * (each if whole else len(counts) / steps)
 
 
 # ---- what the program prints, or logs ---------------------------------------------------------------
@@ -303,13 +309,13 @@ def pace_of_rates(
     )
 
 
-def number_in(match: str) -> float | None:
-    """Return a rate that was printed; None of what is no rate."""
+def number_in(match: str, rate: bool = True) -> float | None:
+    """Return a number that was printed; None of what is none, or no rate where that is looked for."""
     try:
         found = float(match.replace(",", ""))
     except ValueError:
         return None
-    return found if 0 < found < MOST_SAMPLES else None
+    return found if not rate or 0 < found < MOST_SAMPLES else None
 
 
 def logged(path: Path, begin: float) -> list[tuple[float, float]]:
@@ -324,22 +330,34 @@ def logged(path: Path, begin: float) -> list[tuple[float, float]]:
     return sorted((time, step) for step, time in max(points.values(), key=len, default={}).items())
 
 
-def values(path: Path, tags: Mapping[str, str], begin: float) -> dict[str, list[tuple[float, int, float]]]:
-    """Return time, step and value of each point of a log since `begin`, by the names that `tags` has for its own."""
+def values(
+    path: Path, tags: Mapping[str, str], begin: float, own: Iterable[str] = ()
+) -> dict[str, list[tuple[float, int, float]]]:
+    """Return time, step and value of each point of a log since `begin`, by the names that `tags` has for its own.
+
+    Of several event files those count that `own` processes (HOST.PID) wrote, if any did: a folder that the program
+    chooses may be that of another try, too.
+    """
     found = defaultdict[str, list[tuple[float, int, float]]](list)
-    for tag, time, step, value in _points(path, begin):
+    for tag, time, step, value in _points(path, begin, own):
         if tag in tags and value is not None:
             found[tags[tag]].append((time, int(step), value))
     return {name: sorted(points) for name, points in found.items()}
 
 
-def _points(path: Path, begin: float) -> Iterator[tuple[str, float, float, float | None]]:
+def processes(folder: Path) -> list[str]:
+    """Return the processes that wrote into a folder of steps, as HOST.PID."""
+    return [path.name.partition(".")[2] for way in WAYS for path in folder.glob(f"{way}.*")]
+
+
+def _points(path: Path, begin: float, own: Iterable[str] = ()) -> Iterator[tuple[str, float, float, float | None]]:
     """Yield tag, time, step and value of what a log holds; of a line of JSON all have its step, and one has no tag."""
     files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
     if not files or not all(file.exists() for file in files):
         raise UserError(
             f"--steps: {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
         )
+    files = [file for file in files if any(f".{process}." in file.name for process in own)] or files
     if path.is_dir() or ".tfevents." in path.name:
         for event in itertools.chain.from_iterable(map(board.events, files)):
             for value in event.summary.value:

@@ -266,7 +266,13 @@ class Jobs:
         return list(dict.fromkeys(map(os.path.relpath, files)))
 
     def program_files(self, wildcards: Wildcards) -> list[str]:
-        return self._named_files(self.run(wildcards))
+        run, here = self.run(wildcards), f"plans.{wildcards.plan}.runs.{wildcards.run}"
+        program = run.program
+        if program and not program.repository and here not in self._looked and not Path(program.folder).is_dir():
+            remedy = f"get the program's files (git clone), or name their folder in {here}.program.folder"
+            self.say(Finding(f"run {wildcards.run}", "FAIL", f"{program.folder}: no such folder", remedy))
+        self._looked.add(here)
+        return self._named_files(run)
 
     def program_folder(self, wildcards: Wildcards) -> str:
         """Return the folder `{out}` of a run's program, which stays between its tries."""
@@ -307,7 +313,9 @@ class Jobs:
         run = self.run(wildcards)
         # How little a run and its copy differ takes ten seconds to see.
         enough = run.throughput.beside >= 10 if run is first else run.throughput.beside > 0
-        alone = first is not None and first.processes.world_size == run.processes.world_size == 1
+        alone = first is not None and all(
+            (each.geometry if each.program else each.processes).world_size == 1 for each in (first, run)
+        )
         contained = any(each.program and each.program.image for each in (first, run) if each)
         return first if enough and alone and not contained else None
 

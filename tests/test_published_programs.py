@@ -1,0 +1,301 @@
+"""The published programs beside our studies: their command lines, and stand-ins in their form, measured as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+
+from dlscale.config import resolve
+from dlscale.config.program import Started
+from dlscale.config.run import Run
+from dlscale.config.site import Site
+from dlscale.core.metrics import Epoch, read_epochs
+from dlscale.launch import launcher
+from dlscale.measure.records import Throughput
+from dlscale.outside import steps
+from tests.conftest import ROOT, stage
+from tests.workflow.conftest import copy_tree
+
+STAND_INS = ROOT / "tests/published/stand_ins"
+
+
+def runs(plan: str, settings: dict[str, Any] | None = None, program: dict[str, Any] | None = None) -> dict[str, Run]:
+    """Return the runs of a shipped plan, with further settings, and further keys of its program."""
+    own = {"settings": settings or {}, "runs": {"program": {"program": program or {}}}}
+    found = resolve.load({"targets": [plan], "plans": {plan: own}}).plans[plan]
+    return {name: each.run for name, each in found.items()}
+
+
+# ---- what the documents print ------------------------------------------------------------------------
+
+APEX = "python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 --b 208 --workers 20"
+#: Of each plan the command line, what stands in the document first; the run with the same settings.
+COMMANDS = {
+    "cosmo_published_program": ("python train.py --config=short --num_epochs 4", "cosmo_published.short"),
+    "era5_published_program": ("python train.py --config=short", "era5_published.short"),
+    "starter_published_program": ("python train_single_gpu.py --root_dir OUT", "starter_published.single"),
+    "mnist_published_program": (
+        "python mnist_classify.py --epochs=3 --batch-size=64 --lr=1.0 --gamma=0.7",
+        "mnist_workers.one",
+    ),
+    "imagenet_published_program": (
+        f"{APEX} --opt-level O2 --epochs 90 /home/shared/imagenet/raw/",
+        "imagenet_published.gpu4",
+    ),
+    "imagenet_published_program_single": (
+        "python imagnet_nd.py -a resnet50 /home/shared/imagenet/raw/",
+        "imagenet_published_ladder.single",
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", COMMANDS)
+def test_a_plan_has_the_command_of_its_document_and_our_run_of_the_same_settings(plan: str) -> None:
+    command, like = COMMANDS[plan]
+    found, (other, run) = runs(plan), like.split(".")
+    assert list(found) == ["program", "ours"]
+    program = found["program"].program
+    assert program and " ".join(Started(program, "OUT").command) == command
+    settings = [each.model_dump(exclude={"program", "label"}) for each in found.values()]
+    assert settings[0] == settings[1]
+    assert settings[1] == resolve.load({"targets": [other]}).plans[other][run].run.model_dump(
+        exclude={"program", "label"}
+    )
+
+
+def test_what_the_documents_print_has_their_rates() -> None:
+    """Samples/s of all processes, by either name of what they print."""
+    line = (
+        "2022-11-09 15:34:28,412 - root - INFO - Time taken for epoch 2 is 48.7 sec, avg 84.05503431279347 samples/sec"
+    )
+    match = steps.pattern("nersc").search(line)
+    assert match and steps.number_in(match[1]) == pytest.approx(84.055)
+
+
+def test_settings_of_a_run_are_in_its_command() -> None:
+    found = runs(
+        "mnist_published_program", {"batch_size": 128, "optimizer": {"lr": 0.5}}, {"values": {"options": ["-x"]}}
+    )
+    program = found["program"].program
+    assert program and Started(program, "OUT").command[3:] == ["--batch-size=128", "--lr=0.5", "--gamma=0.7", "-x"]
+    kernprof = {"python": ["kernprof", "-l", "-o", "{out}/mnist.lprof"]}
+    program = runs("mnist_published_program", {}, {"values": kernprof})["program"].program
+    assert program and Started(program, "OUT").command[:5] == [
+        *("kernprof", "-l", "-o", "OUT/mnist.lprof", "mnist_classify.py")
+    ]
+
+
+# ---- stand-ins ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """What a stage told of a program, and what the program itself did."""
+
+    record: Throughput
+    epochs: list[Epoch]
+    own: list[dict[str, float]]
+
+    def check(self, rate: float = 0.1) -> None:
+        """Compare the rate, after the first epoch, and all losses."""
+        trained = [each for each in self.own if each["rate"]]
+        assert self.record.full and len(self.epochs) == len(trained)
+        known = [each["rate"] for each in trained[1:]]
+        assert self.record.full.mean == pytest.approx(sum(known) / len(known), rel=rate)
+        for epoch, each in zip(self.epochs, trained, strict=True):
+            assert epoch.valid_loss == pytest.approx(each["valid"], abs=6e-5)
+
+
+@dataclass
+class Checkout:
+    """A folder in the form of a published repository, with a stand-in as its program."""
+
+    path: Path
+    files: dict[str, str]  #: Stand-ins by the names that they have there.
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> None:
+        self.path.mkdir()
+        for name, file in {"tiny.py": "tiny.py", **self.files}.items():
+            shutil.copy(STAND_INS / file, self.path / name)
+        for name, settings in self.config.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
+            (self.path / name).write_text(yaml.safe_dump(settings))
+
+    def run(self, run: Run, start: list[str] | None = None) -> Measured:
+        """Run the stage `program` of a run."""
+        out = self.path.parent / "run"
+        (self.path / "stopwatch.jsonl").unlink(missing_ok=True)
+        words = ["--config", run.model_dump_json(), "--manifest", "none", "--sources", "digest", "--keep", out / "out"]
+        words += ["--start", json.dumps(start)] if start else []
+        telemetry = out / "telemetry/program.csv"
+        assert stage("program", *words, "--out", out, "--telemetry", telemetry, "--threads", 1) == 0
+        own = [json.loads(line) for line in (self.path / "stopwatch.jsonl").read_text().splitlines()]
+        return Measured(Throughput.read(out / "program.json"), read_epochs(out / "program.jsonl"), own)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Callable[..., Checkout]:
+    def make(name: str, files: dict[str, str], config: dict[str, Any] | None = None) -> Checkout:
+        made = Checkout(tmp_path / name, files, config or {})
+        made.make()
+        return made
+
+    return make
+
+
+def at_scale(checkout: Callable[..., Checkout], tmp_path: Path, name: str, config: str) -> Checkout:
+    short = {"global_batch_size": 16, "Nsamples": 160, "expdir": str(tmp_path / "logs")}
+    return checkout(name, {"train.py": "at_scale.py"}, {config: {"short": short}})
+
+
+def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
+    """Seen in PyTorch, and as it prints its rate; an earlier try's log in the same folder is none of its."""
+    place = at_scale(checkout, tmp_path, "sc22-dl-tutorial", "config/UNet.yaml")
+    program: dict[str, Any] = {"folder": str(place.path), "values": {"logs": str(tmp_path / "logs")}}
+    found = place.run(runs("cosmo_published_program", {"batch_size": 16}, program)["program"])
+    found.check()
+    assert found.record.outside and (found.record.outside.way, found.record.batch_size) == ("seen", 16)
+    assert [epoch.step for epoch in found.epochs] == [10, 20, 30, 40]
+    assert [epoch.train_loss for epoch in found.epochs] == pytest.approx([each["train"] for each in found.own])
+    assert [epoch.learning_rate for epoch in found.epochs] == [pytest.approx(1e-2)] * 4
+    # Once more, with flags of its, while another process writes into the same folder.
+    flags = ["--enable_apex", "--amp_mode", "fp16", "--num_data_workers", "{workers}"]
+    program |= {"rate": "nersc", "values": {**program["values"], "options": flags}}
+    with SummaryWriter(str(tmp_path / "logs/short/1GPU/00/logs")) as board:
+        board.add_scalar("Loss/valid", 1.0, 10, walltime=time.time() + 600)
+    run = runs("cosmo_published_program", {"batch_size": 16, "training": {"epochs": 5}}, program)["program"]
+    again = place.run(run)
+    assert again.record.outside and again.record.outside.way == "rate"
+    assert [epoch.step for epoch in again.epochs] == [10, 20, 30, 40, 50], "none of the other's"
+
+
+def test_sc23(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
+    """Its losses before the first step are those of an untrained model."""
+    place = at_scale(checkout, tmp_path, "sc23-dl-tutorial", "config/ViT.yaml")
+    program = {"folder": str(place.path), "values": {"logs": str(tmp_path / "logs")}}
+    found = place.run(runs("era5_published_program", {}, program)["program"])
+    found.check()
+    untrained = found.epochs[0].untrained
+    assert untrained and untrained.valid_loss == pytest.approx(found.own[0]["valid"])
+    assert untrained.train_loss == pytest.approx(found.own[0]["train"])
+    for epoch in found.epochs:
+        assert epoch.metrics == {"rmse_normalised/u10": pytest.approx(epoch.valid_loss**0.5)}
+
+
+def test_mnist(checkout: Callable[..., Checkout]) -> None:
+    """Its losses are printed; what is printed in per cent is a share."""
+    place = checkout("Running-DL-Applications", {"mnist_classify.py": "mnist_classify.py"})
+    settings = {"batch_size": 16, "optimizer": {"lr": 0.5}}
+    found = place.run(runs("mnist_published_program", settings, {"folder": str(place.path)})["program"])
+    found.check()
+    assert [epoch.step for epoch in found.epochs] == [20, 40, 60]
+    assert [epoch.metrics for epoch in found.epochs] == [{"accuracy": pytest.approx(0.93)}] * 3
+
+
+def test_imagenet(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
+    """Two processes that it starts itself are one run; its log counts epochs, and per cent."""
+    place = checkout("distributed-pytorch", {"imagenet_ddp_apex.py": "imagenet.py"})
+    (tmp_path / "raw/train").mkdir(parents=True)
+    settings = {"batch_size": 16, "geometry": {"gpus_per_node": 2}, "training": {"epochs": 3}}
+    program = {"folder": str(place.path), "values": {"data": str(tmp_path / "raw")}}
+    run = runs("imagenet_published_program", settings, program)["program"]
+    found = place.run(run)
+    found.check(rate=0.15)
+    assert (found.record.nranks, found.record.batch_size) == (2, 16)
+    assert [epoch.step for epoch in found.epochs] == [20, 40, 60]
+    assert found.epochs[-1].metrics == {"top1": pytest.approx(0.75), "top5": pytest.approx(0.93)}
+
+
+#: Starts processes as srun, or mpirun, does: with its variables, and none of PyTorch's.
+STARTER = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+for rank in 0 1; do RANKNAME=$rank LOCALNAME=$rank SIZENAME=2 "$@" & done
+wait
+"""
+
+
+@pytest.fixture(params=["srun", "mpirun"])
+def starter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    names = {
+        "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+        "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    }[request.param]
+    text = STARTER
+    for old, new in zip(("RANKNAME", "LOCALNAME", "SIZENAME"), names, strict=True):
+        text = text.replace(old, new)
+    file = tmp_path / "bin" / request.param
+    file.parent.mkdir()
+    file.write_text(text if request.param == "srun" else text.replace("while", "shift 2\nwhile", 1))
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "workflow_scripts"))
+    yield request.param
+
+
+def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> None:
+    """Slurm's and MPI's variables become PyTorch's, as the documents' export_DDP_vars.sh has it."""
+    place = checkout("nersc-dl-multigpu", {"train_multi_gpu.py": "starter.py"})
+    program = {"folder": str(place.path), "values": {"script": "train_multi_gpu.py"}}
+    run = runs("starter_published_program", {"geometry": {"gpus_per_node": 2}}, program)["program"]
+    site = Site.model_validate({"engine": "none", "starter": starter, "gpu": False})
+    here = launcher.Place(str(place.path), str(ROOT / "workflow_scripts"), uid=os.getuid(), gid=os.getgid())
+    found = place.run(run, launcher.launch_program(site, here, run)[1])
+    found.check(rate=0.15)
+    assert (found.record.nranks, found.record.batch_size) == (2, 32)
+
+
+@pytest.mark.slow
+def test_in_turns_on_one_page(tmp_path: Path) -> None:
+    """The whole workflow; before, what to do about a folder that is not there."""
+    tree = tmp_path / "a repository"
+    copy_tree(tree)
+    plan = {
+        "measure": ["throughput"],
+        "settings": {
+            "dataset": "starter_small",
+            "model": {"hidden": 8},
+            "loader": {"workers": 0},
+            "throughput": {"warmup": 1, "trials": 2, "batches": 5, "seconds": 0.1, "beside": 2, "error": 0.2},
+            "precision": "fp32",
+        },
+    }
+    (tree / "mine.yaml").write_text(yaml.safe_dump({"plans": {"starter_published_program": plan}}))
+
+    def snakemake(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SLURM"))}
+        environment |= {"PYTHONPATH": str(tree / "workflow_scripts"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "snakemake", "plan_starter_published_program", "--configfile", "mine.yaml"]
+        return subprocess.run([*command, *words], cwd=tree, env=environment, capture_output=True, text=True)
+
+    refused = snakemake("-n")
+    assert refused.returncode == 2 and "nersc-dl-multigpu: no such folder; get the program's files" in refused.stderr
+    assert "plans.starter_published_program.runs.program.program.folder" in refused.stderr
+    place = Checkout(tree / "nersc-dl-multigpu", {"train_single_gpu.py": "starter.py"})
+    place.make()
+    done = snakemake("--cores", "1", "--quiet")
+    assert done.returncode == 0, done.stderr
+    results = tree / "results/plans/starter_published_program"
+    records = {name: Throughput.read(results / name / "throughput.json") for name in ("program", "ours")}
+    assert records["ours"].beside and records["ours"].beside.openings, "in turns"
+    theirs = [own["rate"] for own in map(json.loads, (place.path / "stopwatch.jsonl").read_text().splitlines())]
+    assert records["program"].full and records["program"].batch_size == 32
+    turns = [first for opening in records["ours"].beside.openings for _, first in opening]
+    for rate in (records["program"].full.mean, statistics.median(turns)):
+        assert 0.85 * min(theirs) < rate < 1.1 * max(theirs)
+    assert not (place.path / "outputs").exists(), "nothing of a run is in the user's folder"
+    page = (results / "report.html").read_text()
+    assert "train_single_gpu.py, as published" in page
