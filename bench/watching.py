@@ -48,13 +48,13 @@ def watched_and_alone(
     """
     worked: list[tuple[float, float]] = []
     with sampled(file, os.getpid(), 1, gpus):
-        sampler = _sampler(file)
+        sampler = sampling(file)
 
         def watched() -> float:
             sampler.send_signal(signal.SIGCONT)
-            before, start = _cpu_seconds(sampler.pid), time.monotonic()
+            before, start = cpu_seconds(sampler.pid), time.monotonic()
             found = steps()
-            worked.append((_cpu_seconds(sampler.pid) - before, time.monotonic() - start))
+            worked.append((cpu_seconds(sampler.pid) - before, time.monotonic() - start))
             return found
 
         def alone() -> float:
@@ -68,7 +68,7 @@ def watched_and_alone(
     return found, {"its CPU s a second": cost / seconds, "MB of its own": (memory.rss - memory.shared) / 1e6}
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return a process's processor time; in steps of 0.01 s where the kernel has no finer, as in some containers."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
@@ -77,7 +77,7 @@ def _cpu_seconds(pid: int) -> float:
         return times.user + times.system
 
 
-def _sampler(file: Path) -> psutil.Process:
+def sampling(file: Path) -> psutil.Process:
     """Return the process that writes `file`, once it has begun to."""
     while not file.stat().st_size:
         time.sleep(0.01)

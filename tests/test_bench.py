@@ -31,7 +31,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     """All but those of the workflow, whose commands the workflow's own tests run."""
     groups = [
         *("crops", "pairs", "images", "steps", "full", "rungs", "models"),
-        *("digits", "ranks", "watching", "profilers", "preprocess"),
+        *("digits", "ranks", "watching", "outside", "profilers", "preprocess"),
     ]
     command = [sys.executable, str(ROOT / "bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
     done = subprocess.run([*command, *groups], cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)

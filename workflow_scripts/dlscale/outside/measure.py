@@ -124,7 +124,8 @@ def run_command(
     """Run a command with this process's input, output, folder and signals; nothing that it started stays behind."""
     path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, FOLDER: str((folder / "steps").absolute()), "PYTHONPATH": os.pathsep.join(path)}
-    environment |= {PROFILED: str(os.getpid())} if profilers else {}
+    if profilers:  # Kineto, PyTorch's profiler, would print what it does among what the program prints
+        environment = {"KINETO_LOG_LEVEL": "99", **environment, PROFILED: str(os.getpid())}
     pipe = subprocess.PIPE if pattern else None
     printed = list[tuple[float, float]]()
     with _reaping(), telemetry.sampled(folder / "telemetry/throughput.csv", os.getpid(), 1, machine.gpus()):

@@ -46,10 +46,15 @@ EARLY, LATE = 10.0, 60.0
 BESIDE = 10
 
 MISSING = "py-spy: not found; install it on PATH or beside dlscale: pip install 'dlscale[profile]'"
+ENDED = "the program ended before py-spy looked at it"
 FORBIDDEN = (
     "py-spy may not look into other processes here: set kernel.yama.ptrace_scope to 1 or 0; in a container add "
     "--cap-add SYS_PTRACE"
 )
+
+
+#: Functions of the hook, which stand between the program's.
+OURS = r"Watcher\..*\(sitecustomize\.py:\d+\)"
 
 
 class Profilers:
@@ -60,7 +65,7 @@ class Profilers:
         self._folder.mkdir()
         self._stacks = self._folder / "py-spy.folded"
         self._span: Span | None = None
-        self._problem: str | None = "the program ended before py-spy looked at it"
+        self._problem: str | None = ENDED
         self._tool = shutil.which("py-spy") or shutil.which(str(Path(sys.executable).with_name("py-spy"))) or ""
         self._ended = threading.Event()
         self._spy: subprocess.Popen[str] | None = None
@@ -172,11 +177,12 @@ class Profilers:
             return ProfiledTool(name="py-spy", problem=self._problem), []
         version = re.search(r"\d+(\.\d+)+", answer([self._tool, "--version"]) or "")
         stacks, picture = read_stacks(self._stacks), self._stacks.with_suffix(".svg")
-        picture.write_text(flames(stacks))
         first = next((process.steps for process in processes), [])
         begin, end = self._span
         steps = sum(begin < each <= end for each in first)
         seconds = (end - begin) / max(steps, 1)
+        if not stacks:
+            return ProfiledTool(name="py-spy", problem=ENDED), []
         tool = ProfiledTool(
             name="py-spy",
             version=version.group() if version else "",
@@ -184,6 +190,7 @@ class Profilers:
             seconds_per_step=seconds if steps else None,
             files={"flame graph": picture.name, "stacks, for speedscope": self._stacks.name},
         )
+        picture.write_text(flames(stacks))
         return tool, functions(stacks, processes, seconds)
 
 
@@ -216,7 +223,8 @@ def read_stacks(path: Path) -> list[Stack]:
         for line in lines:
             head, _, rest = line.rstrip("\n").rpartition(";thread (")
             text, _, count = rest.rpartition(" ")
-            thread, *frames = text.split(";")
+            thread, *every = text.split(";")
+            frames = [frame for frame in every if not re.fullmatch(OURS, frame)]
             number, _, name = thread.partition(")")
             processes = re.findall(r'(?:^|;)process (\d+):"', head)  # their command lines may hold a semicolon
             if processes and (name == ": MainThread" or number == processes[-1]) and frames:

@@ -32,7 +32,7 @@ class Log:
     """
 
     def __init__(self, way: str) -> None:
-        self._way, self._process, self._count = way, 0, 0
+        self._way, self._process, self._count, self._on = way, 0, 0, FOLDER in os.environ
         self._lines: list[str] = []
         self._begin = self._written = self._until = 0.0
 
@@ -52,6 +52,8 @@ class Log:
         self._note(now, f"s {now:.6f}\n")
 
     def _note(self, now: float, line: str) -> None:
+        if not self._on:
+            return
         if self._process != os.getpid():  # at first, and in a process that was forked
             self._open(now)
         if now < self._until:
@@ -104,6 +106,22 @@ def samples_of(batch: Any) -> int:
         else:
             return 0
     return 0
+
+
+_ended = 0.0
+
+
+def begun(samples: int = 0) -> None:
+    """Note that a step of so many samples begins, where a callback says so; its batch was waited for since `ended`."""
+    now = time.perf_counter()
+    LOG.batch(0, now - _ended if _ended else 0.0, samples)
+
+
+def ended() -> None:
+    """Note that a step has ended, where a callback says so."""
+    global _ended
+    _ended = time.perf_counter()
+    LOG.step()
 
 
 def timed(loader: Iterable[Any]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -90,6 +91,7 @@ class Window:
             torch.zeros(1)
         self._known["cuda"] = len(kinds) > 1
         self._profile = torch.profiler.profile(activities=kinds)
+        atexit.register(self._abandon)  # PyTorch breaks where Python ends within a profile
         self._profile.start()
         self._backward, torch.autograd.backward = torch.autograd.backward, self._wrapped(torch.autograd.backward)
         self._step, self._since = self._entered("step"), time.perf_counter()
@@ -107,6 +109,15 @@ class Window:
         profile.stop()
         profile.export_chrome_trace(str(self._file("json")))
         self._end()
+
+    def _abandon(self) -> None:
+        if self.open and os.getpid() == self._process:
+            profile = self._profile
+            self._left("_optimizer")
+            self._left("_step")
+            self._end("the program ended within the window of its steps")
+            with contextlib.suppress(Exception):
+                profile.stop()
 
     def _end(self, problem: str | None = None) -> None:
         with contextlib.suppress(Exception):

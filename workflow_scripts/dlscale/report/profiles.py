@@ -212,7 +212,8 @@ def _about(sample: bool, steps: Sequence[StepTime]) -> str:
 
 def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> View:
     folder = Path(os.path.relpath(run.folder / "profile", page))
-    top = [each for each in profile.top if each.kind in ("kernel", "operator")][:TOP] or profile.top[:TOP]
+    others = [each for each in profile.top if each.kind not in FUNCTIONS]
+    top = [each for each in others if each.kind in ("kernel", "operator")][:TOP] or others[:TOP]
     return {
         "id": plan.anchor(run),
         "label": run.called,
@@ -220,11 +221,33 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
             (tool, [(title, (folder / name).as_posix()) for title, name in tool.files.items()])
             for tool in profile.tools
         ],
-        "tables": [_top_table(run, top)] if top else [],
+        "tables": [*_functions(run, profile.top), *([_top_table(run, top)] if top else [])],
         "memory": profile.memory,
         "cpu": profile.device.kind == "cpu",
         "summary": (folder / "profile_summary.csv").as_posix(),
     }
+
+
+#: What Python's functions in a table are of, by kind of row.
+FUNCTIONS = {
+    "function": "Functions of the main thread of the process that trains",
+    "worker": "Functions of the processes that work for it",
+}
+
+
+def _functions(run: RunResult, rows: Sequence[TopEntry]) -> list[Table]:
+    """Return a table of Python's functions for each kind of process that was looked at."""
+    found = []
+    for kind, of in FUNCTIONS.items():
+        if mine := [row for row in rows if row.kind == kind]:
+            columns = [
+                ("", "name", [cell(row.name) for row in mine]),
+                ("", "itself", [cell(row.share, text.percent) for row in mine]),
+                ("", "with what it calls", [cell(row.total, text.percent) for row in mine]),
+            ]
+            caption = f"{of}, by their share of its time, waiting included."
+            found.append(table(columns, caption, f"{of}, {run.called}", style="top"))
+    return found
 
 
 def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:

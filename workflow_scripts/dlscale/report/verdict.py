@@ -637,7 +637,9 @@ def limit(evidence: Evidence) -> str:
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return what to try next, and its settings."""
     if evidence.outside:
-        return "Profile it: `torch.profiler`, or py-spy, shows what it computes.", ""
+        if evidence.profile:
+            return "What takes the longest in its profile.", ""
+        return "`dlscale measure --profile` shows where its time goes.", ""
     if bounding is None:
         return "Measure throughput: it says what bounds the run.", ""
     if bounding.key == "io":

@@ -1,0 +1,103 @@
+"""What `dlscale measure` costs a program: short steps in turns, with its hook and without."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, dataloader
+
+from bench.measure import Options, Row
+from bench.training import one_thread
+from bench.watching import cpu_seconds, sampling
+from dlscale.core.telemetry import sampled
+from dlscale.outside.hook.sitecustomize import Watcher
+from dlscale.outside.timed import FOLDER
+
+#: What is left of a program's speed with the hook, and with all that measures.
+HOOKED, MEASURED = 0.995, 0.99
+
+BATCH, STEPS = 64, 20
+
+#: A module that PyTorch hides behind a name.
+OPTIMIZER = importlib.import_module("torch.optim.optimizer")
+
+
+def outside(options: Options) -> list[Row]:
+    """Turns of a few steps; a repetition is so long that lines are written as often as they are in a run.
+
+    Times are of the processor: the program's thread's, of which the hook is, and for the second row the sampler's, as
+    if the program had no other core.
+    """
+    repetitions, turns = (2, 2) if options.quick else (2 * options.repetitions, 30)
+    file = options.folder / "telemetry.csv"
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    with one_thread(), mock.patch.dict(os.environ, {FOLDER: str(options.folder)}), sampled(file, os.getpid(), 1, 0):
+        program, process = Program(), sampling(file)
+        before, start = cpu_seconds(process.pid), time.monotonic()
+        for _ in range(repetitions):
+            seconds = dict.fromkeys(rates, 0.0)
+            for turn in range(turns):
+                for hooked in (turn % 2 == 0, turn % 2 == 1):
+                    seconds[hooked] += program.run(hooked)
+            for hooked, each in rates.items():
+                each.append(turns * STEPS * BATCH / seconds[hooked])
+        share = (cpu_seconds(process.pid) - before) / (time.monotonic() - start)
+        own = program.own()
+    counted = {"ms a step": 1e3 * BATCH / rates[False][0], "µs in the hook's own lines": 1e6 * own}
+    counted |= {"telemetry's CPU s a second": share}
+    whole = [rate * (1 - share) for rate in rates[True]]
+    return [
+        Row("dlscale measure: the hook", "samples/s", rates[True], "without", rates[False], counted, HOOKED),
+        Row("dlscale measure: hook and telemetry", "samples/s", whole, "without", rates[False], counted, MEASURED),
+    ]
+
+
+class Program:
+    """A training of small steps, whose PyTorch is watched or not."""
+
+    def __init__(self) -> None:
+        sizes = [256, 512, 512, 8]
+        layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+        self._model = nn.Sequential(*layers[:-1])
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._batches, self._watcher = self._endless(), Watcher()
+        self._plain: Any = dataloader._BaseDataLoaderIter.__next__
+        self.run(False)
+        self.run(True)
+
+    def _endless(self) -> Iterator[list[torch.Tensor]]:
+        samples = TensorDataset(torch.randn(1000 * BATCH, 256), torch.randn(1000 * BATCH, 8))
+        while True:
+            yield from DataLoader(samples, batch_size=BATCH)
+
+    def own(self, count: int = 10_000) -> float:
+        """Return the seconds that the notes of a step take, without the calls of the hook, and the writing."""
+        log, batch = self._watcher._log, next(self._batches)
+        start = time.thread_time()
+        for _ in range(count):
+            log.batch(0, 0.0, self._watcher._timed.samples_of(batch))
+            log.step()
+        return (time.thread_time() - start) / count
+
+    def run(self, hooked: bool) -> float:
+        """Return the seconds of some steps."""
+        if hooked:
+            self._watcher._optimizers(OPTIMIZER)
+            self._watcher._loaders(dataloader)
+        start = time.thread_time()
+        for x, y in itertools.islice(self._batches, STEPS):
+            self._optimizer.zero_grad()
+            nn.functional.mse_loss(self._model(x), y).backward()
+            self._optimizer.step()
+        seconds = time.thread_time() - start
+        OPTIMIZER._global_optimizer_post_hooks.clear()
+        dataloader._BaseDataLoaderIter.__next__ = self._plain  # type: ignore[method-assign]
+        return seconds

@@ -1,0 +1,260 @@
+"""docs/any_program.md: its examples run in the libraries that they are of; and where the time of a program goes."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlscale.measure.profilers import Profile, TopEntry
+from dlscale.measure.records import Throughput
+from dlscale.outside import profile, steps, timed
+from dlscale.outside.measure import PLAN, Ended, lines, measured
+from dlscale.report.verdict import Verdict
+from tests.conftest import ROOT
+from tests.test_outside import TRAIN, Clock, program
+
+
+def measure(folder: Path, *words: object, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+    """Run `dlscale measure` in a folder, on a path of programs."""
+    modules = os.pathsep.join(filter(None, [str(ROOT / "workflow_scripts"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "PATH": path}
+    command = [sys.executable, "-m", "dlscale", "measure", *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def found(folder: Path, name: str = "train") -> Throughput:
+    return Throughput.read(folder / "results/plans" / PLAN / name / "throughput.json")
+
+
+# ---- the page's examples -----------------------------------------------------------------------------
+
+
+def example(of: str) -> str:
+    """Return the page's example of a library."""
+    page = (ROOT / "docs/any_program.md").read_text()
+    return next(
+        block for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if of in block[:40]
+    )
+
+
+LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 1)
+
+    def training_step(self, batch):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+data = TensorDataset(torch.randn(320, 16), torch.randn(320, 1))
+off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+Trainer(max_epochs=3, accelerator="cpu", callbacks=[Timed()], **off).fit(Model(), DataLoader(data, batch_size=8))
+"""
+
+TRANSFORMERS = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, n_positions=16))
+data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (320, 16))]
+known = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+args = TrainingArguments("out", report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, **known)
+Trainer(model=model, args=args, train_dataset=data, callbacks=[Timed()]).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "text"), [("lightning", LIGHTNING), ("transformers", TRANSFORMERS)], ids=["lightning", "transformers"]
+)
+def test_a_callback_says_each_step(tmp_path: Path, library: str, text: str) -> None:
+    if not importlib.util.find_spec(library):
+        pytest.skip(f"{library} is not installed")
+    path = program(tmp_path, example(f"# {library.capitalize()}") + text)
+    ended = measure(tmp_path, "--", sys.executable, path)
+    assert ended.returncode == 0, ended.stderr
+    record = found(tmp_path)
+    assert record.outside and (record.outside.way, record.batch_size) == ("timed", 8)
+    assert 90 <= record.outside.steps <= 120 and record.outside.waiting is not None
+    assert (
+        measure(tmp_path, "--name", "plain", "--", sys.executable, "-c", "print('untouched')").stdout == "untouched\n"
+    )
+
+
+def test_a_callback_that_nobody_measures_does_nothing(tmp_path: Path) -> None:
+    code = "from dlscale.outside.timed import begun, ended; begun(8); ended(); begun(8); ended(); print('on')"
+    environment = {"PYTHONPATH": str(ROOT / "workflow_scripts")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("on\n", "") and not any(tmp_path.iterdir())
+
+
+# ---- long runs ---------------------------------------------------------------------------------------
+
+
+def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour of steps of 10 ms, two fifths of which is a wait: their pace is known, of a part of their lines."""
+    now = 1000.0
+    monkeypatch.setattr(timed, "MOST", 20_000)
+    monkeypatch.setenv(timed.FOLDER, str(tmp_path))
+    monkeypatch.setattr(timed.time, "perf_counter", lambda: now)
+    log, count = timed.Log("seen"), 360_000
+    for _ in range(count):
+        now += 0.004
+        log.batch(0, 0.004, 8)
+        now += 0.006
+        log.step()
+    log._write()
+    (process,) = steps.read(tmp_path)[1]
+    pace = steps.pace([process])
+    assert len(process.steps) < count / 5 and process.gaps and pace
+    assert pace.rates == pytest.approx([800.0] * 10, rel=1e-3)
+    assert pace.waiting == pytest.approx(0.4, rel=1e-3) and pace.training == pytest.approx(1, abs=0.01)
+
+
+def test_steps_of_a_profiler_do_not_count(tmp_path: Path) -> None:
+    """Nor those just after it, for which batches were fetched meanwhile; on no process."""
+    for rank in (0, 1):
+        clock = Clock(tmp_path, rank)
+        clock.epoch(100, wait=0.05, seconds=0.05)
+        since = clock.now
+        clock.epoch(20, wait=0.05, seconds=0.5)
+        until = clock.now
+        clock.epoch(15, wait=0.0, seconds=0.05)
+        clock.epoch(100, wait=0.05, seconds=0.05)
+    span = (since - 1000 + 1.7e9, until - 1000 + 1.7e9)
+    processes = steps.read(tmp_path)[1]
+    plain, apart = steps.pace(processes), steps.pace(processes, apart=[span])
+    assert plain and apart and min(plain.rates) < 100
+    assert apart.rates == pytest.approx([160.0] * 10) and apart.waiting == pytest.approx(0.5)
+    assert apart.training == pytest.approx(1 - 20 / 200, abs=0.05), "its warm-up alone is missing"
+    assert steps.pace(processes, apart=[(0.0, 2e9)]) is None
+    printed = [(1.7e9 + 10 * number, 100.0 - 60 * (number == 5)) for number in range(1, 11)]
+    rates = steps.pace_of_rates(printed, 1.7e9, None, apart=[(1.7e9 + 43, 1.7e9 + 49)])
+    assert rates and rates.rates == [100.0] * 8
+    points = [(1.7e9 + step * (0.1 if step < 50 else 0.15), float(step)) for step in range(0, 101, 10)]
+    logged = steps.pace_of_log(points, None, apart=[(1.7e9 + 4.5, 1.7e9 + 20)])
+    assert logged and logged.rates == pytest.approx([10.0] * 3)
+
+
+# ---- where its time goes -----------------------------------------------------------------------------
+
+STACKS = """\
+process 7:"sh -c a;b";process 8:"python t.py";thread (8): MainThread;<module> (t.py:9);step (t.py:3) 30
+process 7:"sh -c a;b";process 8:"python t.py";thread (8): MainThread;<module> (t.py:9);step (t.py:4) 10
+process 7:"sh -c a;b";process 8:"python t.py";thread (8): MainThread;<module> (t.py:9);Watcher._loaders.<locals>.f \
+(sitecustomize.py:61);get (q.py:5) 60
+process 7:"sh -c a;b";process 8:"python t.py";thread (81): Thread-1 (pin);run (q.py:1) 100
+process 7:"sh -c a;b";process 8:"python t.py";process 9:"python t.py";thread (9): MainThread;\
+loop (w.py:1);read (d.py:2) 50
+"""
+
+
+def test_functions_are_those_of_main_threads(tmp_path: Path) -> None:
+    (tmp_path / "stacks").write_text(STACKS)
+    stacks = profile.read_stacks(tmp_path / "stacks")
+    assert {stack.processes for stack in stacks} == {(7, 8), (7, 8, 9)}
+    unknown = profile.functions(stacks, [], seconds=0.2)
+    known = profile.functions(stacks, [steps.Process(3, os.uname().nodename, 8)], seconds=0.2)
+    assert {row.rank for row in unknown} == {0} and {row.rank for row in known} == {3}
+    rows = {(row.kind, row.name): row for row in unknown}
+    assert rows["function", "get (q.py)"].share == 0.6 and rows["function", "step (t.py)"].seconds == pytest.approx(
+        0.08
+    )
+    outer = rows["function", "<module> (t.py)"]
+    assert (outer.share, outer.total, outer.calls) == (0, 1, None)
+    assert rows["worker", "read (d.py)"].share == 1 and len(rows) == 5
+    picture = profile.flames(stacks)
+    assert "read (d.py), 33" in picture and "&lt;module&gt;" in picture and "Watcher" not in picture
+
+
+def rows_of(folder: Path) -> list[TopEntry]:
+    with (folder / "profile/profile_summary.csv").open(newline="") as file:
+        return [TopEntry.model_validate(row) for row in csv.DictReader(file)]
+
+
+def test_a_program_is_profiled_and_knows_nothing_of_it(tmp_path: Path) -> None:
+    """By PyTorch's profiler and py-spy; its own output is as without."""
+    if not (shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists()):
+        pytest.skip("py-spy is not installed")
+    text = TRAIN.replace("range(4)", "range(16)")
+    ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, text), 0.004)
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(r"(avg \S+ samples/sec\n){16}", ended.stdout)
+    folder = tmp_path / "results/plans" / PLAN / "train"
+    record, rows = Profile.read(folder / "profile/profile.json"), rows_of(folder)
+    by_torch, by_spy = record.tools
+    assert by_torch.problem is None and by_spy.problem is None, ended.stderr
+    assert (
+        by_torch.steps == 10 and by_torch.overhead and {"step", "data", "backward", "optimizer"} <= {*by_torch.ranges}
+    )
+    assert by_torch.ranges["data"].seconds > 0.5 * by_torch.ranges["step"].seconds, "it sleeps"
+    assert {row.name for row in rows if row.tool == "torch"} >= {"aten::addmm", "aten::mse_loss"}
+    (sleeping,) = [row for row in rows if row.tool == "py-spy" and row.name.startswith("Slow.__getitem__")]
+    assert sleeping.share > 0.5 and sleeping.total == pytest.approx(sleeping.share, abs=0.05)
+    files = {"profile.json", "profile_summary.csv", "torch.rank0.json.gz", "py-spy.folded", "py-spy.svg"}
+    assert {path.name for path in (folder / "profile").iterdir()} == files
+    page = (tmp_path / "results/plans" / PLAN / "report.html").read_text()
+    assert "Slow.__getitem__" in page and "py-spy.svg" in page and "waiting for data" in page
+    assert "Slow.__getitem__" in ended.stderr and "torch, 10 steps: waiting for data" in ended.stderr
+    measured = found(tmp_path)
+    assert measured.full and measured.outside and not measured.outside.profiled
+    assert "KINETO" not in ended.stderr and "profiler_start" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("said", "epochs", "message", "by_torch"),
+    [
+        ("Permission Denied: Try running again", 2, "py-spy may not look into other processes here", "torch, 10 steps"),
+        ("no such thing", 1, "py-spy made no profile: Error: no such thing", "the program ended within the window"),
+        (None, 0, "the program ended before py-spy looked at it", "fewer than 30 steps of PyTorch's optimisers"),
+    ],
+)
+def test_profilers_that_do_not_work_say_why(
+    tmp_path: Path, said: str | None, epochs: int, message: str, by_torch: str
+) -> None:
+    """The program is measured all the same, and ends as it would."""
+    (tmp_path / "bin").mkdir()
+    spy = tmp_path / "bin/py-spy"
+    spy.write_text(f"#!/bin/sh\necho 'Error: {said}' >&2; exit 1\n")
+    spy.chmod(spy.stat().st_mode | stat.S_IXUSR)
+    text = TRAIN.replace("range(4)", f"range({epochs or 1})").replace("return 160", f"return {160 if epochs else 80}")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, text), 0.001, path=path)
+    assert ended.returncode == 0 and by_torch in ended.stderr, ended.stderr
+    if said != "no such thing" or "before py-spy looked" not in ended.stderr:  # the window ends with the program
+        assert f"py-spy: no profile: {message}" in ended.stderr
+    record = found(tmp_path)
+    assert record.outside and not record.outside.profiled
+    assert json.loads((tmp_path / "results/plans" / PLAN / "train/profile/profile.json").read_text())["tools"]
+
+
+def test_a_run_of_profiled_steps_alone_says_so(tmp_path: Path) -> None:
+    words = argparse.Namespace(rate="nersc", steps=None, batch_size=None, command=["python"])
+    ended = Ended(0, 1.7e9, 30.0, None, [(1.7e9 + 15, 100.0)])
+    for apart, said in (([(1.7e9 + 10, 1.7e9 + 20)], True), ([(1.7e9 + 20, 1.7e9 + 30)], False)):
+        throughput, _ = measured(words, tmp_path, ended, apart)
+        assert throughput.outside and throughput.outside.profiled == said and throughput.full
+        text = "\n".join(lines(tmp_path, throughput, Verdict(None, [], "", "", "")))
+        assert ("profilers were at work in these steps" in text) == said
