@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,31 +25,32 @@ from dlscale.outside.timed import FOLDER
 #: What is left of a program's speed with the hook, and with all that measures.
 HOOKED, MEASURED = 0.995, 0.99
 
-BATCH, STEPS = 64, 20
+BATCH, STEPS = 64, 4
 
 #: A module that PyTorch hides behind a name.
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
 
 
 def outside(options: Options) -> list[Row]:
-    """Turns of a few steps; a repetition is so long that lines are written as often as they are in a run.
+    """Turns of a few steps, with their median, which other programs on the machine change little.
 
-    Times are of the processor: the program's thread's, of which the hook is, and for the second row the sampler's, as
-    if the program had no other core.
+    What the median leaves out, the writing of lines once a second, is in the time of the hook's own lines. Times are of
+    the processor: the program's thread's, of which the hook is, and for the second row the sampler's, as if the program
+    had no other core.
     """
-    repetitions, turns = (2, 2) if options.quick else (2 * options.repetitions, 30)
+    repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
     file = options.folder / "telemetry.csv"
     rates: dict[bool, list[float]] = {True: [], False: []}
     with one_thread(), mock.patch.dict(os.environ, {FOLDER: str(options.folder)}), sampled(file, os.getpid(), 1, 0):
         program, process = Program(), sampling(file)
         before, start = cpu_seconds(process.pid), time.monotonic()
         for _ in range(repetitions):
-            seconds = dict.fromkeys(rates, 0.0)
+            seconds: dict[bool, list[float]] = {True: [], False: []}
             for turn in range(turns):
                 for hooked in (turn % 2 == 0, turn % 2 == 1):
-                    seconds[hooked] += program.run(hooked)
+                    seconds[hooked].append(program.run(hooked))
             for hooked, each in rates.items():
-                each.append(turns * STEPS * BATCH / seconds[hooked])
+                each.append(STEPS * BATCH / statistics.median(seconds[hooked]))
         share = (cpu_seconds(process.pid) - before) / (time.monotonic() - start)
         own = program.own()
     counted = {"ms a step": 1e3 * BATCH / rates[False][0], "µs in the hook's own lines": 1e6 * own}
@@ -79,7 +81,7 @@ class Program:
             yield from DataLoader(samples, batch_size=BATCH)
 
     def own(self, count: int = 10_000) -> float:
-        """Return the seconds that the notes of a step take, without the calls of the hook, and the writing."""
+        """Return the seconds that the notes of a step take, with their writing, without the calls of the hook."""
         log, batch = self._watcher._log, next(self._batches)
         start = time.thread_time()
         for _ in range(count):

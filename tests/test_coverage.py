@@ -118,8 +118,8 @@ def snakemake(words: list[str]) -> None:
 
 def dlscale(words: list[str]) -> None:
     args = parsed(of_dlscale(), words)
-    site = getattr(args, "profile", None) or ""
     query = args.stage in cli.QUERIES
+    site = (query and cli.QUERIES[args.stage].configured and args.profile) or ""
     known = configuration(site, config=tuple(getattr(args, "config", ()) if query else ()))
     for plan in getattr(args, "plans", None) or []:
         assert not query or plan in known.plans, f"no plan {plan}"

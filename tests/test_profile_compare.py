@@ -86,7 +86,7 @@ def write(folder: Path, seconds: float, batch: int = 8, name: str = "aten::mm") 
     tool = ProfiledTool(name="torch", steps=4)
     Profile(tools=[tool], nranks=2, batch_size=batch).write(folder / "profile/profile.json")
     (folder / "config.yaml").write_text("{}")
-    names, values = zip(*row(name, seconds, 1e-4).model_dump().items(), strict=True)
+    names, values = zip(*row(name, seconds, 1e-4).model_dump(exclude_none=True).items(), strict=True)
     (folder / "profile/profile_summary.csv").write_text(f"{','.join(names)}\n{','.join(map(str, values))}\n")
     return folder
 
