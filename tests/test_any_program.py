@@ -20,6 +20,7 @@ from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import Throughput
 from dlscale.outside import profile, steps, timed
 from dlscale.outside.measure import PLAN, Ended, lines, measured
+from dlscale.report.profiles import thinned
 from dlscale.report.verdict import Verdict
 from tests.conftest import ROOT
 from tests.test_outside import TRAIN, Clock, program
@@ -130,6 +131,17 @@ def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(process.steps) < count / 5 and process.gaps and pace
     assert pace.rates == pytest.approx([800.0] * 10, rel=1e-3)
     assert pace.waiting == pytest.approx(0.4, rel=1e-3) and pace.training == pytest.approx(1, abs=0.01)
+
+
+def test_the_page_of_a_long_run_draws_means() -> None:
+    rows = [{"time": float(second), **({"watts": 50.0 + second % 2} if second % 4 else {})} for second in range(86_400)]
+    drawn = thinned(rows)
+    assert (
+        len(drawn) == 600
+        and drawn[0]["time"] == pytest.approx(71.5)
+        and drawn[5]["watts"] == pytest.approx(50.667, abs=0.01)
+    )
+    assert thinned(rows[:600]) == rows[:600] and thinned([]) == []
 
 
 def test_steps_of_a_profiler_do_not_count(tmp_path: Path) -> None:

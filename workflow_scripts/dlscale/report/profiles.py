@@ -352,13 +352,14 @@ def watched(plan: PlanResult) -> Section | None:
     rows = list[View]()
     for run in plan.runs:
         nodes = next((nodes for nodes in run.telemetry.values() if nodes), None)
-        rows += [{"run": run.called, **row} for row in of_node(nodes[0])] if nodes else []
+        rows += [{"run": run.called, **row} for row in thinned(of_node(nodes[0]))] if nodes else []
     there = {column: label for column, (label, _) in WATCHED.items() if any(row.get(column) for row in rows)}
     if not there:
         return None
     seconds, unit = time_unit(max(row["time"] for row in rows))
     rows = [{**row, "time": row["time"] / seconds} for row in rows]
     about = "On the first node, once a second, while a run trained, or else was measured. Choose what is drawn."
+    about += f" Of a long run each point is a mean, of {POINTS} at most."
     chart = lines(f"{plan.name}-watched", about, rows, {"time": f"time ({unit})"}, there, zero=True, logarithmic=False)
     return Section("What the machine did meanwhile", charts=[chart])
 
@@ -375,6 +376,23 @@ WATCHED: dict[str, tuple[str, float | None]] = {
     "watts": ("GPUs, mean (W)", 1.0),
     "memory_bytes": ("GPUs, mean memory (GiB)", 2**-30),
 }
+
+
+#: Points of a run that are drawn.
+POINTS = 600
+
+
+def thinned(rows: Sequence[View]) -> list[View]:
+    """Return means of neighbouring rows, so that no run has more than `POINTS`."""
+    size = -(-len(rows) // POINTS) or 1
+    parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+    return [
+        {
+            key: statistics.fmean(row[key] for row in part if key in row)
+            for key in dict.fromkeys(k for r in part for k in r)
+        }
+        for part in parts
+    ]
 
 
 def of_node(samples: Sequence[Sample]) -> list[View]:
