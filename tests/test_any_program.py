@@ -118,14 +118,14 @@ def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.Monke
     now = 1000.0
     monkeypatch.setattr(timed, "MOST", 20_000)
     monkeypatch.setenv(timed.FOLDER, str(tmp_path))
-    monkeypatch.setattr(timed.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timed, "clock", lambda: now)
     log, count = timed.Log("seen"), 360_000
     for _ in range(count):
         now += 0.004
         log.batch(0, 0.004, 8)
         now += 0.006
         log.step()
-    log._write()
+    log._end()
     (process,) = steps.read(tmp_path)[1]
     pace = steps.pace([process])
     assert len(process.steps) < count / 5 and process.gaps and pace

@@ -49,6 +49,7 @@ class Process:
     #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
     gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
+    cut: int = 0  #: Batches beside gaps whose steps are in them, without steps whose batches are.
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def read(folder: Path) -> tuple[str, list[Process]]:
 def _process(path: Path) -> Process:
     """Read a file of `dlscale.outside.timed.Log`; half a last line, of a killed process, is left out."""
     host, _, pid = path.name.partition(".")[2].rpartition(".")
-    found, shift = Process(0, host, int(pid)), 0.0
+    found, shift, before = Process(0, host, int(pid)), 0.0, ""
     with path.open() as lines:
         for line in lines:
             kind, *words = line.split() if line.endswith("\n") else [""]
@@ -93,6 +94,9 @@ def _process(path: Path) -> Process:
                 found.batches.append((shift + float(words[1]), sys.intern(words[0]), float(words[2]), int(words[3])))
             elif kind == "g":
                 found.gaps.append((shift + float(words[0]), shift + float(words[1])))
+                found.cut += before == "b"
+            found.cut -= before == "g" and kind == "s"
+            before = kind
     return found
 
 
@@ -213,7 +217,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
 def _samples(process: Process, training: set[str]) -> float:
     """Return the mean samples of a step; 0 where a batch does not tell them."""
     counts = [samples for _, iterator, _, samples in process.batches if iterator in training]
-    return sum(counts) / len(process.steps) if all(counts) else 0.0
+    return sum(counts) / (len(process.steps) + process.cut) if all(counts) else 0.0
 
 
 # ---- what the program prints, or logs ---------------------------------------------------------------

@@ -7,19 +7,22 @@ it passes batches on, and does nothing else.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+clock = time.perf_counter
+
 #: Variable that names the folder into which processes that are measured write their steps.
 FOLDER = "DLSCALE_STEPS"
 
-#: Lines, and seconds, after which they are written.
-LINES, SECONDS = 4096, 1.0
+#: Seconds after which what was noted is written.
+SECONDS = 1.0
 
-#: Lines of a process after which not all are noted: by then each second of lines is followed by a gap of this share of
+#: Notes of a process after which not all are kept: by then each second of notes is followed by a gap of this share of
 #: the time so far, so that a file grows with the logarithm of the time.
 MOST, GAP = 100_000, 0.01
 
@@ -28,59 +31,68 @@ class Log:
     """What a process does, in the file `WAY.HOST.PID`: batches that it got, and steps that it ended.
 
     The first line relates the process's clock to that of the day, and has its rank. Times are seconds. In a long run
-    there are gaps, each with a line of its own.
+    there are gaps, each with a line of its own. Within a step all is cold, so as little as possible is done there.
     """
 
     def __init__(self, way: str) -> None:
-        self._way, self._process, self._count, self._on = way, 0, 0, FOLDER in os.environ
-        self._lines: list[str] = []
-        self._begin = self._written = self._until = 0.0
+        self._way, self._begin, self._count = way, 0.0, 0
+        self._file: Any = None
+        self._notes: list[Any] = []
+        self._due, self._until = 0.0, 0.0 if FOLDER in os.environ else math.inf
 
     def batch(self, iterator: int, wait: float, samples: int) -> None:
         """Note that an iterator delivered a batch of so many samples (0: not known) now, after a wait."""
-        now = time.perf_counter()
-        self._note(now, f"b {iterator} {now:.6f} {wait:.6f} {samples}\n")
+        now = clock()
+        if now >= self._until:
+            self._notes.append((now, iterator, wait, samples))
+            if now >= self._due:
+                self._write(now)
 
     def loop(self) -> None:
         """Note that a loop begins now: what was before is no part of its first step."""
-        now = time.perf_counter()
-        self._note(now, f"l {now:.6f}\n")
+        if self._until != math.inf:
+            self._notes.append(f"l {clock():.6f}\n")
 
     def step(self) -> None:
         """Note that a step has ended now."""
-        now = time.perf_counter()
-        self._note(now, f"s {now:.6f}\n")
+        now = clock()
+        if now >= self._until:
+            self._notes.append(now)
+            if now >= self._due:
+                self._write(now)
 
-    def _note(self, now: float, line: str) -> None:
-        if not self._on:
-            return
-        if self._process != os.getpid():  # at first, and in a process that was forked
+    def _write(self, now: float) -> None:
+        if self._file is None:
             self._open(now)
-        if now < self._until:
-            return
-        if self._until:
-            self._lines.append(f"g {self._written:.6f} {now:.6f}\n")
-            self._until, self._written = 0.0, now
-        self._lines.append(line)
-        if len(self._lines) >= LINES or now - self._written >= SECONDS:
-            self._count += len(self._lines)
-            self._write()
-            if self._count > MOST:
-                self._written, self._until = now, now + GAP * (now - self._begin)
+        notes, self._notes = self._notes, []
+        self._count += len(notes)
+        self._due = now + SECONDS
+        if self._count > MOST:
+            self._until = now + GAP * (now - self._begin)
+            self._due = self._until + SECONDS
+            notes.append(f"g {now:.6f} {self._until:.6f}\n")
+        self._file.write("".join(map(_line, notes)))
+        self._file.flush()
 
     def _open(self, now: float) -> None:
-        self._process, self._begin, self._written = os.getpid(), now, now
-        self._until, self._count = 0.0, 0
-        place = Path(os.environ[FOLDER], f"{self._way}.{os.uname().nodename}.{self._process}")
-        self._file = place.open("a")
-        self._lines = [f"begin {time.time():.6f} {time.perf_counter():.6f} {rank()}\n"]
-        atexit.register(self._write)
+        place = Path(os.environ[FOLDER], f"{self._way}.{os.uname().nodename}.{os.getpid()}")
+        self._begin, self._file = now, place.open("a")
+        self._file.write(f"begin {time.time():.6f} {clock():.6f} {rank()}\n")
+        atexit.register(self._end)
+        os.register_at_fork(after_in_child=self._forget)
 
-    def _write(self) -> None:
-        if self._process == os.getpid():
-            lines, self._lines, self._written = self._lines, [], time.perf_counter()
-            self._file.write("".join(lines))
-            self._file.flush()
+    def _end(self) -> None:
+        if self._file is not None:
+            self._write(clock())
+
+    def _forget(self) -> None:
+        self._file, self._notes, self._count, self._due, self._until = None, [], 0, 0.0, 0.0
+
+
+def _line(note: Any) -> str:
+    if isinstance(note, float):
+        return f"s {note:.6f}\n"
+    return note if isinstance(note, str) else "b {1} {0:.6f} {2:.6f} {3}\n".format(*note)
 
 
 def rank() -> int:
@@ -95,16 +107,20 @@ LOG = Log("timed")
 
 def samples_of(batch: Any) -> int:
     """Return the number of samples of a batch: the first axis of the first array in it; 0 if there is none."""
+    if batch.__class__ is list and batch:  # as PyTorch's are: at once
+        shape = getattr(batch[0], "shape", None)
+        if shape:
+            return int(shape[0])
     for _ in range(4):
+        if isinstance(batch, (list, tuple)):
+            batch = batch[0] if batch else None
+            continue
         shape = getattr(batch, "shape", None)
         if shape is not None:
             return int(shape[0]) if len(shape) else 1
-        if callable(getattr(batch, "values", None)):
-            batch = next(iter(batch.values()), None)
-        elif isinstance(batch, (list, tuple)) and batch:
-            batch = batch[0]
-        else:
+        if not callable(getattr(batch, "values", None)):
             return 0
+        batch = next(iter(batch.values()), None)
     return 0
 
 
@@ -113,14 +129,14 @@ _ended = 0.0
 
 def begun(samples: int = 0) -> None:
     """Note that a step of so many samples begins, where a callback says so; its batch was waited for since `ended`."""
-    now = time.perf_counter()
+    now = clock()
     LOG.batch(0, now - _ended if _ended else 0.0, samples)
 
 
 def ended() -> None:
     """Note that a step has ended, where a callback says so."""
     global _ended
-    _ended = time.perf_counter()
+    _ended = clock()
     LOG.step()
 
 
@@ -132,11 +148,11 @@ def timed(loader: Iterable[Any]) -> Iterator[Any]:
     LOG.loop()
     batches = iter(loader)
     while True:
-        begin = time.perf_counter()
+        begin = clock()
         try:
             batch = next(batches)
         except StopIteration:
             return
-        LOG.batch(0, time.perf_counter() - begin, samples_of(batch))
+        LOG.batch(0, clock() - begin, samples_of(batch))
         yield batch
         LOG.step()

@@ -62,22 +62,22 @@ class Watcher:
             self._window = window
 
     def _loaders(self, module: Any) -> None:
-        clock, samples_of, iterator = self._timed.time.perf_counter, self._timed.samples_of, module._BaseDataLoaderIter
+        clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
         original, note, numbers = iterator.__next__, self._log.batch, itertools.count()
 
-        def fetch(loader: Any) -> Any:
-            if self._window is None or not self._window.open:
-                return original(loader)
-            with self._window.range("data"):
-                return original(loader)
-
-        def following(self: Any) -> Any:
+        def following(loader: Any) -> Any:
             begin = clock()
-            batch = fetch(self)
+            if self._window is None or not self._window.open:
+                batch = original(loader)
+            else:
+                with self._window.range("data"):
+                    batch = original(loader)
             wait = clock() - begin
-            if not hasattr(self, "_dlscale_number"):
-                self._dlscale_number = next(numbers)
-            note(self._dlscale_number, wait, samples_of(batch))
+            try:
+                number = loader._dlscale_number
+            except AttributeError:
+                number = loader._dlscale_number = next(numbers)
+            note(number, wait, samples_of(batch))
             return batch
 
         iterator.__next__ = following
