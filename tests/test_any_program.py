@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib.util
 import json
@@ -19,7 +18,8 @@ import pytest
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import Throughput
 from dlscale.outside import profile, steps, timed
-from dlscale.outside.command import PLAN, Ended, lines, measured
+from dlscale.outside.command import PLAN, lines
+from dlscale.outside.running import Ended, Reading, measured
 from dlscale.report.profiles import thinned
 from dlscale.report.verdict import Verdict
 from tests.conftest import ROOT
@@ -118,14 +118,14 @@ def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.Monke
     now = 1000.0
     monkeypatch.setattr(timed, "MOST", 20_000)
     monkeypatch.setenv(timed.FOLDER, str(tmp_path))
-    monkeypatch.setattr(timed.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timed, "clock", lambda: now)
     log, count = timed.Log("seen"), 360_000
     for _ in range(count):
         now += 0.004
         log.batch(0, 0.004, 8)
         now += 0.006
         log.step()
-    log._write()
+    log._end()
     (process,) = steps.read(tmp_path)[1]
     pace = steps.pace([process])
     assert len(process.steps) < count / 5 and process.gaps and pace
@@ -263,10 +263,9 @@ def test_profilers_that_do_not_work_say_why(
 
 
 def test_a_run_of_profiled_steps_alone_says_so(tmp_path: Path) -> None:
-    words = argparse.Namespace(rate="nersc", steps=None, batch_size=None, command=["python"])
-    ended = Ended(0, 1.7e9, 30.0, None, [(1.7e9 + 15, 100.0)])
+    ended = Ended(0, 1.7e9, 30.0, None, None, [(1.7e9 + 15, 100.0)], {})
     for apart, said in (([(1.7e9 + 10, 1.7e9 + 20)], True), ([(1.7e9 + 20, 1.7e9 + 30)], False)):
-        throughput, _ = measured(words, tmp_path, ended, apart)
+        throughput, _ = measured(["python"], tmp_path, tmp_path / "none.csv", ended, Reading(rate="nersc"), apart)
         assert throughput.outside and throughput.outside.profiled == said and throughput.full
         text = "\n".join(lines(tmp_path, throughput, Verdict(None, [], "", "", "")))
         assert ("profilers were at work in these steps" in text) == said

@@ -28,7 +28,7 @@ from dlscale.core.text import duration, many
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
 from dlscale.outside import steps as seen
-from dlscale.outside.timed import FOLDER
+from dlscale.outside.timed import EVERY, FOLDER
 from dlscale.parallel.records import Device
 
 HOOK = Path(__file__).with_name("hook")
@@ -58,15 +58,24 @@ class Ended:
     signals: tuple[int, ...] = ()  #: Passed on to it.
 
 
-def watched(steps: Path, environment: Mapping[str, str] | None = None, contained: bool = False) -> dict[str, str]:
+def watched(
+    steps: Path, environment: Mapping[str, str] | None = None, contained: bool = False, quick: bool = False
+) -> dict[str, str]:
     """Return this process's environment, and in it what has a program write its steps into a folder.
 
-    Where it may be in a container all that is not this process's own is there for Apptainer as well, which starts from
-    an empty one.
+    Parameters
+    ----------
+    environment
+        Further variables.
+    contained
+        Whether it may be in a container of Apptainer, which starts from an empty environment.
+    quick
+        Whether it is to write ten times a second.
     """
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
     path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
     own["PYTHONPATH"] = os.pathsep.join(path)
+    own |= {EVERY: "0.1"} if quick else {}
     there = {name: value for name, value in os.environ.items() if (name, value) != ("PYTHONSAFEPATH", "dlscale")}
     return {**there, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 

@@ -53,7 +53,7 @@ class Player:
         self._process = subprocess.Popen(
             program.command,
             cwd=program.folder,
-            env=watched(program.steps, program.environment),
+            env=watched(program.steps, program.environment, quick=True),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

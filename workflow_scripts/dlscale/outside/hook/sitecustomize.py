@@ -62,8 +62,7 @@ class Watcher:
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             if id(optimizer) not in known:
                 known.add(id(optimizer))
-                followed = [weight for group in optimizer.param_groups for weight in group["params"]]
-                self._log.gradients(sum(each.numel() * each.element_size() for each in followed if each.requires_grad))
+                self._log.gradients(followed(optimizer))
             # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function, and `bool()` is False.
             if not getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
                 self._log.step(id(optimizer))
@@ -76,7 +75,7 @@ class Watcher:
             self._window = window
 
     def _loaders(self, module: Any) -> None:
-        clock, samples_of, iterator = self._timed.time.perf_counter, self._timed.samples_of, module._BaseDataLoaderIter
+        clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
         original, note, numbers = iterator.__next__, self._log.batch, itertools.count()
         next_index = iterator._next_index
 
@@ -86,23 +85,31 @@ class Watcher:
                 self.__dict__.setdefault("_dlscale_samples", []).append(len(index))
             return index
 
-        def fetch(loader: Any) -> Any:
-            if self._window is None or not self._window.open:
-                return original(loader)
-            with self._window.range("data"):
-                return original(loader)
-
-        def following(self: Any) -> Any:
+        def following(loader: Any) -> Any:
             begin = clock()
-            batch = fetch(self)
+            if self._window is None or not self._window.open:
+                batch = original(loader)
+            else:
+                with self._window.range("data"):
+                    batch = original(loader)
             wait = clock() - begin
-            if not hasattr(self, "_dlscale_number"):
-                self._dlscale_number = next(numbers)
-            drawn = self.__dict__.get("_dlscale_samples")  # whatever batches are made of
-            note(self._dlscale_number, wait, drawn.pop(0) if drawn else samples_of(batch))
+            own = loader.__dict__
+            if "_dlscale_number" not in own:
+                own["_dlscale_number"] = next(numbers)
+            drawn = own.get("_dlscale_samples")  # whatever batches are made of
+            note(own["_dlscale_number"], wait, drawn.pop(0) if drawn else samples_of(batch))
             return batch
 
         iterator.__next__, iterator._next_index = following, index_of_next
+
+
+def followed(optimizer: Any) -> int:
+    """Return the bytes of the gradients that an optimiser follows; 0 of one that does not tell."""
+    try:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return sum(each.numel() * each.element_size() for each in weights if each.requires_grad)
+    except Exception:  # of another form: the program goes on
+        return 0
 
 
 def load_hidden() -> None:
