@@ -52,6 +52,7 @@ class Process:
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
     gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
     gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
+    cut: int = 0  #: Batches beside gaps whose steps are in them, without steps whose batches are.
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         host, _, pid = path.name.partition(".")[2].rpartition(".")
-        self._path, self._place, self._shift, self._optimizers = path, 0, 0.0, set[str]()
+        self._path, self._place, self._shift, self._optimizers, self._before = path, 0, 0.0, set[str](), ""
         self.process = Process(0, host, int(pid))
         self.read()
 
@@ -128,8 +129,11 @@ class Tail:
                     found.batches.append((time, sys.intern(words[0]), waited, samples))
                 elif kind == "g":
                     found.gaps.append((self._shift + float(words[0]), self._shift + float(words[1])))
+                    found.cut += self._before == "b"
                 elif kind == "p":
                     found.gradients += int(words[0])
+                found.cut -= self._before == "g" and kind == "s"
+                self._before = kind
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,8 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
 
 def _samples(process: Process, training: set[str]) -> float:
     """Return the mean samples of a step; 0 where a batch does not tell them."""
-    counts, steps = [samples for _, iterator, _, samples in process.batches if iterator in training], len(process.steps)
+    counts = [samples for _, iterator, _, samples in process.batches if iterator in training]
+    steps = len(process.steps) + process.cut
     if not counts or not all(counts):
         return 0.0
     # Those of a step that was not ended, or fetched ahead, are none of these steps.
