@@ -132,8 +132,8 @@ def run_command(
     command: Sequence[str], folder: Path, pattern: re.Pattern[str] | None, profilers: Profilers | None = None
 ) -> Ended:
     """Run a command with this process's input, output, folder and signals; nothing that it started stays behind."""
-    path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, FOLDER: str((folder / "steps").absolute()), "PYTHONPATH": os.pathsep.join(path)}
+    path = [str(HOOK), *filter(None, [machine.GIVEN.get("PYTHONPATH")])]
+    environment = {**machine.GIVEN, FOLDER: str((folder / "steps").absolute()), "PYTHONPATH": os.pathsep.join(path)}
     environment |= {PROFILED: str(os.getpid())} if profilers else {}
     pipe = subprocess.PIPE if pattern else None
     printed = list[tuple[float, float]]()
