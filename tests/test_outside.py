@@ -569,21 +569,24 @@ def test_rates_between_nonsense(tmp_path: Path) -> None:
     for name in names:
         record = found(tmp_path, name)
         assert record.full and record.full.trial_throughput == [100.0] * 6 + [10.0]
-        assert not [each.cause for each in of(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
+        causes = [each.cause for each in of(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
+        assert set(causes) <= {"neighbour"}, "how long a step is nobody knows"
     plan = (tmp_path / "results/plans" / PLAN / "plan.yaml").read_text()
     assert all(f"name: {name}\n" in plan for name in names)
 
 
 def test_it_runs_as_if_alone(tmp_path: Path) -> None:
-    """Its environment but for two variables, its signals, its `sitecustomize`, and Python 3.8's syntax."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.own = True")
+    """With its environment, its modules, its signals, its `sitecustomize`; the hook is of Python 3.8's syntax."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/sitecustomize.py").write_text("import sys; sys.own = True")
+    (tmp_path / "module_of_its_own.py").touch()
     code = """
-        import os, signal, sys
+        import os, signal, sys, module_of_its_own
         assert sys.own and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
         print(*sorted(os.environ))
     """
-    words = [sys.executable, "-P", str(program(tmp_path, code))]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'workflow_scripts'}"}
+    words = [sys.executable, str(program(tmp_path, code))]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'own'}:{ROOT / 'workflow_scripts'}"}
     alone = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     words = [sys.executable, "-P", "-m", "dlscale", "measure", "--", *words]
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

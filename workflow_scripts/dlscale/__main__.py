@@ -9,8 +9,9 @@ from dlscale import cli
 
 def main() -> int:
     """Run one stage in this process."""
-    # What it starts imports nothing from the working folder either, but for other programs: `outside.running.watched`.
-    os.environ.setdefault("PYTHONSAFEPATH", "dlscale")
+    os.environ["PYTHONSAFEPATH"] = (
+        "1"  # what it starts imports nothing from the working folder either, but for programs
+    )
     status = cli.main()
     gc.freeze()  # as it ends Python looks for garbage among all that was imported: a second, with PyTorch
     return status

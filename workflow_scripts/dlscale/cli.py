@@ -355,8 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
     terminal, name = sys.stderr, f"dlscale {args.stage}"
     logging.raiseExceptions = False  # a line that the log's disk has no room for is no reason for a traceback
-    if args.stage != "measure":  # whose programs have the environment that they would have without it
-        let_threads_wait()
+    let_threads_wait()
     # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # Slurm's warning of the time limit, which only training heeds, would end any other process.

@@ -15,6 +15,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+#: The environment that this process was started with, before it set anything in it: that of programs that are not ours.
+GIVEN = dict(os.environ)
+
 #: How threads of OpenMP wait for work: asleep, when they have looked for it for some microseconds. Those that sleep at
 #: once make small operations slow, since waking takes longer than they do; beside any other load, those that look for
 #: long make every operation wait for a core.

@@ -61,7 +61,7 @@ class Ended:
 def watched(
     steps: Path, environment: Mapping[str, str] | None = None, contained: bool = False, quick: bool = False
 ) -> dict[str, str]:
-    """Return this process's environment, and in it what has a program write its steps into a folder.
+    """Return the environment that this process was started with, and in it what has a program write its steps into a folder.
 
     Parameters
     ----------
@@ -73,11 +73,10 @@ def watched(
         Whether it is to write ten times a second.
     """
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
-    path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+    path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", machine.GIVEN.get("PYTHONPATH"))])]
     own["PYTHONPATH"] = os.pathsep.join(path)
     own |= {EVERY: "0.1"} if quick else {}
-    there = {name: value for name, value in os.environ.items() if (name, value) != ("PYTHONSAFEPATH", "dlscale")}
-    return {**there, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
+    return {**machine.GIVEN, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 
 
 def run_command(
