@@ -210,13 +210,14 @@ def test_imagenet(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     """Two processes that it starts itself are one run; its log counts epochs, and per cent."""
     place = checkout("distributed-pytorch", {"imagenet_ddp_apex.py": "imagenet.py"})
     (tmp_path / "raw/train").mkdir(parents=True)
-    settings = {"batch_size": 16, "geometry": {"gpus_per_node": 2}, "training": {"epochs": 3}}
+    settings = {"batch_size": 16, "geometry": {"gpus_per_node": 2}, "training": {"epochs": 5}}
     program = {"folder": str(place.path), "values": {"data": str(tmp_path / "raw")}}
     run = runs("imagenet_published_program", settings, program)["program"]
     found = place.run(run)
     found.check(rate=0.15)
+    assert found.record.outside and found.record.outside.way == "rate"
     assert (found.record.nranks, found.record.batch_size) == (2, 16)
-    assert [epoch.step for epoch in found.epochs] == [20, 40, 60]
+    assert [epoch.step for epoch in found.epochs] == [20, 40, 60, 80, 100]
     assert found.epochs[-1].metrics == {"top1": pytest.approx(0.75), "top5": pytest.approx(0.93)}
 
 

@@ -7,6 +7,7 @@ well. For Python 3.8 and later.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
@@ -53,7 +54,30 @@ class Watcher:
         return spec
 
     def _optimizers(self, module: Any) -> None:
+        if not hasattr(module, "register_optimizer_step_post_hook"):
+            self._optimizers_of_pytorch_1(module)
+            return
         module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._log.step())
+
+    def _optimizers_of_pytorch_1(self, module: Any) -> None:
+        """Wrap the step of each class of optimizers when the first one is made: there is no hook for all."""
+        make, log = module.Optimizer.__init__, self._log
+
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            original = type(self).step
+            if not hasattr(original, "_dlscale"):
+
+                @functools.wraps(original)
+                def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+                    found = original(self, *args, **kwargs)
+                    log.step()
+                    return found
+
+                step._dlscale = True  # type: ignore[attr-defined]
+                type(self).step = step
+
+        module.Optimizer.__init__ = made
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.time.perf_counter, self._timed.samples_of, module._BaseDataLoaderIter
