@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +24,7 @@ from dlscale.core.noise import interval
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps, timed
 from dlscale.outside.command import PLAN
+from dlscale.outside.running import HOOK
 from dlscale.report.results import read_run
 from dlscale.report.verdict import of
 from tests.conftest import ROOT
@@ -189,6 +193,36 @@ def test_samples_of_a_batch_are_those_of_its_first_array() -> None:
 def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(timed.FOLDER, raising=False)
     assert list(timed.timed(range(3))) == [0, 1, 2]
+
+
+def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no hook for all optimisers; a class that takes its step from another one counts once."""
+    monkeypatch.setenv(timed.FOLDER, str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+    class Optimizer:
+        def __init__(self, rate: float) -> None:
+            self.rate, self.made = rate, 0
+
+        def step(self, closure: object = None) -> int:
+            self.made += 1
+            return self.made
+
+    class Adam(Optimizer):
+        pass
+
+    spec = importlib.util.spec_from_file_location("hook", HOOK / "sitecustomize.py")
+    assert spec and spec.loader
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    hook.Watcher()._optimizers(SimpleNamespace(Optimizer=Optimizer))
+    for kind in (Optimizer, Adam):
+        optimizer = kind(0.1)
+        assert [optimizer.step() for _ in range(3)] == [1, 2, 3]
+    (file,) = tmp_path.glob("seen.*")
+    time.sleep(timed.SECONDS)
+    optimizer.step()  # what was noted is written
+    assert len(steps.Tail(file).process.steps) == 7
 
 
 # ---- programs ----------------------------------------------------------------------------------------

@@ -109,12 +109,12 @@ class Measured:
     epochs: list[Epoch]
     own: list[dict[str, float]]
 
-    def check(self, rate: float = 0.1) -> None:
-        """Compare the rate, after the first epoch, and all losses."""
+    def check(self) -> None:
+        """Compare the rate with those of the program's epochs, which differ on a busy machine, and all losses."""
         trained = [each for each in self.own if each["rate"]]
         assert self.record.full and len(self.epochs) == len(trained)
-        known = [each["rate"] for each in trained[1:]]
-        assert self.record.full.mean == pytest.approx(sum(known) / len(known), rel=rate)
+        rates = [each["rate"] for each in trained]
+        assert 0.9 * min(rates) < self.record.full.mean < 1.1 * max(rates)
         for epoch, each in zip(self.epochs, trained, strict=True):
             assert epoch.valid_loss == pytest.approx(each["valid"], abs=6e-5)
 
@@ -210,13 +210,14 @@ def test_imagenet(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     """Two processes that it starts itself are one run; its log counts epochs, and per cent."""
     place = checkout("distributed-pytorch", {"imagenet_ddp_apex.py": "imagenet.py"})
     (tmp_path / "raw/train").mkdir(parents=True)
-    settings = {"batch_size": 16, "geometry": {"gpus_per_node": 2}, "training": {"epochs": 3}}
+    settings = {"batch_size": 16, "geometry": {"gpus_per_node": 2}, "training": {"epochs": 5}}
     program = {"folder": str(place.path), "values": {"data": str(tmp_path / "raw")}}
     run = runs("imagenet_published_program", settings, program)["program"]
     found = place.run(run)
-    found.check(rate=0.15)
+    found.check()
+    assert found.record.outside and found.record.outside.way == "rate"
     assert (found.record.nranks, found.record.batch_size) == (2, 16)
-    assert [epoch.step for epoch in found.epochs] == [20, 40, 60]
+    assert [epoch.step for epoch in found.epochs] == [20, 40, 60, 80, 100]
     assert found.epochs[-1].metrics == {"top1": pytest.approx(0.75), "top5": pytest.approx(0.93)}
 
 
@@ -254,7 +255,7 @@ def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> 
     site = Site.model_validate({"engine": "none", "starter": starter, "gpu": False})
     here = launcher.Place(str(place.path), str(ROOT / "workflow_scripts"), uid=os.getuid(), gid=os.getgid())
     found = place.run(run, launcher.launch_program(site, here, run)[1])
-    found.check(rate=0.15)
+    found.check()
     assert (found.record.nranks, found.record.batch_size) == (2, 32)
 
 

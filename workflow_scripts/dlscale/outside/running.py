@@ -61,7 +61,7 @@ class Ended:
 def watched(
     steps: Path, environment: Mapping[str, str] | None = None, contained: bool = False, quick: bool = False
 ) -> dict[str, str]:
-    """Return the environment that this process was started with, and in it what has a program write its steps into a folder.
+    """Return the environment that this process was started with, in which a program writes its steps into a folder.
 
     Parameters
     ----------

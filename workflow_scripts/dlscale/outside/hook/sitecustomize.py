@@ -8,6 +8,7 @@ well. For Python 3.8 and later.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
@@ -57,6 +58,9 @@ class Watcher:
         return spec
 
     def _optimizers(self, module: Any) -> None:
+        if not hasattr(module, "register_optimizer_step_post_hook"):
+            self._optimizers_of_pytorch_1(module)
+            return
         torch, known = sys.modules["torch"], set()
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -73,6 +77,26 @@ class Watcher:
             module.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: window.optimizing())
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
+
+    def _optimizers_of_pytorch_1(self, module: Any) -> None:
+        """Wrap the step of each class of optimizers when the first one is made: there is no hook for all."""
+        make, log = module.Optimizer.__init__, self._log
+
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            original = type(self).step
+            if not hasattr(original, "_dlscale"):
+
+                @functools.wraps(original)
+                def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+                    found = original(self, *args, **kwargs)
+                    log.step(id(self))
+                    return found
+
+                step._dlscale = True  # type: ignore[attr-defined]
+                type(self).step = step
+
+        module.Optimizer.__init__ = made
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
