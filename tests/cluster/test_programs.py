@@ -45,7 +45,10 @@ def test_a_plan(make: Callable[..., Flow]) -> None:
         "apart": {"geometry": {"nodes": 2}},
         "itself": {
             "geometry": {"nodes": 2},
-            "program": {"start": "itself", "command": ["srun", "--ntasks-per-node=1", "python3", "train.py"]},
+            "program": {
+                "start": "itself",
+                "command": ["srun", "--nodes={nodes}", "--ntasks-per-node=1", "python3", "train.py"],
+            },
         },
     }
     flow = make({"runs": runs}, resume=[], log=None, losses={})
