@@ -350,8 +350,6 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
 
 # ---- programs of all kinds, and bad input ------------------------------------------------------------
 
-HOOK = ROOT / "workflow_scripts/dlscale/outside/hook"
-
 #: Loops that are none of the plainest, each in a process of its own, which prints what it is and its number.
 LOOPS = """
 import multiprocessing, os, torch

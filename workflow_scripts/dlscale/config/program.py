@@ -60,14 +60,16 @@ class Program(Lawful):
     )
     repository: str | None = Field(
         None,
-        pattern=r"^(https://|file:///|/)\S+$",
+        pattern=r"^((https://|file:///)\S+|/.+)$",
         description="Git repository from which `revision` is fetched, by the controller; `folder` is then in it.",
     )
     image: str | None = Field(
         None, min_length=1, description="Container image that it runs in, by `site.engine`; the stages' own if absent."
     )
     start: Literal["site", "itself"] = Field(
-        "site", description="Of several devices: site: `site.starter` starts a process for each; itself: the command."
+        "site",
+        description="Of several devices: site: `site.starter` starts a process for each; itself: the command, such as "
+        "`srun --nodes={nodes} ...`, to which a job does not tell its nodes.",
     )
     rate: str | None = Field(
         None,

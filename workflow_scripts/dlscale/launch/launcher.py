@@ -104,8 +104,9 @@ FOLDER = "{folder}"
 
 #: In a program's container: its steps are seen, whatever PYTHONPATH the image sets; it ends when its holder is gone.
 HELD = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
-((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&0 &)
-exec "$@" </dev/null"""
+exec 3<&0 </dev/null
+((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&3 3<&- &)
+exec "$@" 3<&-"""
 
 
 def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[str]]:

@@ -224,7 +224,7 @@ def _in_front() -> bool:
 def _end_rest(before: set[psutil.Process], told: bool) -> None:
     """End what the program left running, which was not there `before`, and say so if that is to be told."""
     rest = [each for each in psutil.Process().children(recursive=True) if each not in before]
-    _, rest = psutil.wait_procs(rest, 1)  # what ends with it needs a moment
+    _, rest = psutil.wait_procs(rest, 1)  # a container's monitor ends after it
     for each in rest:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.terminate()

@@ -1,0 +1,119 @@
+"""Other programs on a real Slurm: as tasks of srun, bare and in containers; preempted and at their time limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.flow import Flow, repository
+from tests.container.conftest import Engine, container_engine, cpu_image  # noqa: F401 - fixtures
+from tests.programs import settings, write_program
+from tests.waiting import PATIENCE
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.slow]
+SITE: dict[str, Any] = {"engine": "none", "gpu": False, "scheduler": {"warning_seconds": 30}}
+
+
+@pytest.fixture
+def make(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Flow]]:
+    """Return a function that makes a folder with plans of the small program, which lies beside it."""
+    path, theirs = repository(tmp_path / "w"), write_program(tmp_path / "theirs")
+
+    def made(plan: dict[str, Any], *more: str, environment: dict[str, str] | None = None, **program: Any) -> Flow:
+        common = {"study": "program", "settings": settings(theirs, *more, **program)}
+        config = {"targets": ["plan"], "plans": {"plan": {**common, **plan}}, "site": SITE}
+        return Flow(path, cluster, config, environment or {})
+
+    yield made
+    cluster.cancel_all()
+
+
+def found(flow: Flow, run: str, file: str = "program.json") -> dict[str, Any]:
+    return json.loads((flow.path / "results/plans/plan" / run / file).read_text())
+
+
+def test_a_plan(make: Callable[..., Flow]) -> None:
+    """One process; tasks on one node and on two, whose steps are seen; a program that starts its own; the page."""
+    runs: dict[str, Any] = {
+        "one": {},
+        "two": {"geometry": {"gpus_per_node": 2}},
+        "apart": {"geometry": {"nodes": 2}},
+        "itself": {
+            "geometry": {"nodes": 2},
+            "program": {
+                "start": "itself",
+                "command": ["srun", "--nodes={nodes}", "--ntasks-per-node=1", "python3", "train.py"],
+            },
+        },
+    }
+    flow = make({"runs": runs}, resume=[], log=None, losses={})
+    runs["itself"]["program"]["command"] += ["--out", "{out}", "--epochs", "{epochs}"]
+    assert flow.run() == 0, flow.output[-8000:]
+    assert (flow.path / "results/report/plan.html").exists()
+    for run, ranks in {"one": 1, "two": 2, "apart": 2, "itself": 2}.items():
+        for file in ("program.json", "throughput.json"):
+            record = found(flow, run, file)
+            assert record["outside"]["way"] == "seen", (run, file)
+            assert len(record["FULL"]["rank_throughput"]) == record["nranks"] == ranks, (run, file)
+    log = (flow.path / "results/logs/program/plan/apart.log").read_text()
+    assert "rank 0 of 2 met at nid" in log and "rank 1 of 2 met at nid" in log
+    assert flow.run() == 0 and "Nothing to be done" in flow.output
+
+
+def test_a_status_is_said(make: Callable[..., Flow]) -> None:
+    flow = make({"runs": {"two": {"geometry": {"nodes": 2}}}}, command=["sh", "-c", "exit 3"], resume=[], losses={})
+    assert flow.run("--retries=0", "results/plans/plan/two/program.json") != 0
+    assert "FAILED plan.two (program): the program ended with status 3 after" in flow.output
+    assert not (flow.path / "results/plans/plan/two/program.json").exists()
+
+
+@pytest.mark.parametrize("how", ["preempted", "at its time limit"])
+def test_it_resumes_by_its_own_words(make: Callable[..., Flow], cluster: Cluster, how: str) -> None:
+    """On two nodes; the retry goes on from its checkpoint, and the result is of the whole."""
+    plan = {"measure": ["train"], "runs": {"two": {"geometry": {"nodes": 2}}}}
+    seconds, retries = (1.0, "--retries=2") if how == "preempted" else (3.0, "--retries=4")
+    flow = make(plan, f"--seconds={seconds}")
+    if how == "preempted":
+        flow.config["site"] = {**SITE, "scheduler": {"whole_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}}
+    limit = ["--set-resources", "program:runtime=2"] if how != "preempted" else []
+    with flow.running(retries, *limit, "results/plans/plan/two/program.json") as process:
+        saved = flow.path / "results/plans/plan/two/out/saved"
+        flow.until("a checkpoint", saved.exists, process)
+        if how == "preempted":
+            words = ["--qos=premium", "--constraint=gpu", "--nodes=4", "--account=m0000_g", "--time=1"]
+            cluster.submit("sleep 5", *words, cwd=flow.path)
+        assert process.wait(PATIENCE) == 0, flow.output[-8000:]
+    record = found(flow, "two")
+    assert len(record["FULL"]["rank_throughput"]) == 2
+    lines = (flow.path / "results/plans/plan/two/program.jsonl").read_text().splitlines()
+    epochs = [json.loads(line) for line in lines]
+    assert [each["valid_loss"] for each in epochs] == [1.0, 1 / 2, 1 / 3]
+    log = (flow.path / "results/logs/program/plan/two.log").read_text()
+    assert log.count("rank 0 of 2") >= 2, log
+
+
+@pytest.mark.container
+@pytest.mark.xdist_group("machine")
+def test_in_containers(
+    make: Callable[..., Flow],
+    container_engine: Engine,  # noqa: F811
+    cpu_image: str,  # noqa: F811
+) -> None:
+    """Each task in a container of its own, of an image that has Python alone; nothing is left."""
+    theirs = "localhost/ci-base:bookworm"
+    mine = {key: value for key, value in container_engine.environment.items() if key.startswith("CONTAINERS_")}
+    runs = {"one": {}, "apart": {"geometry": {"nodes": 2}}}
+    flow = make({"runs": runs}, environment=mine, image=theirs)
+    flow.config["site"] = {**SITE, "engine": "podman", "image": cpu_image, "modules": []}
+    assert flow.run(timeout=900) == 0, flow.output[-8000:]
+    for run, ranks in {"one": 1, "apart": 2}.items():
+        for file in ("program.json", "throughput.json"):
+            record = found(flow, run, file)
+            assert record["outside"]["way"] == "seen", (run, file)
+            assert len(record["FULL"]["rank_throughput"]) == record["nranks"] == ranks, (run, file)
+    assert container_engine("ps", "--all", "--filter=name=^dlscale-", "--format={{.Names}}") == ""
