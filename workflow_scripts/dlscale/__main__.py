@@ -5,10 +5,12 @@ import os
 import sys
 
 from dlscale import cli
+from dlscale.core import machine
 
 
 def main() -> int:
     """Run one stage in this process."""
+    machine.GIVEN |= os.environ
     os.environ["PYTHONSAFEPATH"] = (
         "1"  # what it starts imports nothing from the working folder either, but for programs
     )

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-#: The environment that this process was started with, before it set anything in it: that of programs that are not ours.
-GIVEN = dict(os.environ)
+#: The environment that this process was started with, before it set anything in it, where `python -m dlscale` did.
+GIVEN: dict[str, str] = {}
 
 #: How threads of OpenMP wait for work: asleep, when they have looked for it for some microseconds. Those that sleep at
 #: once make small operations slow, since waking takes longer than they do; beside any other load, those that look for
@@ -31,6 +31,11 @@ STEPS = "DLSCALE_STEPS"
 
 #: The variable that has the watchdog's limits where they are not the usual ones: a site's `watchdog`.
 WATCHDOG = "DLSCALE_WATCHDOG"
+
+
+def given() -> dict[str, str]:
+    """Return the environment for programs that are not ours."""
+    return GIVEN or dict(os.environ)
 
 
 def let_threads_wait() -> None:

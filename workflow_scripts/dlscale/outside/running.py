@@ -73,10 +73,10 @@ def watched(
         Whether it is to write ten times a second.
     """
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
-    path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", machine.GIVEN.get("PYTHONPATH"))])]
+    path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", machine.given().get("PYTHONPATH"))])]
     own["PYTHONPATH"] = os.pathsep.join(path)
     own |= {EVERY: "0.1"} if quick else {}
-    return {**machine.GIVEN, **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
+    return {**machine.given(), **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 
 
 def run_command(
