@@ -65,8 +65,9 @@ class Program(Lawful):
         None, min_length=1, description="Container image that it runs in, by `site.engine`; the stages' own if absent."
     )
     start: Literal["site", "itself"] = Field(
-        "site", description="Of several devices: site: `site.starter` starts a process for each; itself: the command, such as "
-        "`srun --nodes={nodes} ...`, to which a job does not tell its nodes."
+        "site",
+        description="Of several devices: site: `site.starter` starts a process for each; itself: the command, such as "
+        "`srun --nodes={nodes} ...`, to which a job does not tell its nodes.",
     )
     rate: str | None = Field(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -73,10 +74,11 @@ class Program:
 
     def record(self, ended: Ended, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""
-        rows = Path(telemetry or "nowhere.csv")
-        return measured(
-            self.words, self.steps, rows, ended, self.batch_size, self.pattern is not None, self.log
-        ).model_copy(update={"nranks": self.run.geometry.world_size})
+        rows, devices = Path(telemetry or "nowhere.csv"), self.run.geometry.world_size
+        found = measured(self.words, self.steps, rows, ended, self.batch_size, self.pattern is not None, self.log)
+        if found.full and 0 < len(found.full.rank_throughput) < devices:  # of a process for several devices, or of none
+            logging.warning("%d devices, but steps of %d processes", devices, len(found.full.rank_throughput))
+        return found.model_copy(update={"nranks": devices})
 
 
 def _git(folder: str, *words: str) -> str:
