@@ -26,8 +26,9 @@ parser.add_argument("--ended", type=int, default=1)
 args, asked = parser.parse_args(), []
 signal.signal(signal.SIGTERM, lambda *heard: asked.append(heard))
 rank = int(os.environ.get("RANK", 0))
-print("rank", rank, "of", os.environ.get("WORLD_SIZE", 1), "met at", os.environ.get("MASTER_ADDR"), flush=True)
 first = int(open(args.resume).read()) if args.resume else 0
+ranks, place = os.environ.get("WORLD_SIZE", 1), os.environ.get("MASTER_ADDR")
+print("rank", rank, "of", ranks, "met at", place, "goes on after epoch", first, flush=True)
 open("written_where_it_is", "w").close()
 for epoch in range(first, args.epochs):
     for _ in range(12):

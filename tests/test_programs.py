@@ -145,6 +145,7 @@ def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
     found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
     assert [each["valid_loss"] for each in found] == [1.0, 1 / 2, 1 / 3]
     assert [each["step"] for each in found] == [12, 24, 36], "its log counts epochs"
+    assert "goes on after epoch 0" in (log := (tmp_path / "log").read_text()) and log.count("goes on after") == 2
     assert not (tmp_path / SOURCES).exists(), "it is done: forced to run again it begins afresh"
 
 

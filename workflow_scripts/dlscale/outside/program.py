@@ -19,6 +19,7 @@ from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
+from dlscale.core.process import go_on
 from dlscale.core.text import duration
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
@@ -46,6 +47,8 @@ def main(args: argparse.Namespace) -> None:
         logging.info("%s: nothing to go on from: the program begins afresh", keep)
         shutil.rmtree(keep)
     write_text(known, str(args.sources))
+    kept = folder / f"{keep.name}.log"
+    go_on(kept, resumed)
     program = Program(run, args.start, keep, steps, resumed)
     ended = program.go()
     # Slurm signals the processes of a job themselves, too. One that is asked to end may save, and end well.
@@ -76,7 +79,8 @@ def main(args: argparse.Namespace) -> None:
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
     found.write(folder / "program.json")
-    known.unlink()  # it is done: nothing goes on from here
+    for file in (known, kept):  # it is done: nothing goes on from here
+        file.unlink(missing_ok=True)
 
 
 def resumes(program: Any, keep: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -79,9 +80,11 @@ class Program:
 
     def record(self, ended: Ended, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""
-        reading = Reading(self.batch_size, self.run.program.rate, self.log)
+        reading, devices = Reading(self.batch_size, self.run.program.rate, self.log), self.run.geometry.world_size
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
-        return found.model_copy(update={"nranks": self.run.geometry.world_size})
+        if found.full and 0 < len(found.full.rank_throughput) < devices:  # of a process for several devices, or of none
+            logging.warning("%d devices, but steps of %d processes", devices, len(found.full.rank_throughput))
+        return found.model_copy(update={"nranks": devices})
 
 
 def _git(folder: str, *words: str) -> str:
