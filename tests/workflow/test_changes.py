@@ -608,8 +608,8 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
         brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
         assert expected - brought - own <= imported, f"{name}: in its fingerprint, but not needed"
         stages_seen.append(name)
-    # The engine knows what is new of an image; `test_sweep.py` has a sweep.
-    assert set(stages_seen) == set(STAGES) - {"image", "promote"}
+    # The engine knows what is new of an image; `test_sweep.py` has a sweep, `test_programs.py` programs.
+    assert set(stages_seen) == set(STAGES) - {"image", "promote", "program", "checkout"}
     assert len(stages_seen) == len(finished[1].names)
 
 

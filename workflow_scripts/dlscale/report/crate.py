@@ -399,7 +399,13 @@ def _read_citation(path: Path) -> Citation:
 
 def _records(run: RunResult) -> dict[str, Record]:
     """Return the records of a run by the stage that wrote them, in the order of stages."""
-    known = {"train": run.provenance, "throughput": run.throughput, "profile": run.profile, "tune": run.tuning}
+    known = {
+        "train": run.provenance,
+        "program": run.program,
+        "throughput": run.throughput,
+        "profile": run.profile,
+        "tune": run.tuning,
+    }
     return {stage: record for stage in RUN_STAGES if (record := known[stage])}
 
 

@@ -73,6 +73,7 @@ class RunResult:
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
     epochs: list[Epoch] = field(default_factory=list)  #: Empty if the plan does not train.
+    program: Throughput | None = None  #: Of another program, as its whole run had it.
     throughput: Throughput | None = None  #: Its peaks are those that all runs of the plan share.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
@@ -521,6 +522,7 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
         settings=read_yaml(folder / "config.yaml"),
         provenance=Provenance.read(provenance) if train and provenance.exists() else None,
         epochs=read_epochs(folder / (RECORDS["train"] if train else LOSSES)) if train or logged else [],
+        program=program,
         throughput=Throughput.read(records["throughput"]) if "throughput" in records else program,
         profile=Profile.read(records["profile"]) if "profile" in records else None,
         prediction=prediction if train and prediction.exists() else None,
