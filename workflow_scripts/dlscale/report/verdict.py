@@ -129,9 +129,9 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | Non
     ends = dict.fromkeys(map(percent, (min(shares.values()), max(shares.values()))))
     labels = [run.called for run in shares]
     which = "; ".join(labels) if len(labels) <= 3 else f"{len(labels)} of {len(runs)} runs"
-    files = [str(run.folder / "throughput.json") for run in shares if run.throughput]
+    files = [str(run.folder / "throughput.json") for run in shares if run.throughput and not run.throughput.outside]
     again = f": {call} --force {shlex.join(files)}" if files else "."
-    if len(files) < len(shares):  # what others were at work is not known
+    if not all(run.throughput for run in shares):  # what others were at work is not known
         again += " Trainings of one call that say their threads run side by side: call for this plan alone."
     return (
         f"The machine was not quiet. Other programs kept {' to '.join(ends)} of the cores busy while {which} "
