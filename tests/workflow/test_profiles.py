@@ -83,7 +83,7 @@ def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
         assert (run["profile"]["epoch"], run["cuda_graph"]) == (4, name.split()[1] != "baseline")
         assert run["geometry"] == {
             **{"nodes": 1, "gpus_per_node": 4 if name in FOUR else 1},
-            **{"tp": 1, "cp": 1, "order": "tp-cp-dp"},
+            **{"tp": 1, "cp": 1, "order": "tp-cp-dp", "cpus": None, "memory_mb": None},
         }
         of_one = 64 if run["study"] == "cosmo_unet" else 16
         assert run["batch_size"] == of_one * run["geometry"]["gpus_per_node"]
