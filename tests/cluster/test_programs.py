@@ -82,7 +82,7 @@ def test_it_resumes_by_its_own_words(make: Callable[..., Flow], cluster: Cluster
     if how == "preempted":
         flow.config["site"] = {**SITE, "scheduler": {"whole_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}}
     limit = ["--set-resources", "program:runtime=2"] if how != "preempted" else []
-    with flow.running(retries, *limit, "results/plans/plan/two/program.json") as process:
+    with flow.running("results/plans/plan/two/program.json", *limit, retries) as process:
         saved = flow.path / "results/plans/plan/two/out/saved"
         flow.until("a checkpoint", saved.exists, process)
         if how == "preempted":
