@@ -18,8 +18,8 @@ import pytest
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import Throughput
 from dlscale.outside import profile, steps, timed
-from dlscale.outside.command import PLAN, lines
-from dlscale.outside.running import Ended, Reading, measured
+from dlscale.outside.measure import PLAN, lines
+from dlscale.outside.running import Outcome, Reading, measured
 from dlscale.report.profiles import thinned
 from dlscale.report.verdict import Verdict
 from tests.conftest import ROOT
@@ -263,7 +263,7 @@ def test_profilers_that_do_not_work_say_why(
 
 
 def test_a_run_of_profiled_steps_alone_says_so(tmp_path: Path) -> None:
-    ended = Ended(0, 1.7e9, 30.0, None, None, [(1.7e9 + 15, 100.0)], {})
+    ended = Outcome(0, 1.7e9, 30.0, None, None, [(1.7e9 + 15, 100.0)], {})
     for apart, said in (([(1.7e9 + 10, 1.7e9 + 20)], True), ([(1.7e9 + 20, 1.7e9 + 30)], False)):
         throughput, _ = measured(["python"], tmp_path, tmp_path / "none.csv", ended, Reading(rate="nersc"), apart)
         assert throughput.outside and throughput.outside.profiled == said and throughput.full

@@ -57,6 +57,20 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
     )
 
 
+def test_secrets_of_addresses_are_kept_from_programs(tmp_path: Path) -> None:
+    found = jobs(tmp_path, {"program": {"command": ["true"]}})
+    found.configuration.secrets["https://h.org/x?sig=***"] = "https://h.org/x?sig=s3cret"
+    for words in (found.run_launch(RUN, []), found.checkout_launch(RUN, [])):
+        assert words[:3] == ["env", "-u", "DLSCALE_URLS"]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "workers", "out"])
+def test_a_value_of_a_program_is_no_setting(tmp_path: Path, name: str) -> None:
+    """The command would have another batch size than the run, by which its speed is counted."""
+    with pytest.raises(UserError, match=rf"program\.values\.{name}: a setting has this name"):
+        jobs(tmp_path, {"program": {"command": ["train", f"{{{name}}}"], "values": {name: 4}}})
+
+
 def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
     """A learning rate trains again, and is not timed again; the number of trials the other way round."""
 

@@ -23,7 +23,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.noise import interval
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps, timed
-from dlscale.outside.command import PLAN
+from dlscale.outside.measure import PLAN
 from dlscale.outside.running import HOOK
 from dlscale.report.results import read_run
 from dlscale.report.verdict import of

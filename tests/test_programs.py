@@ -18,7 +18,7 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
-from dlscale.outside import checkout, started
+from dlscale.outside import checkout, run_program
 from dlscale.outside.program import SOURCES, steps_at
 from tests.conftest import make_run, variables
 from tests.programs import settings, write_program
@@ -97,8 +97,8 @@ def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
     """A PATH or PYTHONPATH of its own would hide dlscale and the engine from the words before its command."""
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
-    found = started.Program(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
-    hook = f"PYTHONPATH={started.HOOK}{os.pathsep}mine"
+    found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
+    hook = f"PYTHONPATH={run_program.HOOK}{os.pathsep}mine"
     assert found.command == ["env", f"--chdir={tmp_path}", "env", hook, "A=b c", "train"]
     assert found.environment == {} and found.words == ["train"]
 
@@ -225,7 +225,7 @@ def test_a_revision_is_fetched_and_checked(
     def check(revision: str, **more: str) -> None:
         program = Program(**mine, revision=revision, **more)  # type: ignore[arg-type]
         run = SimpleNamespace(program=program, study="program", batch_size=8)
-        started.Program(run, None, tmp_path / "out", tmp_path / "steps")
+        run_program.RunProgram(run, None, tmp_path / "out", tmp_path / "steps")
 
     check(first)
     with pytest.raises(UserError, match=f"there is at {first}, expected {second}"):

@@ -19,7 +19,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from dlscale.config import resolve
-from dlscale.config.program import Started
+from dlscale.config.program import Words
 from dlscale.config.run import Run
 from dlscale.config.site import Site
 from dlscale.core.metrics import Epoch, read_epochs
@@ -68,7 +68,7 @@ def test_a_plan_has_the_command_of_its_document_and_our_run_of_the_same_settings
     found, (other, run) = runs(plan), like.split(".")
     assert list(found) == ["program", "ours"]
     program = found["program"].program
-    assert program and " ".join(Started(program, "OUT").command) == command
+    assert program and " ".join(Words(program, "OUT").command) == command
     settings = [each.model_dump(exclude={"program", "label"}) for each in found.values()]
     assert settings[0] == settings[1]
     assert settings[1] == resolve.load({"targets": [other]}).plans[other][run].run.model_dump(
@@ -90,10 +90,10 @@ def test_settings_of_a_run_are_in_its_command() -> None:
         "mnist_published_program", {"batch_size": 128, "optimizer": {"lr": 0.5}}, {"values": {"options": ["-x"]}}
     )
     program = found["program"].program
-    assert program and Started(program, "OUT").command[3:] == ["--batch-size=128", "--lr=0.5", "--gamma=0.7", "-x"]
+    assert program and Words(program, "OUT").command[3:] == ["--batch-size=128", "--lr=0.5", "--gamma=0.7", "-x"]
     kernprof = {"python": ["kernprof", "-l", "-o", "{out}/mnist.lprof"]}
     program = runs("mnist_published_program", {}, {"values": kernprof})["program"].program
-    assert program and Started(program, "OUT").command[:5] == [
+    assert program and Words(program, "OUT").command[:5] == [
         *("kernprof", "-l", "-o", "OUT/mnist.lprof", "mnist_classify.py")
     ]
 

@@ -11,9 +11,8 @@ from dlscale.core import machine
 def main() -> int:
     """Run one stage in this process."""
     machine.GIVEN |= os.environ
-    os.environ["PYTHONSAFEPATH"] = (
-        "1"  # what it starts imports nothing from the working folder either, but for programs
-    )
+    # What it starts imports nothing from the working folder either, but for programs.
+    os.environ["PYTHONSAFEPATH"] = "1"
     status = cli.main()
     gc.freeze()  # as it ends Python looks for garbage among all that was imported: a second, with PyTorch
     return status

@@ -88,7 +88,7 @@ QUERIES = {
         ),
     ),
     "measure": Query(
-        "dlscale.outside.command",
+        "dlscale.outside.measure",
         "Run any training program as it is: how fast it trains, and what bounds it.",
         (
             ("command", {"nargs": "+", "metavar": "COMMAND", "help": "after --: the program and its words"}),

@@ -12,6 +12,7 @@ from pydantic import Field, StringConstraints
 from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import unknown
 from dlscale.core.schema import Number, Whole
+from dlscale.core.settings import flat
 from dlscale.core.urls import hidden
 
 #: A placeholder in a command; `{{` and `}}` stand for braces.
@@ -132,31 +133,21 @@ def _one_group(text: str) -> bool:
 
 
 def settings_of(run: Any) -> dict[str, Any]:
-    """Return what placeholders of a run's command stand for, by name, without `{out}` and `{resume}`."""
-    found = dict(_flat(run.model_dump(mode="json", exclude={"program"})))
+    """Return the settings of a run that placeholders stand for, by name."""
+    found = flat(run.model_dump(mode="json", exclude={"program"}))
     found |= {name: found[key] for name, key in SHORT.items() if key in found}
-    found |= {"gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
-    return {**found, **run.program.values}
-
-
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
+    return {**found, "gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
 
 
 def check(run: Any) -> str | None:
     """Return what is wrong with the placeholders of a run's program, its key first; None if nothing is."""
-    known, used = settings_of(run), set(run.program.placeholders())
-    for name, value in run.program.values.items():
-        if name in SHORT or name in MADE:
+    settings, used = settings_of(run), set(run.program.placeholders())
+    for name in run.program.values:
+        if name in settings or name in LATER:
             return f"program.values.{name}: a setting has this name; choose another"
         if name not in used:
             return f"program.values.{name}: nothing in the command, environment or log has {{{name}}}"
-        if value is None:
-            return f"program.values.{name}: it has no value"
+    known = {**settings, **run.program.values}
     for name in sorted(used - set(LATER)):
         if name not in known:
             return f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; {{{{ is a brace"
@@ -170,7 +161,7 @@ def filled(run: Any) -> Program:
 
     `values` are those that were used.
     """
-    program, known = run.program, settings_of(run)
+    program, known = run.program, {**settings_of(run), **run.program.values}
     used = {name: known[name] for name in program.placeholders() if name in known}
 
     def value(name: str) -> str | list[str] | None:
@@ -222,15 +213,14 @@ def candidates(run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
         for key, values in lists.items()
         if values and {key, names.get(key), key.removeprefix("program.values.")} & used
     }
-    found = list[tuple[dict[str, Any], Any]]()
+    own, found = flat(run.model_dump(mode="json")), list[tuple[dict[str, Any], Any]]()
     for combination in itertools.product(*known.values()):
         over = dict(zip(known, combination, strict=True))
         other = type(run).model_validate(_changed(run.model_dump(mode="json"), over))
-        change = {key: value for key, value in over.items() if value != _at(run, key)}
+        change = {key: value for key, value in over.items() if value != own.get(key)}
         if change not in [each for each, _ in found]:
             found.append((change, other.model_copy(update={"program": filled(other)})))
-    own: tuple[dict[str, Any], Any] = ({}, run.model_copy(update={"program": filled(run)}))
-    return [own, *(each for each in found if each[0])]
+    return [({}, run.model_copy(update={"program": filled(run)})), *(each for each in found if each[0])]
 
 
 def _changed(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,15 +233,8 @@ def _changed(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any
     return settings
 
 
-def _at(run: Any, key: str) -> Any:
-    value = run.model_dump(mode="json")
-    for part in key.split("."):
-        value = value.get(part)
-    return value
-
-
-class Started:
-    """The words of a filled program, in a folder of its own."""
+class Words:
+    """The words of a filled program that starts, with its folder `{out}`."""
 
     def __init__(self, program: Program, out: str, resumed: bool = False) -> None:
         def value(name: str) -> str | list[str] | None:

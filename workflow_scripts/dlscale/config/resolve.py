@@ -402,8 +402,6 @@ class _Resolver:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
             raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
         if key not in self._layers:
-            self.left_out(plan)  # which asks for these layers, too: not while they are made
-        if key not in self._layers:
             self._open.append(key)
             self._layers[key] = self._collect(plan, name)
             self._open.pop()

@@ -21,19 +21,19 @@ def main(args: argparse.Namespace) -> None:
     if not shutil.which("git"):
         raise UserError("program.repository: there is no git here; install it")
     with whole(args.out) as folder:
+        folder.mkdir()
         for words in (
-            ["init", "--quiet", str(folder)],
-            ["-C", str(folder), "fetch", "--quiet", "--depth=1", args.repository, args.revision],
-            ["-C", str(folder), "checkout", "--quiet", "--detach", args.revision],
+            ["init", "--quiet"],
+            ["fetch", "--quiet", "--depth=1", args.repository, args.revision],
+            ["checkout", "--quiet", "--detach", args.revision],
         ):
             done = subprocess.run(
-                ["git", *words], env={**os.environ, **SAFE}, capture_output=True, text=True, check=False
+                ["git", *words], cwd=folder, env={**os.environ, **SAFE}, capture_output=True, text=True, check=False
             )
             if done.returncode:
                 what = cut(" ".join(done.stderr.split()), 300)
                 raise UserError(
-                    f"program.repository {args.repository}: git {words[0] if words[0] != '-C' else words[2]} of "
-                    f"{args.revision}: {hidden_in(what)}"
+                    f"program.repository {args.repository}: git {words[0]} of {args.revision}: {hidden_in(what)}"
                 )
         there = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.compute import compute_digest
-from dlscale.config.program import Started
+from dlscale.config.program import Words
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
@@ -24,7 +24,7 @@ from dlscale.core.text import duration
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
-from dlscale.outside.started import Program
+from dlscale.outside.run_program import RunProgram
 
 #: A run's file of the digest of all that decided what is in its program's folder.
 SOURCES = "out.sha256"
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
     write_text(known, str(args.sources))
     kept = folder / f"{keep.name}.log"
     go_on(kept, resumed)
-    program = Program(run, args.start, keep, steps, resumed)
+    program = RunProgram(run, args.start, keep, steps, resumed)
     ended = program.go()
     # Slurm signals the processes of a job themselves, too. One that is asked to end may save, and end well.
     asked = signal.SIGTERM in ended.signals or (ended.status and (ended.signals or ended.status - 128 in FORWARDED))
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
 
 def resumes(program: Any, keep: Path) -> bool:
     """Return whether an earlier try left in its folder what a program's words for resuming name, or anything."""
-    words = Started(program, str(keep.absolute()), resumed=True).resume
+    words = Words(program, str(keep.absolute()), resumed=True).resume
     here = f"{keep.absolute()}/"
     named = [Path(word[word.index(here) :]) for word in words if here in word]
     return bool(words) and keep.is_dir() and all(each.exists() for each in named) and any(keep.iterdir())

@@ -44,7 +44,7 @@ NOT_FOUND, NO_PROGRAM = 127, 126
 
 
 @dataclass(frozen=True)
-class Ended:
+class Outcome:
     """A program's run."""
 
     status: int
@@ -89,7 +89,7 @@ def run_command(
     losses: Mapping[str, re.Pattern[str]] | None = None,
     beside: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
     contained: bool = False,
-) -> Ended:
+) -> Outcome:
     """Run a command with this process's input, output and signals; nothing that it started stays behind.
 
     Parameters
@@ -153,7 +153,7 @@ def run_command(
             for one, now in zip(waits, _waits(), strict=True)
         )
     printed, status = found.pop(""), status if status >= 0 else 128 - status
-    return Ended(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals))
+    return Outcome(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals))
 
 
 def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> bool:
@@ -295,7 +295,7 @@ def measured(
     command: Sequence[str],
     steps: Path,
     telemetry_file: Path,
-    run: Ended,
+    run: Outcome,
     reading: Reading,
     apart: Sequence[seen.Span] = (),
 ) -> tuple[Throughput, list[seen.Process]]:
@@ -353,7 +353,7 @@ def measured(
     return throughput, processes
 
 
-def _unseen(reading: Reading, folder: Path, run: Ended, processes: Sequence[seen.Process]) -> str:
+def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:
     """Say why a program has no rate."""
     if run.status:
         return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"

@@ -19,7 +19,7 @@ from dlscale.core.text import duration, number
 from dlscale.measure.records import Beside
 from dlscale.measure.turns import Ended, Timed, Turns
 from dlscale.outside import steps as seen
-from dlscale.outside.started import Program
+from dlscale.outside.run_program import RunProgram
 
 
 def main(args: argparse.Namespace) -> None:
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> None:
             first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
             turns = stack.enter_context(contextlib.closing(Turns(own, first)))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=".program-")))
-        program = Program(run, args.start, place / "out", place / "steps")
+        program = RunProgram(run, args.start, place / "out", place / "steps")
         ended = program.go(lambda printed: enough(run.throughput, program, printed))
         if ended.status and not ended.stopped:
             raise UserError(
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
         )
 
 
-def enough(settings: Any, program: Program, printed: int) -> bool:
+def enough(settings: Any, program: RunProgram, printed: int) -> bool:
     """Return whether so many steps, and seconds of them, were seen as the settings ask for."""
     if program.pattern:
         return printed > settings.warmup + settings.trials

@@ -20,8 +20,8 @@ from dlscale.core import machine
 from dlscale.core.errors import UserError, brief
 from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
 from dlscale.outside import steps as seen
+from dlscale.outside.run_program import RunProgram
 from dlscale.outside.running import watched
-from dlscale.outside.started import Program
 
 #: Steps that a program makes before it is timed, and least steps of a turn.
 WARM, LEAST = 10, 4
@@ -44,7 +44,7 @@ class Player:
         self._end()
         place, parent = Path(self._folder.name), os.getpid()
         try:
-            program = Program(load_run(self._timed.config, "throughput"), None, place / "out", place / "steps")
+            program = RunProgram(load_run(self._timed.config, "throughput"), None, place / "out", place / "steps")
         except UserError as error:
             raise Ended(brief(error)) from None
         if program.pattern:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from dlscale.config import program, resolve
 from dlscale.config.compute import compute_settings
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.program import Started
+from dlscale.config.program import Words
 from dlscale.config.records import Rung
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
@@ -254,14 +254,14 @@ class Jobs:
         return self.params([], {"repository": self.checkout_repository(wildcards), "revision": wildcards.revision})
 
     def checkout_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        return [*launcher.PYTHON]
+        return self._stage([*launcher.PYTHON])
 
     def _named_files(self, run: Run) -> list[str]:
         """Return the files that the command of a run's program names: it runs again where they change."""
         if not run.program:
             return []
-        filled, results = Started(run.program, OUT), Path(self.results).absolute()
-        known = [Path(filled.folder, word) for word in filled.command[1:]]
+        words, results = Words(run.program, OUT), Path(self.results).absolute()
+        known = [Path(words.folder, word) for word in words.command[1:]]
         files = [file for file in known if file.is_file() and not file.absolute().is_relative_to(results)]
         return list(dict.fromkeys(map(os.path.relpath, files)))
 
@@ -510,12 +510,15 @@ class Jobs:
 
         Addresses with secrets are kept from it unless it fetches something.
         """
-        studies = [f"--study={name}={study.file}" for name, study in registry.added().items()]
-        withheld = ["env", "-u", urls.VARIABLE] if self.configuration.secrets and not secrets else []
         try:
-            return [*withheld, *launcher.launch(self.site, self._place(paths), geometry), *studies]
+            return self._stage(launcher.launch(self.site, self._place(paths), geometry), secrets)
         except UserError as error:
             self.refuse(error)
+
+    def _stage(self, words: list[str], secrets: bool = False) -> list[str]:
+        """Return the words that start a stage, with the studies that it knows, and without addresses' secrets."""
+        withheld = ["env", "-u", urls.VARIABLE] if self.configuration.secrets and not secrets else []
+        return [*withheld, *words, *(f"--study={name}={study.file}" for name, study in registry.added().items())]
 
     def _launch_program(self, paths: Iterable[str], run: Run) -> tuple[list[str], list[str]]:
         """Return the words that start the stage of a run's program, and those that it puts before the command."""
@@ -526,7 +529,7 @@ class Jobs:
             outer, inner = launcher.launch_program(self.site, place, placed)
         except UserError as error:
             self.refuse(error)
-        return [*outer, *(f"--study={name}={study.file}" for name, study in registry.added().items())], inner
+        return self._stage(outer), inner
 
     def stage_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         return self.launch(input)

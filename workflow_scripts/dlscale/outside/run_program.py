@@ -18,29 +18,29 @@ from dlscale.core.errors import UserError, cut
 from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
-from dlscale.outside.running import HOOK, Ended, Reading, measured, run_command
+from dlscale.outside.running import HOOK, Outcome, Reading, measured, run_command
 
 
-class Program:
+class RunProgram:
     """The program of a run, with a folder of its own and one for its steps."""
 
     def __init__(self, run: Any, start: str | None, out: Path, steps: Path, resumed: bool = False) -> None:
         self.run, self.out, self.steps = run, out, steps
         for folder in (out, steps):
             folder.mkdir(parents=True, exist_ok=True)
-        filled = program.Started(run.program, str(out.absolute()), resumed)
-        self.folder, self.environment = filled.folder, filled.environment
+        words = program.Words(run.program, str(out.absolute()), resumed)
+        self.folder, self.environment = words.folder, words.environment
         #: Its own words, and those with what starts them, where its variables are none of what starts it.
-        self.words, self.command = filled.command, filled.command
-        if start and (words := json.loads(start)):
+        self.words, self.command = words.command, words.command
+        if start and (before := json.loads(start)):
             here = str(Path(self.folder).absolute())
-            own = {**filled.environment}
+            own = {**words.environment}
             if "PYTHONPATH" in own:
                 own["PYTHONPATH"] = f"{HOOK}{os.pathsep}{own['PYTHONPATH']}"
             inside = ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
-            self.command = [*(word.replace(FOLDER, here) for word in words), *inside, *filled.command]
+            self.command = [*(word.replace(FOLDER, here) for word in before), *inside, *words.command]
             self.environment = {}
-        self.log = Path(self.folder, filled.log) if filled.log else None
+        self.log = Path(self.folder, words.log) if words.log else None
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
         #: Of losses that it prints, by our names.
         self.losses = {} if self.log else {ours: re.compile(text) for text, ours in run.program.losses.items()}
@@ -70,7 +70,7 @@ class Program:
                 "program.revision: there is no git here that could tell it; install git, or name program.repository"
             )
 
-    def go(self, enough: Callable[[int], bool] | None = None) -> Ended:
+    def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
         """Run it to its end, or until it has made enough steps; `enough` has the number of rates it printed."""
         return run_command(
             *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
@@ -78,7 +78,7 @@ class Program:
             contained=self.command is not self.words,
         )
 
-    def record(self, ended: Ended, telemetry: str | None) -> Throughput:
+    def record(self, ended: Outcome, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""
         reading, devices = Reading(self.batch_size, self.run.program.rate, self.log), self.run.geometry.world_size
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
