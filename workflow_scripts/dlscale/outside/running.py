@@ -24,6 +24,7 @@ import psutil
 from dlscale.core import machine, telemetry
 from dlscale.core.environment import environment
 from dlscale.core.errors import UserError
+from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
@@ -317,7 +318,7 @@ def measured(
         found, apart = come_to(), ()
     if found is None:
         raise UserError(_unseen(reading, steps, run, processes))
-    mean = statistics.fmean(found.rates)
+    mean = interval(found.rates)[0]  # as it is told
     full = Trials(
         trial_throughput=found.rates,
         trial_time=found.seconds,
@@ -355,6 +356,9 @@ def measured(
 
 def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:
     """Say why a program has no rate."""
+    if run.signals:
+        names = ", ".join(signal.Signals(each).name for each in dict.fromkeys(run.signals))
+        return f"it was asked to end by {names}, and did after {duration(run.seconds)}, before it trained"
     if run.status:
         return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"
     if reading.rate:

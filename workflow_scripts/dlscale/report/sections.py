@@ -520,7 +520,15 @@ def throughput(plan: PlanResult, page: Page) -> Section | None:
         "Throughput",
         charts=[rates(plan, measured)],
         form="throughput",
-        own=[{"run": run.called, "id": plan.anchor(run), "verdict": of(run)} for run in measured],
+        own=[
+            {
+                "run": run.called,
+                "id": plan.anchor(run),
+                "verdict": of(run),
+                "modes": run.throughput is not None and run.throughput.outside is None,
+            }
+            for run in measured
+        ],
     )
 
 

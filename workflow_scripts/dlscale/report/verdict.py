@@ -530,7 +530,8 @@ def neighbour(evidence: Evidence) -> Finding | None:
         "a busy neighbour",
         f"Programs that are not the run's kept {number(share * usage.cores, 2)} of the {usage.cores} cores busy that "
         "it may use, while it was measured.",
-        "Measure again with nothing else running, or on nodes of your own: what was measured is too low.",
+        "Measure again with nothing else running, or on nodes of your own: what was measured is "
+        + ("not what it does alone." if evidence.outside else "too low."),
         None,
     )
 
