@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, ValidationError
 
 from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import unknown
@@ -34,6 +34,9 @@ MADE = ("gpus", "local_batch_size", *LATER)
 
 #: Patterns of what published programs print, by name: samples/s of all processes.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
+
+#: Our names of what a program logs.
+OURS = re.compile(r"loss/(train|valid)|learning_rate|valid/.+")
 
 Value = bool | Whole | Number | str | list[str]
 
@@ -103,6 +106,17 @@ class Program(Lawful):
             "number; or say where its log is: log",
         ),
         (
+            lambda its: (
+                its.losses
+                and (
+                    "loss/valid" not in its.losses.values()
+                    or any(not OURS.fullmatch(ours) for ours in its.losses.values())
+                )
+            ),
+            "losses: expected one of ours for each, loss/valid among them: loss/valid, loss/train, learning_rate, "
+            "valid/NAME",
+        ),
+        (
             lambda its: its.resume and "resume" not in set(its.placeholders()),
             "resume: the command has no {{resume}}, where these words would stand",
         ),
@@ -150,8 +164,9 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 def check(run: Any) -> str | None:
     """Return what is wrong with the placeholders of a run's program, its key first; None if nothing is."""
     known, used = settings_of(run), set(run.program.placeholders())
+    settings = dict(_flat(run.model_dump(mode="json", exclude={"program"})))
     for name, value in run.program.values.items():
-        if name in SHORT or name in MADE:
+        if name in SHORT or name in MADE or name in settings:
             return f"program.values.{name}: a setting has this name; choose another"
         if name not in used:
             return f"program.values.{name}: nothing in the command, environment or log has {{{name}}}"
@@ -162,6 +177,16 @@ def check(run: Any) -> str | None:
             return f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; {{{{ is a brace"
         if known[name] is None:
             return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
+    try:
+        found = filled(run)
+    except RecursionError:
+        return "program.values: their placeholders go in a circle"
+    except ValidationError as error:  # a list that stands for no word, say
+        first = error.errors()[0]
+        key = ".".join(map(str, ("program", *first["loc"])))
+        return f"{key}: {first['msg'].removeprefix('Value error, ')}, once its placeholders are replaced"
+    if any("\0" in text for text in found.texts()):
+        return "program: a NUL character, which no command can have"
     return None
 
 
@@ -175,7 +200,10 @@ def filled(run: Any) -> Program:
 
     def value(name: str) -> str | list[str] | None:
         found = used.get(name)
-        return [_text(each, value) for each in found] if isinstance(found, list) else _written(found)
+        own = name in program.values  # which may have placeholders themselves
+        if isinstance(found, list):
+            return [_text(each, value) if own else str(each) for each in found]
+        return _text(found, value) if own and isinstance(found, str) else _written(found)
 
     return Program(
         **program.model_dump(include={"revision", "repository", "image", "start", "rate", "losses"}),
