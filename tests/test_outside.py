@@ -173,6 +173,20 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
         steps.logged(tmp_path / "none", begin=0.0)
 
 
+def test_a_log_may_end_within_a_line(tmp_path: Path) -> None:
+    """A program that is ended once enough was seen leaves half a line; a last one without its end counts."""
+    log, rows = tmp_path / "log.jsonl", '{"step": 1, "time": 2.0}\n{"step": 2, "time": 3.0}'
+    for text in (rows, rows + '\n{"step": 3, "ti'):
+        log.write_text(text)
+        assert steps.logged(log, begin=0.0) == [(2.0, 1), (3.0, 2)]
+    for step in ("Infinity", "NaN", "[" * 100_000, "null"):
+        log.write_text(f'{{"step": {step}, "time": 1}}\n')
+        with pytest.raises(UserError, match="line 1: expected JSON"):
+            steps.logged(log, begin=0.0)
+    log.write_text(f'{{"step": 1, "time": 1, "seen": 1{"0" * 400}}}\n')
+    assert steps.values(log, {"seen": "loss/valid"}, begin=0.0) == {}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("avg (", "no regular expression"), ("avg", "one group for the number"), (r"(\d)(\d)", "one group")],

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from dlscale.config import resolve
 from dlscale.config.program import Program
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
 from dlscale.outside import checkout, run_program
-from dlscale.outside.program import SOURCES, steps_at
+from dlscale.outside.program import SOURCES, epochs_of, steps_at
+from dlscale.rules.jobs import Jobs
 from tests.conftest import make_run, variables
 from tests.programs import settings, write_program
 from tests.waiting import PATIENCE, until
@@ -185,6 +187,55 @@ def test_steps_of_a_log_that_counts_epochs() -> None:
     assert steps_at(points, ends, begin=12) == [10, 20, 30, 40]
     assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "of one try they are counted"
     assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
+
+
+def test_a_metric_is_of_the_validation_at_its_step() -> None:
+    """One that is not logged each time is none of an earlier validation's."""
+    found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
+    valid = [(10.0, 4, 0.5), (20.0, 8, 0.4), (30.0, 12, 0.3)]
+    curves = {"loss/valid": valid, "valid/late": [(20.0, 8, 0.9)], "valid/epochs": [(10.0, 1, 0.1), (20.0, 2, 0.2)]}
+    epochs = epochs_of(curves, [], found, begin=0.0)
+    assert [each.metrics for each in epochs] == [{"epochs": 0.1}, {"epochs": 0.2, "late": 0.9}, {}]
+
+
+# ---- their words -----------------------------------------------------------------------------------
+
+
+def words(**program: Any) -> list[str]:
+    mine = {"command": ["train", "{batch_size}"], **program}
+    raw: dict[str, Any] = {"study": "program", "runs": {"a": {"program": mine}}}
+    return resolve.load({"plans": {"mine": raw}}).plans["mine"]["a"].run.program.command  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ({"command": ["{x}"], "values": {"x": []}}, "program.command: .*once its placeholders are replaced"),
+        ({"command": ["{x}"], "values": {"x": ["a/"]}}, "a/: a folder; .*once its placeholders are replaced"),
+        ({"folder": "{x}", "values": {"x": ""}}, "program.folder: .*once its placeholders are replaced"),
+        ({"command": ["a", "{x}"], "values": {"x": ["{x}"]}}, "program.values: their placeholders go in a circle"),
+        ({"command": ["a", "b\0c"]}, "program: a NUL character"),
+        ({"values": {"batch_size": 99}}, "program.values.batch_size: a setting has this name"),
+        ({"values": {"optimizer.lr": 99}}, "program.values.optimizer.lr: a setting has this name"),
+        ({"losses": {"a (.)": "loss/vaild"}}, "losses: expected one of ours for each, loss/valid among them"),
+        ({"losses": {"a (.)": "loss/train"}}, "losses: expected one of ours for each, loss/valid among them"),
+    ],
+)
+def test_words_that_cannot_be(program: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        words(**program)
+
+
+def test_words_of_values() -> None:
+    """Lists of numbers are words, too; what is in a value is replaced, whether it is a list or not."""
+    found = words(command=["a", "{optimizer.betas}", "{x}"], values={"x": "w={workers}"})
+    assert found == ["a", "0.9", "0.999", "w=0"]
+
+
+def test_a_word_may_be_long(tmp_path: Path) -> None:
+    """A script after `-c` is longer than a file's name may be."""
+    run = SimpleNamespace(program=Program(command=["python", "-c", "pass;" * 100]))
+    assert Jobs._named_files(SimpleNamespace(results=tmp_path), run) == []  # type: ignore[arg-type]
 
 
 # ---- repositories ----------------------------------------------------------------------------------

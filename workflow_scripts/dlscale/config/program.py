@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, ValidationError
 
 from dlscale.config.laws import Law, Lawful
-from dlscale.core.errors import unknown
+from dlscale.core.errors import brief, unknown
 from dlscale.core.schema import Number, Whole
 from dlscale.core.settings import flat
 from dlscale.core.urls import hidden
@@ -35,6 +35,9 @@ MADE = ("gpus", "local_batch_size", *LATER)
 
 #: Patterns of what published programs print, by name: samples/s of all processes.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
+
+#: Our names of what a program logs.
+OURS = re.compile(r"loss/(train|valid)|learning_rate|valid/.+")
 
 Value = bool | Whole | Number | str | list[str]
 
@@ -104,6 +107,17 @@ class Program(Lawful):
             "number; or say where its log is: log",
         ),
         (
+            lambda its: (
+                its.losses
+                and (
+                    "loss/valid" not in its.losses.values()
+                    or any(not OURS.fullmatch(ours) for ours in its.losses.values())
+                )
+            ),
+            "losses: expected one of ours for each, loss/valid among them: loss/valid, loss/train, learning_rate, "
+            "valid/NAME",
+        ),
+        (
             lambda its: its.resume and "resume" not in set(its.placeholders()),
             "resume: the command has no {{resume}}, where these words would stand",
         ),
@@ -153,6 +167,16 @@ def check(run: Any) -> str | None:
             return f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; {{{{ is a brace"
         if known[name] is None:
             return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
+    try:
+        found = filled(run)
+    except RecursionError:
+        return "program.values: their placeholders go in a circle"
+    except ValidationError as error:  # a list that stands for no word, say
+        first = error.errors()[0]
+        key = ".".join(map(str, ("program", *first["loc"])))
+        return f"{key}: {first['msg'].removeprefix('Value error, ')}, once its placeholders are replaced"
+    if any("\0" in text for text in found.texts()):
+        return "program: a NUL character, which no command can have"
     return None
 
 
@@ -166,7 +190,10 @@ def filled(run: Any) -> Program:
 
     def value(name: str) -> str | list[str] | None:
         found = used.get(name)
-        return [_text(each, value) for each in found] if isinstance(found, list) else _written(found)
+        own = name in program.values  # which may have placeholders themselves
+        if isinstance(found, list):
+            return [_text(each, value) if own else str(each) for each in found]
+        return _text(found, value) if own and isinstance(found, str) else _written(found)
 
     return Program(
         **program.model_dump(include={"revision", "repository", "image", "start", "rate", "losses"}),
@@ -187,7 +214,11 @@ def untuned(run: Any) -> str | None:
         return "tune: a program in an image of its own, or with a rate of its own clock, cannot be timed in turns"
     if wrong := [name for name in run.tune.values if name not in run.program.values]:
         return f"tune.values.{wrong[0]}: {unknown('value of the program', wrong[0], run.program.values)}"
-    if len(candidates(run, 1)) < 2:
+    try:
+        found = candidates(run, 1)
+    except (ValidationError, RecursionError) as error:
+        return f"tune: {brief(error)}"
+    if len(found) < 2:
         return "tune: the command has no place for what is tried: {workers}, {batch_size}, {threads}, names of values"
     return None
 

@@ -37,10 +37,7 @@ EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_s
 #: Kinds of a run's sections that do not say theirs.
 KINDS = {key: field.default.kind for key, field in Run.model_fields.items() if hasattr(field.default, "kind")}
 #: Settings of a program's run that need no place in its command: they say what it is, and how it is measured.
-DESCRIBING = {
-    *("program", "dataset", "batch_size", "local_batch_size", "geometry", "throughput", "tune", "label", "seed"),
-    *("threads", "training"),
-}
+DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 #: Settings, and the place where they were written.
 Layer = tuple[str, Raw]
 #: A plan's name and a run's.
@@ -472,14 +469,16 @@ class _Resolver:
             wrong = f"runs.{run}.program.image: this site starts no containers; set site.engine, or leave it out"
         if wrong:
             raise UserError(f"configuration: {here}.{wrong}")
+        if plan.repeat > 1 and "seed" not in set(found.run.program.placeholders() if found.run.program else ()):
+            raise UserError(f"configuration: {here}.repeat: the program would not know of its seed; give it {{seed}}")
         if not registry.study(plan.study).programs:
             return  # its settings say what the program does itself
         assert found.run.program
         used = {program.SHORT.get(name, name) for name in found.run.program.placeholders()}
-        used |= {"batch_size"} if "local_batch_size" in used else set()
+        used |= {"batch_size", "local_batch_size"} if used & {"batch_size", "local_batch_size"} else set()
         for where, layer in self.layers(found.plan, found.name)[1]:
             for key in flat(layer) if not where.startswith("(shipped)") else ():
-                said = key.split(".")[0] in DESCRIBING or key.endswith(".kind")
+                said = key.split(".")[0] in DESCRIBING or key.endswith((".kind", ".on_divergence"))
                 if not said and key not in used:
                     raise UserError(
                         f"configuration: {where}.{key}: the program would not know of it; put {{{key}}} into "

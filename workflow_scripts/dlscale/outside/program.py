@@ -111,14 +111,11 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     rate = found.full.mean / (size if found.outside.samples else 1)
     epochs, before, since, untrained = list[Epoch](), 0, -math.inf, None
     points = curves.get("loss/valid", [])
-    for number, ((time, _, value), done) in enumerate(zip(points, steps_at(points, ends, begin), strict=True)):
+    measured = {name: _by_step(curve, points) for name, curve in curves.items() if name.startswith("valid/")}
+    for number, ((time, step, value), done) in enumerate(zip(points, steps_at(points, ends, begin), strict=True)):
         trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
         rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
-        metrics = {
-            name.partition("/")[2]: points[number][2]
-            for name, points in curves.items()
-            if name.startswith("valid/") and len(points) > number
-        }
+        metrics = {name.partition("/")[2]: values[step] for name, values in measured.items() if step in values}
         train_loss = statistics.fmean(trained) if trained else math.nan
         if not (number or done):  # before the first step
             untrained, since = Untrained(train_loss=train_loss, valid_loss=value, metrics=metrics), time
@@ -148,6 +145,14 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         usual = statistics.median(each.valid_seconds for each in epochs)
         epochs = [each.model_copy(update={"valid_seconds": usual}) for each in epochs]
     return epochs
+
+
+def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
+    """Return a metric by the steps of the validations; by their order, where it counts steps otherwise."""
+    values = {step: value for _, step, value in curve}
+    if values.keys() & {step for _, step, _ in points}:
+        return values
+    return {step: value for (_, step, _), (_, _, value) in zip(points, curve, strict=False)}
 
 
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:

@@ -376,11 +376,13 @@ def _points(path: Path, begin: float, own: Iterable[str] = ()) -> Iterator[tuple
                 step, time = int(known.get("step", known.get("global_step"))), float(known["time"])
                 if not math.isfinite(time):
                     raise ValueError
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                if row > 1 and not line.endswith("\n"):  # the program was ended within it, or writes on
+                    return
                 raise UserError(f"--steps: {path}: line {row}: expected JSON with `step` and `time`") from None
             yield "", time, step, None
             for tag, number in known.items():
-                if isinstance(number, int | float):
+                if isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**1000):
                     yield tag, time, step, float(number)
 
 

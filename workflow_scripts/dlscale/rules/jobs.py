@@ -262,7 +262,12 @@ class Jobs:
             return []
         words, results = Words(run.program, OUT), Path(self.results).absolute()
         known = [Path(words.folder, word) for word in words.command[1:]]
-        files = [file for file in known if file.is_file() and not file.absolute().is_relative_to(results)]
+        # `os.path` takes a word that is too long for a name, such as a script after `-c`, for no file.
+        files = [
+            file
+            for file in known
+            if os.path.isfile(file) and not file.absolute().is_relative_to(results)  # noqa: PTH113
+        ]
         return list(dict.fromkeys(map(os.path.relpath, files)))
 
     def program_files(self, wildcards: Wildcards) -> list[str]:
