@@ -204,7 +204,8 @@ def test_a_metric_is_of_the_validation_at_its_step() -> None:
 def words(**program: Any) -> list[str]:
     mine = {"command": ["train", "{batch_size}"], **program}
     raw: dict[str, Any] = {"study": "program", "runs": {"a": {"program": mine}}}
-    return resolve.load({"plans": {"mine": raw}}).plans["mine"]["a"].run.program.command  # type: ignore[union-attr]
+    found = resolve.load({"targets": ["mine"], "plans": {"mine": raw}}).plans["mine"]["a"].run
+    return found.program.command  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

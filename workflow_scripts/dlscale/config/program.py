@@ -39,7 +39,8 @@ RATES = {"nersc": r"avg (\S+) samples/sec"}
 #: Our names of what a program logs.
 OURS = re.compile(r"loss/(train|valid)|learning_rate|valid/.+")
 
-Value = bool | Whole | Number | str | list[str]
+Scalar = bool | Whole | Number | str
+Value = Scalar | list[Scalar]
 
 
 class Program(Lawful):
@@ -192,7 +193,7 @@ def filled(run: Any) -> Program:
         found = used.get(name)
         own = name in program.values  # which may have placeholders themselves
         if isinstance(found, list):
-            return [_text(each, value) if own else str(each) for each in found]
+            return [_text(str(each), value) if own else str(each) for each in found]
         return _text(found, value) if own and isinstance(found, str) else _written(found)
 
     return Program(
