@@ -58,7 +58,7 @@ rule checkout:
     message:
         "Fetch revision {wildcards.revision} of {params.repository}"
     shell:
-        "{params.launch:q} checkout --repository {params.repository:q} --revision {wildcards.revision}"
+        "{params.launch:q} checkout --repository {params.repository:q} --revision {wildcards.revision:q}"
         " --out {output:q} --log {log:q}"
 
 

@@ -942,8 +942,8 @@ MUTATIONS = [
     Mutation(
         "runs_start_one_process",
         "rules/jobs.py",
-        "return self.launch(input, self.run(wildcards).processes)",
-        "return self.launch(input)",
+        "else self.launch(input, run.processes)",
+        "else self.launch(input)",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
     # How a call meets its user.

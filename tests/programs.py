@@ -57,9 +57,9 @@ def write_program(folder: Path) -> Path:
 def settings(folder: Path, *more: str, **program: Any) -> dict[str, Any]:
     """Return settings of a run of it; `python3` is that of where it runs."""
     words = ["--out", "{out}", "--epochs", "{epochs}", "--batch-size", "{batch_size}", *more, "{resume}"]
+    own: dict[str, Any] = {} if "command" in program else {"batch_size": 8, "training": {"epochs": 3}}
     return {
-        "batch_size": 8,
-        "training": {"epochs": 3},
+        **own,
         "throughput": {"warmup": 0, "trials": 1, "batches": 10, "seconds": 0, "beside": 0},
         "program": {
             "command": ["python3", "train.py", *words],

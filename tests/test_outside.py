@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -303,7 +304,8 @@ def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
     assert one.outside and one.outside.waiting and one.outside.waiting > 0.5 and one.batch_size == 8
     verdict = of(read_run(tmp_path / "results/plans" / PLAN / "train"))
     assert verdict.bound and verdict.bound.what == "data loading"
-    assert "storage" in [finding.cause for finding in verdict.findings], "it sleeps"
+    causes = {finding.cause for finding in verdict.findings}
+    assert causes & {"storage", "neighbour"}, "it sleeps; where others crowd it out, that is said"
     assert (tmp_path / "results/plans" / PLAN / "report.html").stat().st_size > 10_000
 
 
@@ -633,7 +635,8 @@ def test_it_runs_as_if_alone(tmp_path: Path) -> None:
     """
     words = [sys.executable, str(program(tmp_path, code))]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'own'}:{ROOT / 'workflow_scripts'}"}
-    alone = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    heeded = partial(signal.signal, signal.SIGUSR1, signal.SIG_DFL)  # which other tests here may have ignored
+    alone = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, preexec_fn=heeded)
     words = [sys.executable, "-P", "-m", "dlscale", "measure", "--", *words]
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0 and {*ended.stdout.split()} - {*alone.stdout.split()} == {timed.FOLDER}

@@ -400,7 +400,7 @@ def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pyt
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("dlscale.measure.turns._Player", Player)
+    monkeypatch.setattr("dlscale.measure.turns._player", Player)
     own, first = (Timed(name, "", "cpu", 1) for name in ("own", "first"))
     assert Turns(own, first).rounds(0, 0.5) == 2 * [2 * [(2.0, 1.0)]]
     openings = [name for what, name in said if what == "open"]

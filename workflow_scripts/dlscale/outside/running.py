@@ -358,7 +358,8 @@ def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[se
     """Say why a program has no rate."""
     if run.signals:
         names = ", ".join(signal.Signals(each).name for each in dict.fromkeys(run.signals))
-        return f"it was asked to end by {names}, and did after {duration(run.seconds)}, before it trained"
+        asked = f"it was asked to end by {names}, and did with status {run.status}"
+        return f"{asked} after {duration(run.seconds)}, before it trained"
     if run.status:
         return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"
     if reading.rate:

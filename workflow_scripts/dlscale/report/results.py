@@ -73,7 +73,6 @@ class RunResult:
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
     epochs: list[Epoch] = field(default_factory=list)  #: Empty if the plan does not train.
-    program: Throughput | None = None  #: Of another program, as its whole run had it.
     throughput: Throughput | None = None  #: Its peaks are those that all runs of the plan share.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
@@ -81,6 +80,7 @@ class RunResult:
     environments: dict[str, Environment] = field(default_factory=dict)  #: Machine and software, by stage.
     tuning: Tuning | None = None
     repeats: list[list[Epoch]] = field(default_factory=list)  #: The same training with other seeds.
+    program: Throughput | None = None  #: Of another program, as its whole run had it.
 
     @property
     def called(self) -> str:
