@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it made is removed
     rows = []
     for name in args.cases or CASES:
         case = CASES[name]
