@@ -53,7 +53,7 @@ def test_a_plan(make: Callable[..., Flow]) -> None:
         },
     }
     flow = make({"runs": runs}, resume=[], log=None, losses={})
-    runs["itself"]["program"]["command"] += ["--out", "{out}", "--epochs", "{epochs}"]
+    runs["itself"]["program"]["command"] += ["--out", "{out}", "--epochs", "{epochs}", "--batch-size", "{batch_size}"]
     assert flow.run() == 0, flow.output[-8000:]
     assert (flow.path / "results/report/plan.html").exists()
     for run, ranks in {"one": 1, "two": 2, "apart": 2, "itself": 2}.items():
