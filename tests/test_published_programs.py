@@ -183,6 +183,7 @@ def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     assert [epoch.step for epoch in again.epochs] == [10, 20, 30, 40, 50], "none of the other's"
 
 
+@pytest.mark.slow
 def test_sc23(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     """Its losses before the first step are those of an untrained model."""
     place = at_scale(checkout, tmp_path, "sc23-dl-tutorial", "config/ViT.yaml")
@@ -196,6 +197,7 @@ def test_sc23(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
         assert epoch.metrics == {"rmse_normalised/u10": pytest.approx(epoch.valid_loss**0.5)}
 
 
+@pytest.mark.slow
 def test_mnist(checkout: Callable[..., Checkout]) -> None:
     """Its losses are printed; what is printed in per cent is a share."""
     place = checkout("Running-DL-Applications", {"mnist_classify.py": "mnist_classify.py"})
@@ -206,6 +208,7 @@ def test_mnist(checkout: Callable[..., Checkout]) -> None:
     assert [epoch.metrics for epoch in found.epochs] == [{"accuracy": pytest.approx(0.93)}] * 3
 
 
+@pytest.mark.slow
 def test_imagenet(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     """Two processes that it starts itself are one run; its log counts epochs, and per cent."""
     place = checkout("distributed-pytorch", {"imagenet_ddp_apex.py": "imagenet.py"})
