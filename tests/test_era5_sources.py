@@ -560,7 +560,7 @@ def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 4e6 + 1e6 < states.nbytes / 8
+    assert peak < 4e6 + 1.5e6 < states.nbytes / 8  # the blocks, and what xarray and Zarr keep besides
     assert len(blocks) > 5
 
 
