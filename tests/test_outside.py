@@ -167,8 +167,15 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
         found = steps.pace_of_log(points, batch_size=32)
         assert found and found.rates == pytest.approx([640.0] * 89, rel=1e-4) and found.samples
     assert steps.logged(tmp_path / "board", begin=time + 1) == [], "of an earlier run"
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "time": 2.0}\nthree\n')
-    with pytest.raises(UserError, match="line 2: expected JSON with `step` and `time`"):
+    (tmp_path / "board" / "events.out.tfevents.0.of.a.try").write_bytes(b"not one, but as long as a record's head")
+    (tmp_path / "board" / "events.out.tfevents.1.of.another").touch()
+    assert len(steps.logged(tmp_path / "board", begin=1.7e9 - 1)) == 100, "beside files of tries that were killed"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "events.out.tfevents.1.of.another").touch()
+    with pytest.raises(UserError, match="holds no event"):
+        steps.logged(tmp_path / "empty", begin=0.0)
+    (tmp_path / "log.jsonl").write_text("\nthree\n")
+    with pytest.raises(UserError, match="line 1: expected JSON with `step` and `time`"):
         steps.logged(tmp_path / "log.jsonl", begin=0.0)
     with pytest.raises(UserError, match="no such file"):
         steps.logged(tmp_path / "none", begin=0.0)
@@ -180,6 +187,8 @@ def test_a_log_may_end_within_a_line(tmp_path: Path) -> None:
     for text in (rows, rows + '\n{"step": 3, "ti'):
         log.write_text(text)
         assert steps.logged(log, begin=0.0) == [(2.0, 1), (3.0, 2)]
+    log.write_text('{"step": 1, "time": 2.0}\n{"step": 2, "ti{"epoch": 2}\n{"step": 3, "time": 4.0}\n')
+    assert steps.logged(log, begin=0.0) == [(2.0, 1), (4.0, 3)], "killed within a line, and begun again"
     for step in ("Infinity", "NaN", "[" * 100_000, "null"):
         log.write_text(f'{{"step": {step}, "time": 1}}\n')
         with pytest.raises(UserError, match="line 1: expected JSON"):
@@ -574,8 +583,8 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
         (["--batch-size", 0, "--", "true"], "--batch-size: 0: expected a whole number from 1"),
         (["--name", "a/b", "--", "true"], "--name: a/b: expected up to 40 lower-case"),
         (["--rate", "(", "--", "true"], "--rate: (: no regular expression"),
-        (["--steps", "none", "--", "true"], "--steps: none: no such file"),
-        (["--rate", r"(\d+)", "--", "true"], "nothing that it printed has a rate that fits --rate"),
+        (["--steps", "none", "--", "true"], "log of steps none: no such file"),
+        (["--rate", r"(\d+)", "--", "true"], "nothing that it printed has a rate that fits"),
         (
             ["--rate", r"avg (\S+)", "--", "python", "-c", PRINTS.format("('nan', '-inf', -1, 0, 1e300, 'x', '')")],
             "nothing that it printed has a rate",

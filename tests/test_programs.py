@@ -219,6 +219,14 @@ def words(**program: Any) -> list[str]:
         ({"values": {"batch_size": 99}}, "program.values.batch_size: a setting has this name"),
         ({"values": {"optimizer.lr": 99}}, "program.values.optimizer.lr: a setting has this name"),
         ({"losses": {"a (.)": "loss/vaild"}}, "losses: expected one of ours for each, loss/valid among them"),
+        ({"losses": {"a (.)": "loss/valid", "b (.)": "loss/valid"}}, "losses: two of them are the same one of ours"),
+        ({"rate": "avg"}, "rate avg: expected a regular expression with one group for the samples/s, or one of nersc"),
+        ({"rate": "("}, r"rate \(: expected a regular expression"),
+        ({"command": ["{a.b}"], "values": {"a.b": 1}}, "program.values.a.b: dots are those of settings"),
+        (
+            {"repository": "/r", "revision": "0" * 40, "folder": "/r/src"},
+            "program.folder: /r/src: with a repository, expected a folder in it",
+        ),
         ({"losses": {"a (.)": "loss/train"}}, "losses: expected one of ours for each, loss/valid among them"),
     ],
 )

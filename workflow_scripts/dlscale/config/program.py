@@ -103,6 +103,11 @@ class Program(Lawful):
             "repository: an address with a login or a query, which pages and logs would show; put it into ~/.netrc",
         ),
         (
+            lambda its: its.rate and not _one_group(RATES.get(its.rate, its.rate)),
+            "rate {its.rate}: expected a regular expression with one group for the samples/s, or one of "
+            f"{', '.join(RATES)}",
+        ),
+        (
             lambda its: not its.log and [each for each in its.losses if not _one_group(each)],
             "losses: without a log, expected regular expressions of what it prints, each with one group for the "
             "number; or say where its log is: log",
@@ -117,6 +122,10 @@ class Program(Lawful):
             ),
             "losses: expected one of ours for each, loss/valid among them: loss/valid, loss/train, learning_rate, "
             "valid/NAME",
+        ),
+        (
+            lambda its: len(set(its.losses.values())) < len(its.losses),
+            "losses: two of them are the same one of ours; expected another for each",
         ),
         (
             lambda its: its.resume and "resume" not in set(its.placeholders()),
@@ -157,9 +166,13 @@ def settings_of(run: Any) -> dict[str, Any]:
 def check(run: Any) -> str | None:
     """Return what is wrong with the placeholders of a run's program, its key first; None if nothing is."""
     settings, used = settings_of(run), set(run.program.placeholders())
+    if run.program.repository and run.program.folder.startswith("/"):
+        return f"program.folder: {run.program.folder}: with a repository, expected a folder in it"
     for name in run.program.values:
         if name in settings or name in LATER:
             return f"program.values.{name}: a setting has this name; choose another"
+        if "." in name:
+            return f"program.values.{name}: dots are those of settings; choose another name"
         if name not in used:
             return f"program.values.{name}: nothing in the command, environment or log has {{{name}}}"
     known = {**settings, **run.program.values}

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from dlscale.config.run import load_run
 from dlscale.core import machine, registry
@@ -61,6 +61,25 @@ class Timed:
 
 class Ended(Exception):
     """A timed run could not be opened, or ended."""
+
+
+class Player(Protocol):
+    """A run that waits for its turns: a study's, or another program."""
+
+    def send(self, message: Any) -> None:
+        """Have it open."""
+
+    def receive(self) -> float:
+        """Wait until it is open and warm; `Ended` where it cannot be."""
+
+    def stop(self) -> None:
+        """Stop it, with all that it has started."""
+
+    def turn(self) -> float:
+        """Let it go on for a turn; return samples/s."""
+
+    def close(self) -> None:
+        """End it, with all that it has started."""
 
 
 class Turns:
@@ -109,7 +128,7 @@ class Turns:
         return found
 
 
-def _open(couple: Sequence[_Player], order: tuple[int, int]) -> float:
+def _open(couple: Sequence[Player], order: tuple[int, int]) -> float:
     """Open both runs in this order, stop them, and return the seconds."""
     start = time.monotonic()
     for number in order:
@@ -121,7 +140,7 @@ def _open(couple: Sequence[_Player], order: tuple[int, int]) -> float:
     return time.monotonic() - start
 
 
-def _rounds(couple: Sequence[_Player], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
+def _rounds(couple: Sequence[Player], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
     """Time both runs in turn, and end them."""
     found: list[Round] = []
     start = time.monotonic()
@@ -142,16 +161,16 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
     return reach <= ROUGH * error or passed >= LONGER * seconds
 
 
-def _player(timed: Timed) -> _Player:
-    """Return a run that waits; of another program one with the same methods."""
+def _player(timed: Timed) -> Player:
+    """Return a run that waits."""
     if read_settings(timed.config)[0].get("program"):
-        found: _Player = registry.load("dlscale.outside.turns").Player(timed)
+        found: Player = registry.load("dlscale.outside.turns").Program(timed)
         return found
-    return _Player(timed)
+    return _Study(timed)
 
 
-class _Player:
-    """A run in a process group of its own, which can be stopped with all that it has started."""
+class _Study:
+    """A run of a study in a process group of its own, which can be stopped with all that it has started."""
 
     def __init__(self, timed: Timed) -> None:
         # As loaders' processes are: what this process has imported is there, and nothing that it would compute with.

@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
     resumed = resumes(run.program, keep) and known.exists() and known.read_text() == args.sources
     if keep.exists() and not resumed:
         logging.info("%s: nothing to go on from: the program begins afresh", keep)
-        shutil.rmtree(keep)
+        keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)
     write_text(known, str(args.sources))
     kept = folder / f"{keep.name}.log"
     go_on(kept, resumed)

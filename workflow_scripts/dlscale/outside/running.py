@@ -363,9 +363,9 @@ def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[se
     if run.status:
         return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"
     if reading.rate:
-        return f"nothing that it printed has a rate that fits --rate {reading.rate}"
+        return f"nothing that it printed has a rate that fits {reading.rate}"
     if reading.log:
-        return f"fewer than three steps since it began are in --steps {reading.log}"
+        return f"fewer than three steps since it began are in the log {reading.log}"
     if processes:
         count = max(len(process.steps) for process in processes)
         return f"it made {many(count, 'step')}, too few for a rate: the first {seen.FEWEST} warm up"
@@ -379,8 +379,8 @@ def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[se
     )
     return (
         f"no training step was seen in {duration(run.seconds)}: {why}. Any other loop's are by `for batch in "
-        "dlscale.timed(loader)`, by a log of its steps (--steps FILE), or by what it prints (--rate 'avg (\\S+) "
-        "samples/sec')"
+        "dlscale.timed(loader)`, by a log of its steps (--steps FILE; in a plan program.log), or by what it prints "
+        "(--rate 'avg (\\S+) samples/sec'; program.rate)"
     )
 
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dlscale.config.program import RATES
 from dlscale.core import board
@@ -360,30 +361,45 @@ def _points(path: Path, begin: float, own: Iterable[str] = ()) -> Iterator[tuple
     files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
     if not files or not all(file.exists() for file in files):
         raise UserError(
-            f"--steps: {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
+            f"log of steps {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
         )
     files = [file for file in files if any(f".{process}." in file.name for process in own)] or files
     if path.is_dir() or ".tfevents." in path.name:
-        for event in itertools.chain.from_iterable(map(board.events, files)):
+        for event in _events(files):
             for value in event.summary.value:
                 if event.wall_time >= begin and (number := board.scalar(value)) is not None:
                     yield value.tag, event.wall_time, event.step, number
         return
+    wrong, known = 0, False
     with path.open(encoding="utf-8", errors="replace") as lines:
         for row, line in enumerate(lines, 1):
             try:
-                known = json.loads(line)
-                step, time = int(known.get("step", known.get("global_step"))), float(known["time"])
+                found = json.loads(line)
+                step, time = int(found.get("step", found.get("global_step"))), float(found["time"])
                 if not math.isfinite(time):
                     raise ValueError
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-                if row > 1 and not line.endswith("\n"):  # the program was ended within it, or writes on
-                    return
-                raise UserError(f"--steps: {path}: line {row}: expected JSON with `step` and `time`") from None
+                wrong = wrong or row  # half a line, within which a program was ended, or one of something else
+                continue
+            known = True
             yield "", time, step, None
-            for tag, number in known.items():
+            for tag, number in found.items():
                 if isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**1000):
                     yield tag, time, step, float(number)
+    if wrong and not known:
+        raise UserError(f"log of steps {path}: line {wrong}: expected JSON with `step` and `time`")
+
+
+def _events(files: Sequence[Path]) -> Iterator[Any]:
+    """Yield the events of files, of a damaged one those before its damage; a `UserError` where none is whole."""
+    damaged = list[UserError]()
+    for file in files:
+        try:
+            yield from board.events(file)
+        except UserError as error:
+            damaged.append(error)
+    if len(damaged) == len(files):
+        raise damaged[0]
 
 
 def pace_of_log(

@@ -14,7 +14,7 @@ from dlscale.core.progress import Progress
 from dlscale.measure.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
 from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.measure.turns import Ended, Timed
-from dlscale.outside.turns import Player
+from dlscale.outside.turns import Program
 
 
 def main(args: argparse.Namespace) -> None:
@@ -56,7 +56,7 @@ class _Trials:
     ) -> None:
         self._timed = [Timed(json.dumps(run), args.manifest, args.device, args.threads) for _, run in candidates]
         self._changes, self._progress = [changes for changes, _ in candidates], progress
-        self._open = dict[int, Player]()
+        self._open = dict[int, Program]()
         self.problems: dict[int, str] = {}
         self.keeps = False  #: Whether programs stay, stopped, for their next turn.
 
@@ -73,7 +73,7 @@ class _Trials:
         player = self._open.pop(number, None)
         try:
             if player is None:
-                player = Player(self._timed[number])
+                player = Program(self._timed[number])
                 player.send("open")
                 player.receive()
                 player.stop()

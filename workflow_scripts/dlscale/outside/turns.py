@@ -30,7 +30,7 @@ WARM, LEAST = 10, 4
 LOOK = 0.02
 
 
-class Player:
+class Program:
     """A run's program in a session of its own."""
 
     def __init__(self, timed: Timed) -> None:

@@ -38,7 +38,7 @@ UNKNOWN = "not known"
 COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
 
 #: Share of the time in which a machine's processes wait for memory, from which on that is told: others' count, too.
-STALLED = 0.25
+STALLED = 0.1
 
 #: Share of the time in which threads wait for a core, from which on that is told.
 QUEUED = 0.5
