@@ -164,7 +164,8 @@ OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(usage(4.0), queued=0.9), ["threads"]),
     (program(usage(1.0), queued=0.9), []),
     (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # its workers are many
-    (program(stalled=0.5), ["swapping"]),
+    (program(stalled=0.12), ["swapping"]),
+    (program(stalled=0.12, waiting=0.6), ["swapping", "workers"]),
     (program(usage(1.5), rank_cores=[0.5, 1.0], rank_waiting=[0.0, 0.0]), ["straggler"]),
     (program(usage(2.0), rank_cores=[1.0, 1.0], rank_waiting=[0.0, 0.5], waiting=0.25), ["straggler", "workers"]),
     (program(usage(2.0), rank_cores=[1.0, 0.9], rank_waiting=[0.1, 0.0]), []),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,8 +29,8 @@ from dlscale.report.verdict import Verdict, of  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("program.py")
 
-#: Bytes of a file that samples are read from, and of the memory that the program may take meanwhile.
-MAPPED, MEMORY = 2 * 2**30, 700 * 2**20
+#: Bytes of what samples are read from, and of the memory that the program may take.
+TABLE, MEMORY = 2**30, 700 * 2**20
 
 
 @dataclass(frozen=True)
@@ -89,32 +90,36 @@ def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
 
 @contextmanager
 def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield words before and after a command that may use little memory, and reads a larger file; root alone can."""
+    """Yield words before and after a command that has less memory than it needs, and swaps; root alone can."""
     if folder is None:
         yield [], []
         return
-    file = folder / "rows"
-    with file.open("wb") as rows:
-        for _ in range(MAPPED // 2**24):
-            rows.write(os.urandom(2**24))
-        os.fsync(rows.fileno())
-        os.posix_fadvise(rows.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    swap = folder / "swap"
+    with swap.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 * TABLE)
+    swap.chmod(0o600)
+    subprocess.run(["mkswap", str(swap)], check=True, capture_output=True)
+    subprocess.run(["swapon", str(swap)], check=True)
     place = Path("/sys/fs/cgroup/memory")
     limit = "memory.limit_in_bytes" if place.exists() else "memory.max"
     group = (place if place.exists() else place.parent) / f"dlscale-{os.getpid()}"
-    group.mkdir()
     try:
+        group.mkdir()
         (group / limit).write_text(str(MEMORY))
-        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"], [f"--map={file}"]
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"], [f"--table={TABLE}"]
     finally:
-        file.unlink()
         group.rmdir()
+        subprocess.run(["swapoff", str(swap)], check=True)
 
 
 def can_limit() -> bool:
-    """Return whether memory can be limited here."""
-    return os.geteuid() == 0 and any(
-        os.access(place, os.W_OK) for place in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup/cgroup.subtree_control")
+    """Return whether memory can be limited here, and swapped."""
+    return (
+        os.geteuid() == 0
+        and shutil.which("swapon") is not None
+        and any(
+            os.access(place, os.W_OK) for place in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup/cgroup.subtree_control")
+        )
     )
 
 

@@ -6,7 +6,6 @@ import argparse
 import mmap
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ parser.add_argument("--nap", type=float, default=0.0, help="s that a step waits 
 parser.add_argument("--item", action="store_true", help="read the loss, after every layer")
 parser.add_argument("--validation", type=int, default=0, help="batches of it, after 20 steps")
 parser.add_argument("--slow", choices=("computing", "loading"), help="what the last process takes longer for")
-parser.add_argument("--map", type=Path, help="a file that samples are read from, at random places")
+parser.add_argument("--table", type=int, default=0, help="bytes of memory that samples are read from, here and there")
 
 
 class Samples(Dataset[Any]):
@@ -39,7 +38,7 @@ class Samples(Dataset[Any]):
     def __init__(self, args: argparse.Namespace, last: bool) -> None:
         slow = last and args.slow == "loading"
         self.decode, self.read = args.decode + 2e-3 * slow, args.read
-        self.map = np.memmap(args.map, np.uint8, "r") if args.map else None
+        self.table = np.ones(args.table, np.uint8)
 
     def __len__(self) -> int:
         return 4096
@@ -54,9 +53,8 @@ class Samples(Dataset[Any]):
                 os.preadv(file, [memory], 0)
                 os.close(file)
             time.sleep(self.read)
-        if self.map is not None:
-            places = np.random.randint(0, len(self.map) - BLOCK, 16)
-            sum(int(self.map[place : place + BLOCK : 4096].sum()) for place in places)
+        for place in np.random.randint(0, len(self.table) - BLOCK, 4) if len(self.table) else ():
+            self.table[place : place + BLOCK : 4096].sum()
         return torch.randn(64)
 
 

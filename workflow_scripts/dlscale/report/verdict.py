@@ -248,8 +248,10 @@ def verdict(evidence: Evidence) -> Verdict:
     """Judge a run by its measurements."""
     every = [finding for look in LOOKS if (finding := look(evidence))]
     found = [finding for finding in every if finding.share is None or finding.share >= LEAST]
-    # A neighbour comes first: it makes all else uncertain. What costs nothing comes last.
-    found.sort(key=lambda finding: (finding.cause != "neighbour", -(finding.share or 0.0)))
+    # A neighbour comes first: it makes all else uncertain. Then memory: what swaps looks as if it loaded slowly. What
+    # costs nothing comes last.
+    first = {"neighbour": 0, "swapping": 1}
+    found.sort(key=lambda finding: (first.get(finding.cause, len(first)), -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
     if bounding and bounding.what == UNKNOWN:  # findings from these rates do not hold
         found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
