@@ -27,7 +27,8 @@ from dlscale.measure import tune
 from dlscale.measure.tune import Measure
 from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
-from dlscale.report.sections import tried
+from dlscale.report.results import read_plan
+from dlscale.report.sections import line, tried
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results
@@ -404,4 +405,6 @@ def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
         assert words in html
     places = [html.index(f'scope="row">{text}') for text in ("the run", "loader.workers: 2", "loader.workers: 1")]
     assert places == sorted(places) and html.index('scope="row">threads: 4') > places[-1]
+    plan = read_plan(results.plans[0])
+    assert line(plan) == "mine: 2.00× ± 0.10 as fast as the run's own setting"
     assert [row[2].text for row in tried(found).rows] == ["1.00×", "2.00×", "1.20×", "–"]

@@ -124,8 +124,9 @@ def environments(plan: PlanResult) -> list[str]:
 
 
 def line(plan: PlanResult) -> str:
-    """Return a plan's fastest run and its best one in a line, for the end of a call."""
-    said, several = [], len(plan.runs) > 1
+    """Return a plan's fastest run, its best one and what tuning found in a line, for the end of a call."""
+    several = len(plan.runs) > 1
+    said = [f"{each['run']}: " * several + each["verdict"].rstrip(".") for each in tuning_verdicts(plan)]
     if found := speed(plan):
         told = f"{text.number(found['speed'])} samples/s"
         if found["gain"]:
