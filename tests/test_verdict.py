@@ -17,6 +17,7 @@ from dlscale.parallel.records import Device
 from dlscale.report import verdict as module
 from dlscale.report.verdict import Evidence, lines, verdict
 from tests.conftest import stage
+from tests.test_report import Results
 
 #: A clean run: large operators on a GPU, loading twice as fast as computing.
 SETTINGS: dict[str, Any] = {
@@ -403,3 +404,11 @@ def test_what_holds_back_a_program_that_knows_nothing_of_it(measured: Throughput
     found = verdict(Evidence({}, measured)).findings
     assert [each.cause for each in found] == expected
     assert all(each.why and each.todo for each in found)
+
+
+def test_code_in_a_verdict_is_code_on_the_page(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results")
+    found, _, *_ = CASES["workers"]
+    found.write(results.run("p", "r", epochs=0) / "throughput.json")
+    results.plan("p", {"r": "R"}, measure=("throughput",))
+    assert "<code>dlscale tune</code> finds how many are best" in results.report()

@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -89,7 +90,7 @@ def page(
     With plans `to_come` browsers reload it every few seconds. Charts are `exported` into `figures` there.
     """
     import jinja2
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     files = resources.files("dlscale.report") / "templates"
     names = ("report.html.j2", "style.css", "script.js")
@@ -101,6 +102,7 @@ def page(
         key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent", "duration")
     }
     environment.filters["joules"] = joules
+    environment.filters["code"] = lambda said: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(said))))
     named = {folder.absolute().name: folder for folder in folders}  # a link is called as it is here
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     guides = Path("docs")  # of the folder that the workflow is called in

@@ -733,7 +733,7 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     if evidence.outside:
         if evidence.profile:
             return "What takes the longest in its profile.", ""
-        return "dlscale measure --profile shows where its time goes.", ""
+        return "`dlscale measure --profile` shows where its time goes.", ""
     if bounding is None:
         return "Measure throughput: it says what bounds the run.", ""
     if bounding.key == "io":
