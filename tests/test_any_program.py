@@ -21,8 +21,10 @@ from dlscale.outside import profile, steps, timed
 from dlscale.outside.measure import PLAN, lines
 from dlscale.outside.running import Outcome, Reading, measured
 from dlscale.report.profiles import thinned
+from dlscale.report.results import read_plan
 from dlscale.report.verdict import Verdict
 from tests.conftest import ROOT
+from tests.programs import write_program
 from tests.test_outside import TRAIN, Clock, program
 
 
@@ -232,6 +234,46 @@ def test_a_program_is_profiled_and_knows_nothing_of_it(tmp_path: Path) -> None:
     measured = found(tmp_path)
     assert measured.full and measured.outside and not measured.outside.profiled
     assert "KINETO" not in ended.stderr and "profiler_start" not in ended.stderr
+
+
+CLOSURE = """
+import time, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def closure():
+    time.sleep(0.01)
+    optimizer.zero_grad()
+    loss = model(torch.ones(8)).sum()
+    loss.backward()
+    return loss
+for _ in range(60):
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> None:
+    """Lightning has the model computed within its optimiser's step."""
+    ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, CLOSURE), 0)
+    assert ended.returncode == 0, ended.stderr
+    record = Profile.read(tmp_path / "results/plans" / PLAN / "train/profile/profile.json")
+    ranges = {name: found.seconds for name, found in record.tools[0].ranges.items()}
+    assert 0 < ranges["optimizer"] < 0.2 * ranges["step"] and 0 < ranges["backward"] < 0.2 * ranges["step"]
+
+
+def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
+    """Two calls of a script, of which one has other words, and another script."""
+    train, other = write_program(tmp_path) / "train.py", tmp_path / "other.py"
+    other.write_text(train.read_text())
+    for words in ([train, "--seconds=0.005"], [train], [other]):
+        ended = measure(tmp_path, "--", sys.executable, *words)
+        assert ended.returncode == 0, ended.stderr
+    page = (tmp_path / "results/plans" / PLAN / "report.html").read_text()
+    names = ("train", "other", "train_2")
+    assert [f'id="plan.{name}"' in page for name in names] == [True, True, False]
+    assert "2 plans, 3 runs" in page and "each was timed by itself" in page
+    plan = read_plan(tmp_path / "results/plans" / PLAN / "plan.yaml")
+    assert len({run.compute for run in plan.runs}) == 3, "none does the same work as another"
 
 
 @pytest.mark.slow

@@ -105,16 +105,32 @@ def test_in_containers(
     container_engine: Engine,  # noqa: F811
     cpu_image: str,  # noqa: F811
 ) -> None:
-    """Each task in a container of its own, of an image that has Python alone; nothing is left."""
-    theirs = "localhost/ci-base:bookworm"
-    mine = {key: value for key, value in container_engine.environment.items() if key.startswith("CONTAINERS_")}
-    runs = {"one": {}, "apart": {"geometry": {"nodes": 2}}}
-    flow = make({"runs": runs}, environment=mine, image=theirs)
+    """Each task in a container of its own, of an image that has Python alone; turns and tuning in the stages' own."""
+    theirs, mine = "localhost/ci-base:bookworm", container_engine.environment
+    flow = make({}, environment={key: mine[key] for key in mine if key.startswith("CONTAINERS_")}, image=theirs)
     flow.config["site"] = {**SITE, "engine": "podman", "image": cpu_image, "modules": []}
-    assert flow.run(timeout=900) == 0, flow.output[-8000:]
-    for run, ranks in {"one": 1, "apart": 2}.items():
+    plan = flow.config["plans"]["plan"]
+    del plan["settings"]["batch_size"]
+    plan |= {"kind": "weak_scaling", "scaling": {"devices": [1, 2], "per_node": 1, "batch_sizes": [8]}}
+    plan["measure"] = ["throughput", "train"]
+    long = settings(Path(plan["settings"]["program"]["folder"]), "--seconds=0.005") | {"training": {"epochs": 500}}
+    turns = {"settings": long, "runs": {"own": {}, "large": {"batch_size": 16}}, "measure": ["throughput"]}
+    long["throughput"] = {**long["throughput"], "beside": 8}
+    tuned = {"settings": long, "runs": {"own": {"tune": {"batch_size": [8, 16], "seconds": 20}}}}
+    flow.config["plans"] |= {
+        "rungs": {"study": "program", "kind": "ladder", **turns},
+        "tuned": {"study": "program", "kind": "tune", **tuned},
+    }
+    flow.config["targets"] = ["plan", "rungs", "tuned"]
+    assert flow.run(timeout=1500) == 0, flow.output[-8000:]
+    for run, ranks in {"b8_program_1": 1, "b8_program_2": 2}.items():
         for file in ("program.json", "throughput.json"):
             record = found(flow, run, file)
             assert record["outside"]["way"] == "seen", (run, file)
             assert len(record["FULL"]["rank_throughput"]) == record["nranks"] == ranks, (run, file)
+    plans = flow.path / "results/plans"
+    rounds = json.loads((plans / "rungs/large/throughput.json").read_text())["beside"]["openings"]
+    ratios = [own / first for each in rounds for own, first in each]
+    assert sum(ratios) / len(ratios) == pytest.approx(2, rel=0.3)
+    assert json.loads((plans / "tuned/own/tune.json").read_text())["duel"]["ratio"] == pytest.approx(2, rel=0.3)
     assert container_engine("ps", "--all", "--filter=name=^dlscale-", "--format={{.Names}}") == ""

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from dlscale.outside.profile import lines as profile_lines
 from dlscale.outside.running import Reading, measured, run_command
 from dlscale.outside.window import PROFILED
 from dlscale.report import report
-from dlscale.report.results import read_plan, read_run
+from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
 from dlscale.report.verdict import Verdict, of
 from dlscale.report.verdict import told as explained
 
@@ -61,7 +62,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             profile = profilers.told(processes, throughput) if profilers else None
             shutil.rmtree(steps)
             throughput.write(folder / "throughput.json")
-            settings: dict[str, Any] = {"study": STUDY, "command": args.command, "folder": str(Path.cwd())}
+            own = {"command": args.command, "folder": str(Path.cwd())}
+            settings: dict[str, Any] = {"study": STUDY, "program": own}
             settings |= {"batch_size": throughput.batch_size, "geometry": {"gpus_per_node": throughput.nranks}}
             write_yaml(folder / "config.yaml", settings)
     except UserError as error:
@@ -83,12 +85,17 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     return run.status
 
 
-def _called(command: Sequence[str]) -> str:
-    """Return a name for a command: that of its script, or else of its program."""
+def _script(command: Sequence[str]) -> str:
+    """Return what a command trains: its script, or else its module or program."""
     scripts = [word for word in command if word.endswith(".py")]
     module = [after for word, after in itertools.pairwise(command) if word == "-m"]
-    word = [*scripts, *module[-1:], command[0]][0]
-    return re.sub(r"[^a-z0-9]+", "_", Path(word).stem.lower()).lstrip("_0123456789")[:40].strip("_") or "program"
+    return [*scripts, *module[-1:], command[0]][0]
+
+
+def _called(command: Sequence[str]) -> str:
+    """Return a name for a command: that of its script, or else of its program."""
+    stem = Path(_script(command)).stem.lower()
+    return re.sub(r"[^a-z0-9]+", "_", stem).lstrip("_0123456789")[:40].strip("_") or "program"
 
 
 def _reserved(name: str, plan: Path) -> Path:
@@ -149,10 +156,25 @@ def _page(plan: Path) -> Path:
     )
     write_yaml(plan / "plan.yaml", record.model_dump(mode="json"))
     page = plan / "report.html"
-    title = record.title or PLAN
-    write_text(page, report.page(title, [read_plan(plan / "plan.yaml")], [], plan, call="dlscale measure"))
+    write_text(page, report.page(record.title or PLAN, _programs(plan), [], plan, call="dlscale measure"))
     # Another call that ended meanwhile may have written its page before.
     return page if set(plan.glob("*/throughput.json")) == found else _page(plan)
+
+
+def _programs(plan: Path) -> list[PlanResult]:
+    """Return a plan for each program, of its runs: the speeds of two programs say nothing of each other."""
+    whole = read_plan(plan / "plan.yaml")
+    of = defaultdict[str, list[RunResult]](list)
+    for run in whole.runs:
+        own = run.settings["program"]
+        of[str(Path(own["folder"], _script(own["command"])))].append(run)
+    found = list[PlanResult]()
+    for script, runs in of.items():
+        named = {run.name for run in runs}
+        references = [each for each in whole.record.runs if each.name in named]
+        own = {"plan": runs[0].name, "title": Path(script).name, "runs": references}
+        found.append(PlanResult(whole.record.model_copy(update=own), runs))
+    return found
 
 
 def _measured(*runs: Path) -> list[Any]:

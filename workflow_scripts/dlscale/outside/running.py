@@ -373,7 +373,8 @@ def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[se
         return "it removed the folder of results, to which its steps were written"
     hidden = not (folder / "hook").exists()
     why = (
-        "no Python there had dlscale's hook: `python -I`, `-E`, `-S`, `env -i` and containers leave it out"
+        "no Python there had dlscale's hook, which PYTHONPATH brings: a command that sets it, `python -I`, `-E`, `-S`, "
+        "`env -i` and containers leave it out; set it before `dlscale measure`"
         if hidden
         else "steps of PyTorch's optimisers are seen, unless they are compiled"
     )

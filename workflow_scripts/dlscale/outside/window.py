@@ -32,6 +32,7 @@ class Window:
         self._profile: Any = None
         self._step: Any = None
         self._optimizer: Any = None
+        self._after = False  # whether the optimiser's own work comes after a backward pass
         self._known: dict[str, Any] = {"seconds": []}
         self._file("there").touch()
 
@@ -49,9 +50,10 @@ class Window:
         with self._record(name):
             yield
 
-    def optimizing(self) -> None:
-        """Note that an optimiser begins."""
-        if self.open:
+    def optimizing(self, closure: bool) -> None:
+        """Note that an optimiser begins; by a closure it has the model computed first, as Lightning's do."""
+        self._after = self.open and closure
+        if self.open and not closure:
             self._optimizer = self._entered("optimizer")
 
     def step(self) -> None:
@@ -101,6 +103,7 @@ class Window:
         self._known["seconds"].append(now - self._since)
         self._left("_optimizer")
         self._left("_step")
+        self._after = False
         if len(self._known["seconds"]) < STEPS:
             self._step, self._since = self._entered("step"), now
             return
@@ -136,8 +139,12 @@ class Window:
         def within(*args: Any, **kwargs: Any) -> Any:
             if not self.open:  # kept by someone
                 return backward(*args, **kwargs)
+            self._left("_optimizer")
             with self.range("backward"):
-                return backward(*args, **kwargs)
+                found = backward(*args, **kwargs)
+            if self._after:
+                self._optimizer = self._entered("optimizer")
+            return found
 
         return within
 

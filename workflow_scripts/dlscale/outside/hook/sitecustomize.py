@@ -74,7 +74,9 @@ class Watcher:
         module.register_optimizer_step_post_hook(stepped)
         if os.environ.get("DLSCALE_PROFILE") and not self._timed.rank():
             window = load("dlscale_window", HERE.parent / "window.py").Window(os.environ["DLSCALE_STEPS"])
-            module.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: window.optimizing())
+            module.register_optimizer_step_pre_hook(
+                lambda optimizer, args, kwargs: window.optimizing(any(map(callable, [*args[1:], *kwargs.values()])))
+            )
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
 
