@@ -263,7 +263,7 @@ def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> 
 
 def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
     """Two calls of a script, of which one has other words, and another script."""
-    train, other = write_program(tmp_path) / "train.py", tmp_path / "other.py"
+    train, other = write_program(tmp_path / "a") / "train.py", tmp_path / "a/other.py"
     other.write_text(train.read_text())
     for words in ([train, "--seconds=0.005"], [train], [other]):
         ended = measure(tmp_path, "--", sys.executable, *words)
