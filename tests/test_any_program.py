@@ -311,3 +311,8 @@ def test_a_run_of_profiled_steps_alone_says_so(tmp_path: Path) -> None:
         assert throughput.outside and throughput.outside.profiled == said and throughput.full
         text = "\n".join(lines(tmp_path, throughput, Verdict(None, [], "", "", "")))
         assert ("profilers were at work in these steps" in text) == said
+
+
+def test_no_program_waits_until_pytorch_is_imported() -> None:
+    code = "import sys, dlscale.outside.measure; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "workflow_scripts").returncode == 0

@@ -24,8 +24,6 @@ from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
-from dlscale.outside.profile import Profilers
-from dlscale.outside.profile import lines as profile_lines
 from dlscale.outside.running import Reading, measured, run_command
 from dlscale.outside.window import PROFILED
 from dlscale.report import report
@@ -48,7 +46,11 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         with whole(place) as folder:
             steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
             steps.mkdir(parents=True)
-            profilers = Profilers(folder) if args.profile else None
+            profilers = None
+            if args.profile:
+                from dlscale.outside import profile as module  # with PyTorch, for which no other program waits
+
+                profilers = module.Profilers(folder)
             # Kineto, PyTorch's profiler, would print what it does among what the program prints.
             more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
             with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
@@ -75,7 +77,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         with contextlib.suppress(OSError):  # only an empty one goes
             place.rmdir()
     said = lines(place, throughput, of(read_run(place)))
-    print("\n".join([*said, *(profile_lines(profile) if profile else [])]), file=sys.stderr)
+    print("\n".join([*said, *(module.lines(profile) if profile else [])]), file=sys.stderr)
     try:
         page = _page(plan)
     except UserError as error:
@@ -166,7 +168,7 @@ def _programs(plan: Path) -> list[PlanResult]:
     whole = read_plan(plan / "plan.yaml")
     of = defaultdict[str, list[RunResult]](list)
     for run in whole.runs:
-        own = run.settings["program"]
+        own = run.settings.get("program", run.settings)
         of[str(Path(own["folder"], _script(own["command"])))].append(run)
     found = list[PlanResult]()
     for script, runs in of.items():
