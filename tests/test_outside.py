@@ -146,6 +146,25 @@ def test_a_validation_of_one_batch_and_a_step_that_did_not_end_are_no_samples(tm
     assert found.rates == pytest.approx([8 * accumulated / (0.01 * (accumulated + 1))] * len(found.rates), rel=1e-3)
 
 
+def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
+    """It counts in the rate, and is not the batch size."""
+    clock = Clock(tmp_path)
+    for _ in range(4):
+        clock.iterator += 1
+        for samples in (64, 64, 64, 64, 8):
+            clock.batch(0.0, samples)
+            clock.step(0.1)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.batch_size == 53, "a fifth of the batches is much smaller"
+    for _ in range(2):
+        clock.iterator += 1
+        for samples in (64,) * 39 + (8,):
+            clock.batch(0.0, samples)
+            clock.step(0.1)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.batch_size == 64 and found.rates[0] == pytest.approx(606.4)
+
+
 def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
     Clock(tmp_path).epoch(2, wait=0.0, seconds=0.1)
     assert steps.pace(steps.read(tmp_path)[1]) is None and steps.read(tmp_path / "none") == ("", [])
@@ -295,6 +314,7 @@ def found(folder: Path, name: str = "train") -> Throughput:
     return Throughput.read(folder / "results/plans" / PLAN / name / "throughput.json")
 
 
+@pytest.mark.slow
 def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
     """Seen in PyTorch, timed by one line, and as it prints them; and its own output is untouched."""
     path = program(tmp_path)

@@ -21,6 +21,7 @@ from dlscale.core.errors import UserError
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
 from dlscale.outside import checkout, run_program
 from dlscale.outside.program import SOURCES, epochs_of, steps_at
+from dlscale.outside.running import HOOK, hooked
 from dlscale.rules.jobs import Jobs
 from tests.conftest import make_run, variables
 from tests.programs import settings, write_program
@@ -100,8 +101,8 @@ def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
-    hook = f"PYTHONPATH={run_program.HOOK}{os.pathsep}mine"
-    assert found.command == ["env", f"--chdir={tmp_path}", "env", hook, "A=b c", "train"]
+    assert found.command == ["env", f"--chdir={tmp_path}", "env", "PYTHONPATH=mine", "A=b c", "train"]
+    assert hooked(found.command)[3] == f"PYTHONPATH={HOOK}{os.pathsep}mine"
     assert found.environment == {} and found.words == ["train"]
 
 

@@ -232,7 +232,7 @@ wait
 """
 
 
-@pytest.fixture(params=["srun", "mpirun"])
+@pytest.fixture(params=["srun", pytest.param("mpirun", marks=pytest.mark.slow)])
 def starter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     names = {
         "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +140,14 @@ WATCHED = {
 }
 
 
-def program(used: Usage | None = None, batch: int | None = 10, rate: float = 100.0, **seen: Any) -> Throughput:
+def program(
+    used: Usage | None = None, batch: int | None = 10, rate: float = 100.0, rates: Sequence[float] = (), **seen: Any
+) -> Throughput:
     """Another program on a processor, which computes on one of four cores; steps of 0.1 s."""
     plain: dict[str, Any] = {"command": ["train"], "way": "seen", "steps": 99, "status": 0, "seconds": 20}
     outside = Outside(**{**plain, "first_step_seconds": 1, "waiting": 0.05, "training": 1.0, **seen})
     nranks = max(1, len(outside.rank_cores))
-    full = trials(rate, used or usage(1.0))
+    full = trials(rate, used or usage(1.0)).model_copy(update={"trial_throughput": list(rates)})
     return Throughput(device=Device(kind="cpu"), batch_size=batch, nranks=nranks, full=full, outside=outside)
 
 
@@ -165,6 +168,9 @@ OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(usage(4.0), queued=0.9), ["threads"]),
     (program(usage(1.0), queued=0.9), []),
     (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # its workers are many
+    (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 71]), ["slowing"]),
+    (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 141]), []),
+    (program(rates=[100, 101, 102, 100, 100, 100, 99, 98, 98]), []),
     (program(stalled=0.12), ["swapping"]),
     (program(stalled=0.12, waiting=0.6), ["swapping", "workers"]),
     (program(usage(1.5), rank_cores=[0.5, 1.0], rank_waiting=[0.0, 0.0]), ["straggler"]),

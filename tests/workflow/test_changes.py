@@ -188,7 +188,7 @@ class Row:
     edit: Edit
     jobs: list[str]
     arguments: tuple[str, ...] = ()
-    slow: bool = False  #: Of a study and its data, where two others have the same rows.
+    slow: bool = False  #: Where others have the same rows.
 
 
 def components() -> Iterator[Row]:
@@ -265,10 +265,10 @@ ROWS = [
     Row("describing", append(f"{PACKAGE}/data/describe.py"), since("describe", *ALL)),
     # Training and measuring do not touch each other, but both make steps.
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),
-    Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*ALL)),
-    Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*ALL)),
-    Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL)),
-    Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL)),
+    Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*ALL), slow=True),
+    Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*ALL), slow=True),
+    Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL), slow=True),
+    Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL), slow=True),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
     Row("profile", append(f"{PACKAGE}/measure/profilers/trace.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/measure/tune.py"), tuned(*ALL)),
@@ -276,11 +276,11 @@ ROWS = [
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),
     Row("what stands around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
-    Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"])),
+    Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"]), slow=True),
     # Nor does what watches a run; what reads the rows of telemetry makes tables of them.
     Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
-    Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"])),
+    Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"]), slow=True),
     # The table of stages: what it says of a stage is among the params of its jobs.
     Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
     Row(
@@ -290,14 +290,16 @@ ROWS = [
     ),
     # Records: what writes them, and the tables, which read them all.
     Row("tuning's record", extended("measure/tune_records.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
-    Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"])),
+    Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"]), slow=True),
     # A picture is a result of the stage that draws it.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
     # The report.
     Row("report page", append(f"{PACKAGE}/report/report.py"), REPORTS),
-    Row("report template", append(f"{PACKAGE}/report/templates/report.html.j2", "<!-- edited -->\n"), REPORTS),
-    Row("report style", append(f"{PACKAGE}/report/templates/style.css", "/* edited */\n"), REPORTS),
-    Row("report's plots", append(f"{PACKAGE}/report/figures.py"), REPORTS),
+    Row(
+        "report template", append(f"{PACKAGE}/report/templates/report.html.j2", "<!-- edited -->\n"), REPORTS, slow=True
+    ),
+    Row("report style", append(f"{PACKAGE}/report/templates/style.css", "/* edited */\n"), REPORTS, slow=True),
+    Row("report's plots", append(f"{PACKAGE}/report/figures.py"), REPORTS, slow=True),
     Row(
         "published figure",
         replace(
@@ -311,19 +313,21 @@ ROWS = [
     # What no result depends on.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
     Row("unused download", replace(f"{PACKAGE}/data/acquire.py", '"""', '"""Edited. '), []),
-    Row("unused Zarr reader", append(f"{PACKAGE}/datasets/era5/zarr.py"), []),
+    Row("unused Zarr reader", append(f"{PACKAGE}/datasets/era5/zarr.py"), [], slow=True),
     Row("command line", append(f"{PACKAGE}/cli.py"), []),
     Row("README", append("README.md", "Edited.\n"), []),
     Row("touched source", touch(f"{PACKAGE}/studies/cosmo_unet/model.py"), []),
-    Row("touched package", touch(f"{PACKAGE}/__init__.py"), []),
-    Row("touched configuration", touch("config.yaml"), []),
+    Row("touched package", touch(f"{PACKAGE}/__init__.py"), [], slow=True),
+    Row("touched configuration", touch("config.yaml"), [], slow=True),
     Row("touched manifest", touch("results/data/boxes/manifest.json"), []),
     Row("comment in a rule", append("rules/train.smk", "\n# Edited.\n"), []),
-    Row("comment in the Snakefile", append("Snakefile", "\n# Edited.\n"), []),
+    Row("comment in the Snakefile", append("Snakefile", "\n# Edited.\n"), [], slow=True),
     Row("a rule's message", replace("rules/train.smk", '"Train ', '"Edited: train '), []),
     Row("a rule's threads", replace("rules/train.smk", "threads: JOBS.train_threads", "threads: 32"), []),
     Row("number of cores", touch("config.yaml"), [], ("--cores", "1")),
-    Row("a profile's value", replace("profiles/local/profile.yaml", "latency-wait: 2", "latency-wait: 3"), []),
+    Row(
+        "a profile's value", replace("profiles/local/profile.yaml", "latency-wait: 2", "latency-wait: 3"), [], slow=True
+    ),
     Row("another profile", touch("config.yaml"), [], ("--profile", "perlmutter")),
     Row(
         "a dataset that no run uses", configure("datasets.more", {"kind": "cosmo", "source": {"kind": "simulated"}}), []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -15,10 +14,11 @@ from typing import Any
 from dlscale.config import program
 from dlscale.core import registry
 from dlscale.core.errors import UserError, cut
+from dlscale.core.progress import Doing, tell
 from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
 from dlscale.outside import steps as seen
-from dlscale.outside.running import HOOK, Outcome, Reading, measured, run_command
+from dlscale.outside.running import Outcome, Reading, measured, run_command
 
 
 class RunProgram:
@@ -34,10 +34,8 @@ class RunProgram:
         self.words, self.command = words.command, words.command
         if start and (before := json.loads(start)):
             here = str(Path(self.folder).absolute())
-            own = {**words.environment}
-            if "PYTHONPATH" in own:
-                own["PYTHONPATH"] = f"{HOOK}{os.pathsep}{own['PYTHONPATH']}"
-            inside = ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
+            own = [f"{name}={value}" for name, value in words.environment.items()]
+            inside = ["env", *own] if own else []
             self.command = [*(word.replace(FOLDER, here) for word in before), *inside, *words.command]
             self.environment = {}
         self.log = Path(self.folder, words.log) if words.log else None
@@ -72,6 +70,7 @@ class RunProgram:
 
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
         """Run it to its end, or until it has made enough steps; `enough` has the number of rates it printed."""
+        tell(Doing(what="the program runs"))
         return run_command(
             *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
             losses=None if enough else self.losses,

@@ -80,6 +80,12 @@ def watched(
     return {**machine.given(), **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 
 
+def hooked(command: Sequence[str]) -> list[str]:
+    """Return the words of a command, with the hook in a PYTHONPATH that they set: `env PYTHONPATH=src python`."""
+    name = "PYTHONPATH="
+    return [f"{name}{HOOK}{os.pathsep}{word[len(name) :]}" if word.startswith(name) else word for word in command]
+
+
 def run_command(
     command: Sequence[str],
     steps: Path,
@@ -122,7 +128,7 @@ def run_command(
         waits, begin, start = _waits(), time.time(), time.perf_counter()
         try:
             process = subprocess.Popen(
-                command,
+                hooked(command),
                 cwd=folder,
                 env=watched(steps, environment, contained),
                 stdout=pipe,
@@ -373,7 +379,7 @@ def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[se
         return "it removed the folder of results, to which its steps were written"
     hidden = not (folder / "hook").exists()
     why = (
-        "no Python there had dlscale's hook, which PYTHONPATH brings: a command that sets it, `python -I`, `-E`, `-S`, "
+        "no Python there had dlscale's hook, which PYTHONPATH brings: a script that sets it, `python -I`, `-E`, `-S`, "
         "`env -i` and containers leave it out; set it before `dlscale measure`"
         if hidden
         else "steps of PyTorch's optimisers are seen, unless they are compiled"

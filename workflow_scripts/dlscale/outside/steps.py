@@ -223,6 +223,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         return None
     # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
     sizes = [_samples(*one) for one in zip(processes, iterators, strict=True)]
+    whole = sum(_of_most(*one) for one in zip(processes, iterators, sizes, strict=True))
     known = all(sizes)
     if not known:
         sizes = [(batch_size or 1) / len(each)] * len(each)
@@ -245,7 +246,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         processes=len(each),
         steps=len(each[0]),
         samples=known or batch_size is not None,
-        batch_size=round(sum(sizes)) if known else batch_size,
+        batch_size=whole if known else batch_size,
         rates=rates,
         seconds=seconds,
         of_ranks=of_ranks,
@@ -267,6 +268,13 @@ def _samples(process: Process, training: set[str]) -> float:
     each = max(round(len(counts) / steps), 1)
     whole = abs(len(counts) - each * steps) <= each + 1
     return statistics.fmean(counts) * (each if whole else len(counts) / steps)
+
+
+def _of_most(process: Process, training: set[str], mean: float) -> int:
+    """Return the samples of most steps: of the last ones of an epoch there may be fewer."""
+    usual = statistics.mode([samples for _, iterator, _, samples in process.batches if iterator in training] or [0])
+    found = usual * max(round(mean / usual), 1) if usual else 0
+    return found if abs(found - mean) < 0.1 * mean else round(mean)
 
 
 # ---- what the program prints, or logs ---------------------------------------------------------------

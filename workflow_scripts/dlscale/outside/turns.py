@@ -21,7 +21,7 @@ from dlscale.core.errors import UserError, brief
 from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
 from dlscale.outside import steps as seen
 from dlscale.outside.run_program import RunProgram
-from dlscale.outside.running import watched
+from dlscale.outside.running import hooked, watched
 
 #: Steps that a program makes before it is timed, and least steps of a turn.
 WARM, LEAST = 10, 4
@@ -51,7 +51,7 @@ class Program:
             raise Ended("a program prints rates of its own clock, which goes on while it is stopped")
         self._program = program
         self._process = subprocess.Popen(
-            program.command,
+            hooked(program.command),
             cwd=program.folder,
             env=watched(program.steps, program.environment, quick=True),
             stdin=subprocess.DEVNULL,

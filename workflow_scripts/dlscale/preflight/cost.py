@@ -268,10 +268,10 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
     return (took(benchmark) if benchmark else None) or TYPICAL.get(stage, OTHERS)
 
 
-def took(benchmark: Path) -> float | None:
+def took(benchmark: str | Path) -> float | None:
     """Return the time of a job, s, by the file that Snakemake writes; None where that is not there, or torn."""
     try:
-        return float(benchmark.read_text().splitlines()[1].split("\t")[0])
+        return float(Path(benchmark).read_text().splitlines()[1].split("\t")[0])
     except (OSError, IndexError, ValueError):
         return None
 

@@ -43,6 +43,10 @@ STALLED = 0.1
 #: Share of the time in which threads wait for a core, from which on that is told.
 QUEUED = 0.5
 
+#: Least windows of another program's steps at its begin, and at its end, and share of the speed that is lost between
+#: them, from which on that is told.
+WINDOWS, SLOWER = 3, 0.2
+
 #: Seconds of a step of another program on a processor, below which calling operators counts.
 TINY = 4e-3
 
@@ -655,6 +659,24 @@ def besides(evidence: Evidence) -> Finding | None:
     )
 
 
+def slowing(evidence: Evidence) -> Finding | None:
+    """Find a program that becomes slower while it trains: each of its last windows is, than each of its first."""
+    full = evidence.trials("FULL")
+    rates = full.trial_throughput if evidence.outside and full else []
+    before, after = rates[: len(rates) // 3], rates[-(len(rates) // 3) :]
+    if len(before) < WINDOWS or max(after) > (1 - SLOWER) * min(before):
+        return None
+    first, last = statistics.fmean(before), statistics.fmean(after)
+    return Finding(
+        "slowing",
+        "it slows down",
+        f"In the first third of its steps it trained {number(first)}/s, in the last one {number(last)}/s.",
+        "Look for what grows from step to step (lists, graphs of losses that are kept, logs); numbers that become tiny "
+        "(`torch.set_flush_denormal(True)`); clocks that heat holds back.",
+        1 - statistics.fmean(rates) / first,
+    )
+
+
 def threads(evidence: Evidence) -> Finding | None:
     """Find more threads than cores."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
@@ -701,6 +723,7 @@ LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     small_steps,
     idle,
     besides,
+    slowing,
     threads,
     stalled,
     neighbour,
@@ -728,12 +751,22 @@ def limit(evidence: Evidence) -> str:
     )
 
 
+def _more_threads(evidence: Evidence) -> str:
+    """Return what another program that computes on few of the cores may try."""
+    usage, waiting = _usage(evidence, "FULL"), (evidence.outside and evidence.outside.waiting) or 0.0
+    if evidence.cuda or not usage or waiting > 0.3 or usage.cpu_seconds / usage.seconds > 0.6 * usage.cores:
+        return ""
+    busy = number(usage.cpu_seconds / usage.seconds, 2)
+    return f"More threads (OMP_NUM_THREADS, `torch.set_num_threads`): it computes on {busy} of {usage.cores} cores. "
+
+
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return what to try next, and its settings."""
     if evidence.outside:
-        if evidence.profile:
-            return "What takes the longest in its profile.", ""
-        return "`dlscale measure --profile` shows where its time goes.", ""
+        looked = "What takes the longest in its profile."
+        if not evidence.profile:
+            looked = "`dlscale measure --profile -- COMMAND` shows where its time goes."
+        return f"{_more_threads(evidence)}{looked}", ""
     if bounding is None:
         return "Measure throughput: it says what bounds the run.", ""
     if bounding.key == "io":

@@ -149,6 +149,8 @@ class Call:
             say("", coloured(f"{fail}: nothing would {'be submitted' if scheduler else 'start'}", "red", sys.stderr))
         else:
             say(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
+            if not scheduler and any(job.rule.name == "program" and not cost.took(job.benchmark) for job in waiting):
+                say("Programs are among them that never ran here: nobody knows how long they take.")
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
