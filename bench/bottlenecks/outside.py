@@ -94,22 +94,22 @@ def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
     if folder is None:
         yield [], []
         return
+    place = Path("/sys/fs/cgroup/memory")
+    limit = "memory.limit_in_bytes" if place.exists() else "memory.max"
+    group = (place if place.exists() else place.parent) / f"dlscale-{os.getpid()}"
     swap = folder / "swap"
     with swap.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 2 * TABLE)
     swap.chmod(0o600)
     subprocess.run(["mkswap", str(swap)], check=True, capture_output=True)
     subprocess.run(["swapon", str(swap)], check=True)
-    place = Path("/sys/fs/cgroup/memory")
-    limit = "memory.limit_in_bytes" if place.exists() else "memory.max"
-    group = (place if place.exists() else place.parent) / f"dlscale-{os.getpid()}"
     try:
         group.mkdir()
         (group / limit).write_text(str(MEMORY))
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"], [f"--table={TABLE}"]
     finally:
+        subprocess.run(["swapoff", str(swap)], check=True)  # first: swap that stays would keep the file
         group.rmdir()
-        subprocess.run(["swapoff", str(swap)], check=True)
 
 
 def can_limit() -> bool:
