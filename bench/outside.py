@@ -25,7 +25,7 @@ from dlscale.outside.timed import FOLDER
 #: What is left of a program's speed with the hook, and with all that measures.
 HOOKED, MEASURED = 0.995, 0.99
 
-BATCH, STEPS = 64, 4
+BATCH, STEPS = 64, 64
 
 #: A module that PyTorch hides behind a name.
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
@@ -38,7 +38,7 @@ def outside(options: Options) -> list[Row]:
     the processor: the program's thread's, of which the hook is, and for the second row the sampler's, as if the program
     had no other core.
     """
-    repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
+    repetitions, turns = (2, 2) if options.quick else (options.repetitions, 20)
     file = options.folder / "telemetry.csv"
     rates: dict[bool, list[float]] = {True: [], False: []}
     with one_thread(), mock.patch.dict(os.environ, {FOLDER: str(options.folder)}), sampled(file, os.getpid(), 1, 0):
@@ -71,7 +71,8 @@ class Program:
         self._model = nn.Sequential(*layers[:-1])
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._batches, self._watcher = self._endless(), Watcher()
-        self._plain: Any = dataloader._BaseDataLoaderIter.__next__
+        iterator: Any = dataloader._BaseDataLoaderIter
+        self._plain = iterator.__next__, iterator._next_index
         self.run(False)
         self.run(True)
 
@@ -101,5 +102,6 @@ class Program:
             self._optimizer.step()
         seconds = time.thread_time() - start
         OPTIMIZER._global_optimizer_post_hooks.clear()
-        dataloader._BaseDataLoaderIter.__next__ = self._plain  # type: ignore[method-assign]
+        iterator: Any = dataloader._BaseDataLoaderIter
+        iterator.__next__, iterator._next_index = self._plain
         return seconds

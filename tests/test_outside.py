@@ -338,6 +338,18 @@ def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
     assert (tmp_path / "results/plans" / PLAN / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_nsight_systems_may_stand_between(tmp_path: Path, real_nsys: Path) -> None:
+    """As the documentation says: its report and the program's own are there, and the rate with it is told."""
+    path = program(tmp_path, TRAIN + "raise SystemExit(3)\n")
+    words = ["--trace=nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--output=mine"]  # without a GPU
+    done = measure(tmp_path, "--", real_nsys, "profile", *words, sys.executable, path, 0.004)
+    assert done.returncode == 3 and done.stdout.count("samples/sec") == 4, done.stderr
+    assert "train: " in done.stderr and "ended with status 3" in done.stderr
+    one = found(tmp_path)
+    assert one.outside and one.outside.way == "seen" and (tmp_path / "mine.nsys-rep").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("code", "status", "message"),
     [
