@@ -47,6 +47,7 @@ CONFIG: View = {
     },
     "legend": {
         **{"labelColor": INK, "titleColor": INK, "title": None, "orient": "bottom", "columns": 3, "labelLimit": 200},
+        "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
         "symbolLimit": 100,
     },
     "text": {"color": INK},
@@ -317,7 +318,8 @@ def bars(
         )
     if any("said" in row for row in kept):
         at = {"x": {"field": "end", "type": "quantitative"}, "text": {"field": "said"}}
-        layer.append({"mark": {"type": "text", "align": "left", "dx": 5}, "encoding": at})
+        limit = {"expr": "max(60, width - scale('x', datum.end))"}  # in a narrow window it ends with "…"
+        layer.append({"mark": {"type": "text", "align": "left", "dx": 5, "limit": limit}, "encoding": at})
     main = {"data": {"values": kept}, "transform": _facts(facts or {}), "encoding": encoding, "layer": layer}
     spec = {
         "description": about,
