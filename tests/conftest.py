@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     made once for each process.
     """
     for item in items:
-        if group := _group(item):
+        if not item.get_closest_marker("xdist_group") and (group := _group(item)):  # two would make a third
             item.add_marker(pytest.mark.xdist_group(group))
     # The longest group first: at the end nobody would have anything beside it.
     items.sort(key=lambda item: "finished" not in getattr(item, "fixturenames", ()))
