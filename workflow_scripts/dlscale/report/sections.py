@@ -513,7 +513,7 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
 
 
 def throughput(plan: PlanResult, page: Page) -> Section | None:
-    """Return the rates and verdicts of the first and the fastest runs; None if none was timed."""
+    """Return the rates and verdicts of all runs that were timed; None if none was."""
     measured = [run for run in plan.runs if run.throughput]
     if not measured:
         return None
