@@ -248,6 +248,20 @@ def test_a_word_may_be_long(tmp_path: Path) -> None:
     assert Jobs._named_files(SimpleNamespace(results=tmp_path), run) == []  # type: ignore[arg-type]
 
 
+def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
+    """An edit of it makes the run again; that of the interpreter, in the folder or not, does not."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    for name in ("train.sh", "train.py"):
+        (tmp_path / name).touch()
+    commands = ["./train.sh", "train.py"], ["./python", "train.py"], [str(tmp_path / "train.sh")], [sys.executable]
+    found = []
+    for command in commands:
+        run = SimpleNamespace(program=Program(command=command, folder=str(tmp_path)))
+        files = Jobs._named_files(SimpleNamespace(results=tmp_path / "results"), run)  # type: ignore[arg-type]
+        found.append(sorted(Path(file).name for file in files))
+    assert found == [["train.py", "train.sh"], ["train.py"], ["train.sh"], []]
+
+
 # ---- repositories ----------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
+from dlscale.measure.telemetry import bus_ids
 from dlscale.outside import steps as seen
 from dlscale.outside.timed import EVERY, FOLDER
 from dlscale.parallel.records import Device
@@ -421,6 +422,7 @@ def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart:
 def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
-        name = machine.nvml(lambda driver: driver.nvmlDeviceGetName(driver.nvmlDeviceGetHandleByIndex(0)))
+        first = bus_ids(1)  # NVML alone counts GPUs that are hidden, too
+        name = machine.nvml(lambda driver: driver.nvmlDeviceGetName(driver.nvmlDeviceGetHandleByPciBusId(first[0])))
         return Device(kind="cuda", name=str(name or "GPU"))
     return Device(kind="cpu", name=environment().processor)

@@ -38,6 +38,7 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: seen.Tail | None = None
         self._size, self._rate = 1.0, 1.0  # samples of a step, steps/s
+        self._look = 0.0  # when its log is read next
 
     def send(self, message: object) -> None:
         """Start the program, whatever the message."""
@@ -63,7 +64,7 @@ class Program:
 
     def receive(self) -> float:
         """Wait until the program is warm."""
-        self._wait(lambda: len(self._ends()) > WARM and self._ends()[-1] - self._ends()[WARM] >= TURN)
+        self._wait(self._warm)
         ends = self._ends()[WARM:]
         self._rate = (len(ends) - 1) / (ends[-1] - ends[0])
         own = seen.pace([self._tail.process]) if self._tail else None
@@ -72,6 +73,15 @@ class Program:
             raise Ended("the samples of a program's steps are not known; put {batch_size} into program.command")
         self._size = float(size)
         return 0.0
+
+    def _warm(self) -> bool:
+        ends = self._ends()
+        if not ends and self._program.log and time.monotonic() > self._look:
+            self._look = time.monotonic() + 1
+            with contextlib.suppress(UserError):  # it is not there yet
+                if len(seen.logged(self._program.log, 0.0)) > WARM:
+                    raise Ended("a program's steps are told by its log alone, too late for turns")
+        return len(ends) > WARM and ends[-1] - ends[WARM] >= TURN
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)

@@ -257,11 +257,16 @@ class Jobs:
         return self._stage([*launcher.PYTHON])
 
     def _named_files(self, run: Run) -> list[str]:
-        """Return the files that the command of a run's program names: it runs again where they change."""
+        """Return the files that the command of a run's program names: it runs again where they change.
+
+        Its first word is one of them if it lies in the program's folder: Python's own file is none of the program's.
+        """
         if not run.program:
             return []
         words, results = Words(run.program, OUT), Path(self.results).absolute()
-        known = [Path(words.folder, word) for word in words.command[1:]]
+        first, *known = [Path(words.folder, word) for word in words.command]
+        if "/" in words.command[0] and first.resolve().is_relative_to(Path(words.folder).resolve()):
+            known.append(first)
         # `os.path` takes a word that is too long for a name, such as a script after `-c`, for no file.
         files = [
             file
