@@ -78,7 +78,7 @@ class Program(Lawful):
     )
     rate: str | None = Field(
         None,
-        description="How its speed is read where its steps are not seen: a regular expression whose group is the "
+        description="How its speed is read, instead of from its steps: a regular expression whose group is the "
         f"samples/s that it prints, or one of {', '.join(RATES)}.",
     )
     log: str | None = Field(
