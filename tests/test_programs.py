@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
-from dlscale.outside import checkout, run_program
+from dlscale.outside import checkout, run_program, turns
 from dlscale.outside.program import SOURCES, epochs_of, steps_at
 from dlscale.outside.running import HOOK, hooked
 from dlscale.rules.jobs import Jobs
@@ -260,6 +263,25 @@ def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
         files = Jobs._named_files(SimpleNamespace(results=tmp_path / "results"), run)  # type: ignore[arg-type]
         found.append(sorted(Path(file).name for file in files))
     assert found == [["train.py", "train.sh"], ["train.py"], ["train.sh"], []]
+
+
+def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path) -> None:
+    """They are told too late; that is said at once, and not after ten minutes without a step."""
+    write = """
+        import json, sys, time
+        with open(sys.argv[1] + "/log.jsonl", "w") as log:
+            for step in range(10_000):
+                print(json.dumps({"step": step, "time": time.time()}), file=log, flush=True)
+                time.sleep(0.01)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(write))
+    given = settings(tmp_path, command=[sys.executable, "train.py", "{out}"], losses={}, resume=[])
+    file = make_run(tmp_path / "w", "program", given, {"kind": "files"})
+    player, begin = turns.Program(turns.Timed(str(file), "none", "cpu", 1)), time.monotonic()
+    with contextlib.closing(player), pytest.raises(turns.Ended, match="by its log alone"):
+        player.send("begin")
+        player.receive()
+    assert time.monotonic() - begin < turns.PATIENCE / 10
 
 
 # ---- repositories ----------------------------------------------------------------------------------
