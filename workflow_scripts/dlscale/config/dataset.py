@@ -44,7 +44,7 @@ Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):
-    """How preprocessed fields are stored on disk."""
+    """How preprocessed fields are stored on disk; prepared files stay as they are."""
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
@@ -87,7 +87,7 @@ class DatasetSettings(Strict):
     kind: str
     source: Any = None
 
-    downsample: Extent = Field(1, description="Block-average this many cells along each spatial axis.")
+    downsample: Extent = Field(1, description="Block-average this many cells along each spatial axis; not of prepared files.")
     storage: Storage = Storage()
     pieces: Files = Field(1, description="Each file is preprocessed in this many independent, parallel pieces.")
 

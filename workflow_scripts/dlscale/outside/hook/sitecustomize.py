@@ -64,12 +64,13 @@ class Watcher:
         torch, known = sys.modules["torch"], set()
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function, and `bool()` is False.
+            if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
+                return
             if id(optimizer) not in known:
                 known.add(id(optimizer))
                 self._log.gradients(followed(optimizer))
-            # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function, and `bool()` is False.
-            if not getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
-                self._log.step(id(optimizer))
+            self._log.step(id(optimizer))
 
         module.register_optimizer_step_post_hook(stepped)
         if os.environ.get("DLSCALE_PROFILE") and not self._timed.rank():
