@@ -66,7 +66,7 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
 
     container_engine("tag", cpu_image, image)
     assert "Nothing to be done" in snakemake("-n")
-    container_engine("untag", image)
+    container_engine("untag", image, image)  # without a name all of the image's would go
 
 
 # ---- a run profiled by a real nsys, of which a folder is mounted and nothing installed -----------------

@@ -113,9 +113,11 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
             path = path if path.suffix else path / "CLASS/1.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"x")
+    runs = [run for name in shipped for run in configuration.plans[name].values()]
+    for program in [own for each in runs if (own := each.run.program)]:
+        (tree.path / program.folder).mkdir(exist_ok=True)
     outcome = tree.planned("--profile", "perlmutter", targets=[f"plan_{name}" for name in shipped])
     stages = ("train", "throughput", "profile", "tune")
     made = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in stages}
-    runs = [run for name in shipped for run in configuration.plans[name].values()]
     expected = {(run.plan, run.name) for run in runs if not run.rung}  # who comes to a later one, shows
     assert made == expected
