@@ -533,7 +533,6 @@ def test_a_program_goes_on_where_its_steps_cannot_be_written(loops: dict[str, tu
     assert loops["removes_folder"] == ("0", None)
 
 
-@pytest.mark.slow
 def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: Path) -> None:
     code = LOOPS.partition("for run in")[0] + (
         "x, step = torch.randn(8, 64), torch.compile(adam.step, backend='eager')\n"
