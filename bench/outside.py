@@ -25,7 +25,8 @@ from dlscale.outside.timed import FOLDER
 #: What is left of a program's speed with the hook, and with all that measures.
 HOOKED, MEASURED = 0.995, 0.99
 
-BATCH, STEPS = 64, 64
+#: Steps of a turn: those after which its code is warm again, whose wrapping was just changed, and those that count.
+BATCH, WARM, STEPS = 64, 4, 4
 
 #: A module that PyTorch hides behind a name.
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
@@ -38,7 +39,7 @@ def outside(options: Options) -> list[Row]:
     the processor: the program's thread's, of which the hook is, and for the second row the sampler's, as if the program
     had no other core.
     """
-    repetitions, turns = (2, 2) if options.quick else (options.repetitions, 20)
+    repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
     file = options.folder / "telemetry.csv"
     rates: dict[bool, list[float]] = {True: [], False: []}
     with one_thread(), mock.patch.dict(os.environ, {FOLDER: str(options.folder)}), sampled(file, os.getpid(), 1, 0):
@@ -95,8 +96,10 @@ class Program:
         if hooked:
             self._watcher._optimizers(OPTIMIZER)
             self._watcher._loaders(dataloader)
-        start = time.thread_time()
-        for x, y in itertools.islice(self._batches, STEPS):
+        start = 0.0
+        for step, (x, y) in enumerate(itertools.islice(self._batches, WARM + STEPS)):
+            if step == WARM:
+                start = time.thread_time()
             self._optimizer.zero_grad()
             nn.functional.mse_loss(self._model(x), y).backward()
             self._optimizer.step()
