@@ -87,7 +87,7 @@ class DatasetSettings(Strict):
     kind: str
     source: Any = None
 
-    downsample: Extent = Field(1, description="Block-average this many cells along each spatial axis; not of prepared files.")
+    downsample: Extent = Field(1, description="Average blocks of so many cells along each axis; not of prepared files.")
     storage: Storage = Storage()
     pieces: Files = Field(1, description="Each file is preprocessed in this many independent, parallel pieces.")
 
