@@ -30,6 +30,7 @@ BATCH, WARM, STEPS = 64, 4, 4
 
 #: A module that PyTorch hides behind a name.
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
+ITERATOR: Any = dataloader._BaseDataLoaderIter
 
 
 def outside(options: Options) -> list[Row]:
@@ -72,8 +73,7 @@ class Program:
         self._model = nn.Sequential(*layers[:-1])
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._batches, self._watcher = self._endless(), Watcher()
-        iterator: Any = dataloader._BaseDataLoaderIter
-        self._plain = iterator.__next__, iterator._next_index
+        self._plain = ITERATOR.__next__, ITERATOR._next_index
         self.run(False)
         self.run(True)
 
@@ -98,13 +98,12 @@ class Program:
             self._watcher._loaders(dataloader)
         start = 0.0
         for step, (x, y) in enumerate(itertools.islice(self._batches, WARM + STEPS)):
-            if step == WARM:
-                start = time.thread_time()
             self._optimizer.zero_grad()
             nn.functional.mse_loss(self._model(x), y).backward()
             self._optimizer.step()
+            if step == WARM - 1:
+                start = time.thread_time()
         seconds = time.thread_time() - start
         OPTIMIZER._global_optimizer_post_hooks.clear()
-        iterator: Any = dataloader._BaseDataLoaderIter
-        iterator.__next__, iterator._next_index = self._plain
+        ITERATOR.__next__, ITERATOR._next_index = self._plain
         return seconds

@@ -423,6 +423,6 @@ def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
         first = bus_ids(1)  # NVML alone counts GPUs that are hidden, too
-        name = machine.nvml(lambda driver: driver.nvmlDeviceGetName(driver.nvmlDeviceGetHandleByPciBusId(first[0])))
+        name = first and machine.nvml(lambda nvml: nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByPciBusId(first[0])))
         return Device(kind="cuda", name=str(name or "GPU"))
     return Device(kind="cpu", name=environment().processor)
