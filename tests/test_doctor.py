@@ -178,6 +178,37 @@ esac""",
         assert found.status == status and text in found.text
 
 
+@pytest.mark.parametrize(
+    ("printed", "status", "word"),
+    [
+        ("MinJobAge               = 300 sec", "ok", "300 s"),
+        ("MinJobAge               = 120 sec", "ok", "120 s"),
+        ("MinJobAge               = 60 sec", "warn", "slurm-init-seconds-before-status-checks: 20"),
+        ("MinJobAge               = 2 sec", "warn", "slurm-init-seconds-before-status-checks: 1"),
+        ("MpiDefault              = none", "warn", "not in the output"),
+    ],
+)
+def test_ended_jobs_are_remembered(command: Callable[[str, str], None], printed: str, status: str, word: str) -> None:
+    command("scontrol", f'[ "$*" = "show config" ] && printf "AccountingStorageHost = db\n{printed}\n"')
+    found = doctor.probe_queue()
+    assert found.status == status and word in str(found) + found.text
+
+
+def test_a_default_partition(command: Callable[[str, str], None]) -> None:
+    """Warns only if a kind of node names no partition, since the Slurm plugin then requests the default one."""
+    nodes = {"cpus": 4}
+    unnamed = Scheduler.model_validate({"cpu_nodes": {**nodes, "partition": "cpu"}, "gpu_nodes": nodes})
+    named = Scheduler.model_validate(
+        {"cpu_nodes": {**nodes, "partition": "a"}, "gpu_nodes": {**nodes, "partition": "b"}}
+    )
+    command("sinfo", "printf 'gpu\ncpu*\nlong\n'")
+    assert doctor.probe_partition(unnamed).status == "warn"
+    assert "--partition=cpu" in doctor.probe_partition(unnamed).text
+    assert doctor.probe_partition(named).status == "ok"
+    command("sinfo", "printf 'gpu\ncpu\n'")
+    assert doctor.probe_partition(unnamed) == Finding("partition", "ok", "none is the default")
+
+
 # ---- probes that break or hang -----------------------------------------------------------------------
 
 

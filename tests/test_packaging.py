@@ -77,6 +77,33 @@ def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {line.split(":")[0] for line in release.wrong(None)} == {*release.PLACES, "CHANGELOG.md"}
 
 
+def test_the_source_distribution_lists_what_git_has() -> None:
+    """Its top-level files and folders are in MANIFEST.in, except those of CI; README and LICENSE come by themselves."""
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    listed = {word.partition("/")[0] for word in (ROOT / "MANIFEST.in").read_text().split()}
+    added = {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "workflow_scripts"}
+    assert {name.partition("/")[0] for name in git if not name.startswith(".")} - listed - added == set()
+
+
+def test_the_two_images_have_tags_of_their_own() -> None:
+    """`type=sha` has a prefix that replaces the flavour's: without one both images would get one tag."""
+    (step,) = [
+        step
+        for job in read_yaml(ROOT / ".github/workflows/images.yml")["jobs"].values()
+        for step in job["steps"]
+        if step.get("uses", "").startswith("docker/metadata-action")
+    ]
+    (sha,) = [tag for tag in step["with"]["tags"].splitlines() if tag.startswith("type=sha")]
+    assert sha == "type=sha,prefix=${{ matrix.target }}-sha-"
+
+
+@pytest.mark.parametrize("name", ["slurm", "perlmutter"])
+def test_a_controller_outlasts_slurms_restart(name: str) -> None:
+    """The Slurm plugin gives up after `status-attempts` failed queries in a row, and then waits forever."""
+    profile = read_yaml(ROOT / f"profiles/{name}/profile.yaml")
+    assert profile["slurm-status-attempts"] / profile["max-status-checks-per-second"] >= 1800
+
+
 @pytest.mark.slow
 def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     """`make install` over an environment with another PyTorch than the lock's; all else is there, too."""

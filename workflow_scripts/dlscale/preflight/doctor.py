@@ -74,6 +74,8 @@ Facts = dict[str, Any]
 
 #: Oldest versions that work: those of pyproject.toml's ranges. Early builds of a version count as it.
 LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
+#: Seconds for which `squeue` must remember ended jobs: three times slurm-init-seconds-before-status-checks of the profiles.
+MIN_JOB_AGE = 120
 #: First and last cuDNN whose 3D convolutions in bf16 give wrong values.
 BAD_CUDNN = 90_800, 91_099
 
@@ -225,6 +227,30 @@ def probe_slurm() -> Finding:
     return Finding("Slurm", "ok" if re.search(r"\bis UP\b", text) else "FAIL", text or "no answer", remedy)
 
 
+def probe_queue() -> Finding:
+    """Check that `squeue` remembers ended jobs for as long as the workflow's Slurm plugin needs."""
+    found = re.search(r"^MinJobAge\s*=\s*(\d+)", said(["scontrol", "show", "config"]), re.MULTILINE)
+    if not found:
+        return Finding("MinJobAge", "warn", "not in the output of `scontrol show config`", "ask the site's staff")
+    if (age := int(found[1])) < MIN_JOB_AGE:
+        text = f"{age} s, expected at least {MIN_JOB_AGE} s: a job cancelled by hand would seem to run forever"
+        remedy = f"in profile.yaml set slurm-init-seconds-before-status-checks: {max(1, age // 3)}"
+        return Finding("MinJobAge", "warn", text, remedy)
+    return Finding("MinJobAge", "ok", f"{age} s")
+
+
+def probe_partition(scheduler: Scheduler) -> Finding:
+    """Check for a default partition, which the workflow's Slurm plugin requests for jobs that name none."""
+    partitions = said(["sinfo", "-aho", "%P"]).split()
+    default = next((name.removesuffix("*") for name in partitions if name.endswith("*")), None)
+    named = all(nodes.partition for nodes in (scheduler.cpu_nodes, scheduler.gpu_nodes))
+    if named or default is None:
+        return Finding("partition", "ok", "named by the site" if named else "none is the default")
+    text = f"{default} is the default: Snakemake's Slurm plugin adds --partition={default} to jobs that name none"
+    remedy = "if the site chooses partitions by QOS or constraint, set partition in *_nodes of site.scheduler"
+    return Finding("partition", "warn", text, remedy)
+
+
 def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> Finding:
     """Check accounts and QOS of the jobs that would be submitted by those of the user."""
     jobs: list[tuple[Job, Geometry | None]] = [("data", None)] if "data" in stages else []
@@ -327,6 +353,8 @@ def check(
             kinds.append((scheduler.gpu_nodes, max(run.geometry.nodes for run in runs)))
         probes += [
             ("Slurm", probe_slurm),
+            ("MinJobAge", probe_queue),
+            ("partition", functools.partial(probe_partition, scheduler)),
             ("account", functools.partial(probe_account, scheduler, runs, stages_wanted)),
             *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind, most in kinds),
         ]
