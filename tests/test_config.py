@@ -924,6 +924,19 @@ def test_a_published_figure_says_its_devices_and_its_unit() -> None:
             ), figure
 
 
+def test_the_published_table_of_imagenet_has_the_batches_of_its_runs() -> None:
+    """The tutorial's repository names its runs of May by GPUs and images a GPU; `plot.py` has their speeds and times."""
+    table = [each for each in config.study_files()["imagenet_resnet50"].published if "table" in each.series]
+    for metric, values in {
+        "speed": [2925, 5735, 10768, 20367.57, 37488.15],
+        "time": [40908, 21124, 11292, 6027.09, 3378.84],
+    }.items():
+        own = [each for each in table if (each.metric == "time") == (metric == "time")]
+        assert [each.gpus for each in own] == [4, 8, 16, 32, 64]
+        assert [each.batch_size for each in own] == [896, 2048, 4096, 8192, 16384]
+        assert [each.value if metric == "time" else each.speed for each in own] == values
+
+
 def test_the_committed_schema_is_the_configurations() -> None:
     path = ROOT / "workflow_scripts/dlscale/config/config.schema.json"
     assert json.loads(path.read_text()) == schema(), "run `make schema`"
