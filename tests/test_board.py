@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from dlscale.core import board as boards
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
+from dlscale.core.files import open_regular
 from dlscale.core.process import only_writer
 from dlscale.measure.records import Throughput
 from tests.conftest import stage, variables
@@ -34,15 +36,50 @@ def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
     return found
 
 
-def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["r", "w", "a", "a+"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device", "socket"])
+def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str, mode: str) -> None:
+    """Other users of a shared folder may put anything in a file's place; nothing waits for it or writes through it."""
+    path, victim = tmp_path / "it", tmp_path / "victim"
+    victim.write_text("mine")
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            server.bind(str(path))
+        else:
+            path.symlink_to({"link": victim, "dangling link": tmp_path / "none", "device": "/dev/zero"}[kind])
+        path = Path("/dev/zero") if kind == "device" else path
+        told = f"^{path}: a link, pipe or device; expected a file"
+        with pytest.raises(UserError, match=told), open(path, mode, opener=open_regular):
+            pass
+    assert victim.read_text() == "mine" and not (tmp_path / "none").exists()
+    with pytest.raises(IsADirectoryError), open(tmp_path, mode, opener=open_regular):
+        pass
+    with open(victim, mode, opener=open_regular) as file:
+        assert file.fileno()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_is_a_file(tmp_path: Path, kind: str) -> None:
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / ".lock").symlink_to("victim")
-    with (
-        pytest.raises(UserError, match=r"/\.lock: a link, expected a file or folder; remove it"),
-        only_writer(tmp_path),
-    ):
+    (tmp_path / ".lock").symlink_to("victim") if kind == "link" else os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(UserError, match=r"/\.lock: a link, pipe or device; expected a file"), only_writer(tmp_path):
         pass
     assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("place", ["tensorboard", "tensorboard/throughput"])
+def test_event_files_behind_a_link_are_kept(tmp_path: Path, place: str) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other" / "throughput"
+    other.mkdir(parents=True)
+    (event := other / "events.out.tfevents.1.of.another").write_text("mine")
+    link = folder / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(other.parent if place == "tensorboard" else other)
+    with pytest.raises(UserError, match=f"{place}: a link, pipe or device; expected a folder"):
+        boards.write(folder / "tensorboard" / "throughput", {"value": 1.0})
+    assert list(other.iterdir()) == [event]
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:

@@ -200,6 +200,24 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
         steps.logged(tmp_path / "none", begin=0.0)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "link", "pipe in a folder", "link to a folder"])
+def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None:
+    """Nothing waits for a pipe, nor reads a device without end."""
+    path = tmp_path / "log"
+    if kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "pipe in a folder":
+        path.mkdir()
+        os.mkfifo(path / "events.out.tfevents.1")
+    else:
+        (tmp_path / "file").write_text('{"step": 1, "time": 2}\n')
+        path.symlink_to(tmp_path / "file" if kind == "link" else tmp_path)
+    with pytest.raises(UserError, match=": a link, pipe or device; expected a file"):
+        steps.logged(path, begin=0.0)
+
+
 def test_a_log_may_end_within_a_line(tmp_path: Path) -> None:
     """A program that is ended once enough was seen leaves half a line; a last one without its end counts."""
     log, rows = tmp_path / "log.jsonl", '{"step": 1, "time": 2.0}\n{"step": 2, "time": 3.0}'
@@ -522,7 +540,7 @@ def test_loops_of_all_kinds(
     """Each batch counts with its samples, whatever it is made of, and each step once."""
     status, file = loops[name]
     assert status == "0" and file
-    (tmp_path / file.name).symlink_to(file)
+    (tmp_path / file.name).write_bytes(file.read_bytes())
     _, processes = steps.read(tmp_path)
     pace = steps.pace(processes)
     assert pace and [len(process.steps) for process in processes] == [count]

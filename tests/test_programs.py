@@ -184,6 +184,19 @@ def test_one_message(tmp_path: Path, command: list[str], message: str) -> None:
     assert left.stdout == ""
 
 
+@pytest.mark.parametrize("name", ["steps", "out"])
+def test_nothing_is_written_or_removed_behind_a_link(tmp_path: Path, name: str) -> None:
+    configure(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/mine").write_text("mine")
+    (tmp_path / SOURCES).write_text("a")
+    (tmp_path / "other/saved").write_text("1")  # it would resume
+    (tmp_path / name).symlink_to("other")
+    code, said = ended(start(tmp_path))
+    assert code == 2 and said.startswith(f"dlscale program: {tmp_path / name}: a link, pipe or device; expected"), said
+    assert {path.name for path in (tmp_path / "other").iterdir()} == {"mine", "saved"}
+
+
 def test_steps_of_a_log_that_counts_epochs() -> None:
     points = [(float(time), step, 0.0) for step, time in enumerate([1, 2, 13, 14], 1)]
     ends = [12 + number / 10 for number in range(21)]  # of a second try, which went on from the second epoch

@@ -357,13 +357,25 @@ def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) ->
         assert path.read_text() == "it begins\na child\nit ends\n" and not list(Path(folder).iterdir())
 
 
-def test_what_is_no_file_is_not_removed_for_a_log(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    command = [sys.executable, "-c", LOG, path, tmp_path / "rank0.log", "resumed", "it"]
-    with subprocess.Popen(command, env=variables()) as process, path.open() as file:
-        assert file.read() == "it begins\na child\nit ends\n"
-    assert process.returncode == 0 and path.is_fifo()
+def test_a_pipe_is_no_log(tmp_path: Path) -> None:
+    """It would wait for a reader."""
+    os.mkfifo(path := tmp_path / "pipe")
+    words = [sys.executable, "-m", "dlscale", "configure", "--settings", "{}", "--out", tmp_path / "a.yaml"]
+    ended = subprocess.run([*words, "--log", path], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 2 and path.is_fifo()
+    assert ended.stderr.startswith(f"dlscale configure: {path}: a link, pipe or device; expected a file"), ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_the_times_of_jobs_are_read_from_files_alone(tmp_path: Path, kind: str) -> None:
+    """A pipe in place of a log or a benchmark would be waited for."""
+    for name, seconds in (("a", 3.0), ("b", 4.0), ("c", 5.0)):
+        job(tmp_path, name, 1.0, seconds, None)
+    for path in (tmp_path / "benchmarks/b.tsv", tmp_path / "logs/c.log"):
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/etc/passwd")
+    assert [each.rule for each in progress.jobs(tmp_path, 0.0)] == ["a"]
 
 
 # ---- where the time of a call went ---------------------------------------------------------------------

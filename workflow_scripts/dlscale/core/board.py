@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import make_folder, open_regular
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -22,6 +23,10 @@ def writer(folder: Path, step: int = -1) -> SummaryWriter:
     """Return a writer of event files in `folder`, in place of older ones, or going on after a step."""
     from torch.utils.tensorboard import SummaryWriter
 
+    for each in (folder, *folder.parents):  # up to the run's folder of all event files
+        make_folder(each)
+        if each.name == NAME or NAME not in folder.parts:
+            break
     for file in files(folder):
         if step < 0 or file.name.endswith(LAST):
             file.unlink()
@@ -58,7 +63,7 @@ def events(path: Path) -> Iterator[Event]:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     expected, read = "expected an event file of TensorBoard, events.out.tfevents.*", 0
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         while len(head := file.read(12)) == 12:  # length and its checksum, as many bytes and theirs
             length, mark = struct.unpack("<QI", head)
             whole = masked_crc32c(head[:8]) == mark

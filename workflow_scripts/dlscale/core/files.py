@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,12 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
+    """Read a text file (UTF-8) of a folder that other users may write; see `open_regular`."""
+    with open(path, encoding="utf-8", errors=errors, opener=open_regular) as file:
+        return file.read()
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) to `path`, whole or not at all."""
     with whole(path) as temporary:
@@ -171,9 +178,36 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise UserError(f"{path}: {what} ({error}); delete it and run its stage again") from None
 
 
-def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file, as `opener` of `open`, but no link, which others of a group may have put there."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+def open_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, as `opener` of `open`; refuse links, pipes and devices, which other users may have made."""
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
+            raise
+        raise irregular(path) from None
+    mode = os.fstat(file).st_mode
+    if stat.S_ISREG(mode):
+        return file
+    os.close(file)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise irregular(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless it exists; refuse a link in its place."""
+    if path.is_symlink():
+        raise irregular(path, "a folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explained(error, path) from error
+
+
+def irregular(path: str | os.PathLike[str], expected: str = "a file") -> UserError:
+    """Return the message for a link, pipe or device."""
+    return UserError(f"{path}: a link, pipe or device; expected {expected}. Remove it or use another path")
 
 
 def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> None:

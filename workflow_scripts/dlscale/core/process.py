@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, no_link
+from dlscale.core.files import explained, open_regular
 
 # ---- what started it ----------------------------------------------------------------------------------
 
@@ -79,10 +79,10 @@ def redirect(log: Path) -> TextIO:
     global _log
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        if log.is_file():  # no pipe or terminal
+        if log.is_file():
             log.unlink()  # and is not emptied: its content may be what `go_on` keeps
         # Appending, so that what is written after `go_on` has no hole before it.
-        file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - it stays open
+        file = open(log, "a", buffering=1, encoding="utf-8", opener=open_regular)  # noqa: SIM115 - it stays open
     except OSError as error:
         raise explained(error, log) from error
     _log = log
@@ -119,7 +119,7 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
     """Hold the lock `folder/name` during the block; raise a `UserError` that names another holder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / name, "a+", errors="replace", opener=no_link)  # noqa: SIM115 - closed below, with the lock
+        file = open(folder / name, "a+", errors="replace", opener=open_regular)  # noqa: SIM115 - closed below, with the lock
     except OSError as error:
         raise explained(error, folder) from error
     with file:
@@ -144,7 +144,7 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[None]:
     """Hold the lock file `path` during the block; others on this machine wait."""
-    with open(path, "a", opener=no_link) as file:
+    with open(path, "a", opener=open_regular) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

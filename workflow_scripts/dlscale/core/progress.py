@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from pydantic import Field
 
 from dlscale.core.errors import UserError
+from dlscale.core.files import read_text
 from dlscale.core.record import Record
 from dlscale.core.text import duration, number, percent
 
@@ -173,11 +174,11 @@ def jobs(results: Path, since: float) -> list[Job]:
             continue
         relative = path.relative_to(folder)
         try:
-            seconds = float(path.read_text().splitlines()[1].split("\t")[0])
-        except (IndexError, ValueError):  # half-written, by a job that was ended
+            seconds = float(read_text(path).splitlines()[1].split("\t")[0])
+            log = results / "logs" / relative.with_suffix(".log")
+            started = _STARTED.findall(read_text(log, errors="replace")) if log.exists() else []  # by try
+        except (IndexError, ValueError, UserError):  # half-written, by a job that was ended, or a link or pipe
             continue
-        log = results / "logs" / relative.with_suffix(".log")
-        started = _STARTED.findall(log.read_text(errors="replace")) if log.exists() else []  # by try
         found.append(Job(Path(relative.parts[0]).stem, end, seconds, float(started[-1]) if started else None))
     return found
 

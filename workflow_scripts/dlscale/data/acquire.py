@@ -169,7 +169,7 @@ class _Partial:
     def _append(self, response: requests.Response, done: int) -> None:
         left = response.raw.length_remaining
         length = None if left is None else done + left
-        with open(self.path, "ab", opener=files.no_link) as file:
+        with open(self.path, "ab", opener=files.open_regular) as file:
             self._progress(done, length)
             # As the bytes come, not by the full buffer: what arrived before a stall is kept. And never decoded.
             while chunk := response.raw.read1(2**20, decode_content=False):

@@ -17,7 +17,7 @@ from dlscale.config.program import Words
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
-from dlscale.core.files import write_text
+from dlscale.core.files import read_text, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.process import go_on
 from dlscale.core.text import duration
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
     steps = folder / "steps"
     shutil.rmtree(steps, ignore_errors=True)
     known = folder / SOURCES
-    resumed = resumes(run.program, keep) and known.exists() and known.read_text() == args.sources
+    resumed = resumes(run.program, keep) and known.exists() and read_text(known) == args.sources
     if keep.exists() and not resumed:
         logging.info("%s: nothing to go on from: the program begins afresh", keep)
         keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)

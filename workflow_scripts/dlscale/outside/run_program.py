@@ -14,6 +14,7 @@ from typing import Any
 from dlscale.config import program
 from dlscale.core import registry
 from dlscale.core.errors import UserError, cut
+from dlscale.core.files import make_folder
 from dlscale.core.progress import Doing, tell
 from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
@@ -27,7 +28,7 @@ class RunProgram:
     def __init__(self, run: Any, start: str | None, out: Path, steps: Path, resumed: bool = False) -> None:
         self.run, self.out, self.steps = run, out, steps
         for folder in (out, steps):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         words = program.Words(run.program, str(out.absolute()), resumed)
         self.folder, self.environment = words.folder, words.environment
         #: Its own words, and those with what starts them, where its variables are none of what starts it.

@@ -18,6 +18,7 @@ from typing import Any
 from dlscale.config.program import RATES
 from dlscale.core import board
 from dlscale.core.errors import UserError
+from dlscale.core.files import irregular, open_regular
 
 #: Ways of seeing steps in a folder, the surest first: what the program says itself, what PyTorch's functions say.
 WAYS = ("timed", "seen")
@@ -106,7 +107,7 @@ class Tail:
     def read(self) -> None:
         """Read what is new."""
         found = self.process
-        with self._path.open("rb") as lines:
+        with open(self._path, "rb", opener=open_regular) as lines:
             lines.seek(self._place)
             for line in lines:
                 if not line.endswith(b"\n"):
@@ -366,6 +367,8 @@ def processes(folder: Path) -> list[str]:
 
 def _points(path: Path, begin: float, own: Iterable[str] = ()) -> Iterator[tuple[str, float, float, float | None]]:
     """Yield tag, time, step and value of what a log holds; of a line of JSON all have its step, and one has no tag."""
+    if path.is_symlink():
+        raise irregular(path, "a file or folder")
     files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
     if not files or not all(file.exists() for file in files):
         raise UserError(
@@ -379,7 +382,7 @@ def _points(path: Path, begin: float, own: Iterable[str] = ()) -> Iterator[tuple
                     yield value.tag, event.wall_time, event.step, number
         return
     wrong, known = 0, False
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with open(path, encoding="utf-8", errors="replace", opener=open_regular) as lines:
         for row, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)

@@ -25,6 +25,7 @@ from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core import registry
 from dlscale.core.errors import UserError
+from dlscale.core.files import read_text
 from dlscale.core.machine import gpus
 from dlscale.core.stages import STAGES
 from dlscale.core.text import aligned, duration, many
@@ -271,8 +272,8 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
 def took(benchmark: str | Path) -> float | None:
     """Return the time of a job, s, by the file that Snakemake writes; None where that is not there, or torn."""
     try:
-        return float(Path(benchmark).read_text().splitlines()[1].split("\t")[0])
-    except (OSError, IndexError, ValueError):
+        return float(read_text(benchmark).splitlines()[1].split("\t")[0])
+    except (OSError, IndexError, ValueError, UserError):
         return None
 
 

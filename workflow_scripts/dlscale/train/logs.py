@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.tensorboard.summary import hparams
 
 from dlscale.core import board
-from dlscale.core.files import write_text
+from dlscale.core.files import open_regular, write_text
 from dlscale.core.metrics import Best, Epoch, Untrained, epoch_lines
 from dlscale.core.settings import flat
 from dlscale.studies.base import PublishedLog
@@ -54,7 +54,7 @@ class RunLogs:
 
     def add(self, record: Epoch, picture: tuple[str, np.ndarray] | None = None) -> None:
         """Add an epoch, and a picture after it: its name and pixels [H, W, 3]."""
-        with self._metrics.open("a", encoding="utf-8") as file:
+        with open(self._metrics, "a", encoding="utf-8", opener=open_regular) as file:
             file.write(record.text() + "\n")
         self._epoch(record)
         if picture:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.errors import UserError, brief
-from dlscale.core.files import write_text
+from dlscale.core.files import read_text, write_text
 from dlscale.core.metrics import Best, Epoch, Untrained
 from dlscale.core.process import turn
 from dlscale.core.settings import flat
@@ -132,7 +132,7 @@ class Mlflow:
         """Return the id of the run that an earlier try began, if the store has it."""
         if not self._id_file.exists():
             return None
-        found = self._id_file.read_text(encoding="utf-8")
+        found = read_text(self._id_file)
         try:
             self._client.update_run(found, status="RUNNING")
         except self._mlflow.MlflowException as error:
