@@ -27,7 +27,7 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, Throughput, load_run, run_class
 from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
-from dlscale.core.settings import flat, read_yaml
+from dlscale.core.settings import flat, load_yaml, read_yaml, typed, write_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
 from dlscale.studies import new_study
@@ -301,11 +301,21 @@ def test_circles_are_shown(plans: Raw, chain: str) -> None:
     one(message(plans={name: {"study": "cosmo_unet", **plan} for name, plan in plans.items()}), "plans", chain)
 
 
+def _nested(begin: str, end: str) -> str:
+    """Return a small YAML text in which each of eight mappings has the one before it nine times."""
+    lines = (f"z{i}: &a{i + 1} {{{begin.format(i)}{end}}}" for i in range(8))
+    return "\n".join(["targets: [a]", "z: &a0 {x: 1}", *lines])
+
+
+ALIASES = _nested(", ".join(f"k{j}: *a{{0}}" for j in range(9)), "")
+MERGED = _nested("<<: [" + ", ".join(9 * ["*a{0}"]), "]")
+
+
 def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for text, expected in (
         ("a: [1", "not valid YAML"),
         ("a: " + 5000 * "1", "not valid YAML"),
-        ("# a list\n- 1\n", "line 2: expected keys and values, got list"),
+        ("# a list\n- 1\n", "expected keys and values, got list"),
         ("", "got None"),
         ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' stands in line 1 already; leave one out"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' stands in line 1 already"),
@@ -314,12 +324,20 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: " + 3000 * "[", "not valid YAML"),
         ('a: "\\ud800"\n', "line 1: not valid YAML: found invalid Unicode character"),
         ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),
+        (ALIASES, r"not valid YAML: its aliases \(\*\) stand for 2\.1e\+08 values; expected at most 100,000"),
+        (MERGED, r"not valid YAML: its aliases \(\*\) stand for .* values; expected at most 100,000"),
     ):
         file = tmp_path / "mine.yaml"
         file.write_text(text)
         with pytest.raises(UserError, match=expected) as caught:
             config.load_files(file)
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    for encoded in (b"# two lines\ntitle: caf\xe9\n", "targets: [a]\n".encode("utf-16")):
+        file.write_bytes(encoded)
+        with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in this encoding$"):
+            config.load_files(file)
+    file.write_bytes(b"\xef\xbb\xbftargets: [a]\n")
+    assert read_yaml(file) == {"targets": ["a"]}, "with a byte order mark"
     with pytest.raises(UserError, match=r"absent\.yaml: no such file"):
         config.load_files(tmp_path / "absent.yaml")
     merged = tmp_path / "merged.yaml"  # is no mistake: what is merged in may be written over, also before it is read
@@ -331,6 +349,61 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
 
 
 # ---- values ------------------------------------------------------------------------------------------
+
+
+def test_plain_values_are_as_written(tmp_path: Path) -> None:
+    """YAML 1.1 reads 12:00:00 as 43200, 010 as 8, `no` as false, and 2020-01-01 as a date."""
+    strings = "12:00:00 12:30 1:2 010 -012 0o17 0x1F 0b11 1_000 1e3 1.2.3 2020-01-01 no No off on yes Y y = .inf .nan"
+    numbers = {"0": 0, "-3": -3, "+4": 4, ".5": 0.5, "5.": 5.0, "1.5e-3": 0.0015, "-1.0E+3": -1000.0}
+    others = {"true": True, "FALSE": False, "null": None, "~": None, "": None, '"7"': "7"}
+    for text, expected in [*((word, word) for word in strings.split()), *numbers.items(), *others.items()]:
+        read = load_yaml(f"a: [1, {{b: {text}}}]", "here")["a"][1]["b"]
+        assert (read, type(read)) == (expected, type(expected)), text
+    assert load_yaml("{1: a, 010: b, no: c, true: d, 1.0: e, ~: f}", "here") == {
+        "1": "a", "010": "b", "no": "c", "true": "d", "1.0": "e", "~": "f",
+    }  # fmt: skip
+    assert typed("a.b={c: no, d: [010, 1, null]}") == ("a.b", {"c": "no", "d": ["010", "1", "null"]})
+    for word, expected in (("a={b: 1, b: 2}", "the key 'b' stands in line 1 already"), (f"a={ALIASES}", "its aliases")):
+        with pytest.raises(UserError, match=expected):
+            typed(word)
+    values = [*strings.split(), *numbers.values(), None, True, 1e-20, 1e20, "10", "null"]
+    write_yaml(tmp_path / "written.yaml", {"values": values, "no": {"010": "yes"}})
+    assert read_yaml(tmp_path / "written.yaml") == {"values": values, "no": {"010": "yes"}}
+
+
+def test_a_key_decides_what_a_plain_value_means(tmp_path: Path) -> None:
+    """The same holds in each file of settings, and for values behind --config."""
+    base, file = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base.write_text(yaml.safe_dump(SOUND))
+
+    def read(settings: str) -> Any:
+        file.write_text(f"plans: {{sound: {{title: no, settings: {settings}}}}}")
+        found = config.load_files(base, file)
+        assert found.workflow.plans["sound"].title == "no"
+        return found.plans["sound"]["first"].run
+
+    run = read("{training: {epochs: 010}, seed: 1_000, optimizer: {fused: off, lr: 1e-3}}")
+    assert (run.training.epochs, run.seed, run.optimizer.fused, run.optimizer.lr) == (10, 1000, False, 0.001)
+    for settings, expected in (
+        ("{training: {epochs: 12:30}}", "training.epochs: got '12:30'; expected a valid integer"),
+        ("{seed: 0x1F}", "seed: got '0x1F'; expected a valid integer"),
+        ("{seed: 0o17}", "seed: got '0o17'; expected a valid integer"),
+        ("{training: {epochs: yes}}", "training.epochs: got 'yes'; expected a valid integer"),
+    ):
+        with pytest.raises(UserError) as caught:
+            read(settings)
+        assert expected in str(caught.value)
+    site = tmp_path / "site.yaml"
+    times = "{cpu_nodes: {cpus: 1}, gpu_nodes: {cpus: 1, gpus: 1}, minutes: {program: 12:00:00}}"
+    site.write_text(f"scheduler: {times}\n")
+    with pytest.raises(UserError, match=r"minutes\.program: got '12:00:00'; expected a valid integer"):
+        config.site_settings(site)
+    file.write_text("plans: {sound: {title: 3.10}}\n")
+    with pytest.raises(UserError, match=r"title: got 3\.1; expected text; write it in quotes"):
+        config.load_files(base, file)
+    file.write_text("budget: {gpu_hours: 12:30}\n")
+    with pytest.raises(UserError, match="gpu_hours: got '12:30'; expected a valid number"):
+        config.load_files(base, file)
 
 
 def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:

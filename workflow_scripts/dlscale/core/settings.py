@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -20,6 +20,9 @@ from dlscale.core.text import many
 
 Raw = dict[str, Any]
 Kind = TypeVar("Kind")
+
+#: Values that a file of settings may have beside the written ones, through aliases.
+MAX_ALIASED_VALUES = 100_000
 
 
 def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, str]:
@@ -39,11 +42,28 @@ def write_yaml(path: str | Path, settings: Raw) -> None:
 
 
 class YamlLoader(yaml.CSafeLoader):
-    """PyYAML's safe loader on libyaml's parser, which refuses keys that are written twice."""
+    """PyYAML's safe loader on libyaml's parser, with the plain values of YAML 1.2 and bounded aliases.
+
+    YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. Here all that is not plainly a number, `true`,
+    `false` or null is a string, whose meaning the type of its key decides. Keys are strings as written.
+    """
+
+    yaml_implicit_resolvers: ClassVar = {}  # without those of YAML 1.1
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._seen: set[yaml.Node] = set()
+
+    def get_single_data(self) -> Any:
+        """Return the only document of the stream as plain values."""
+        node = self.get_single_node()
+        if node is None:
+            return None
+        written: dict[yaml.Node, int] = {}
+        if (size := _expanded(node, written)) > len(written) + MAX_ALIASED_VALUES:
+            problem = f"its aliases (*) stand for {size:.2g} values; expected at most {MAX_ALIASED_VALUES:,}"
+            raise yaml.MarkedYAMLError(problem=problem)
+        return self.construct_object(node, deep=True)  # deep: a value in itself is refused
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Refuse repeated keys, then merge what `<<` brings."""
@@ -52,28 +72,63 @@ class YamlLoader(yaml.CSafeLoader):
             if (first := written.setdefault(str(key.value), key)) is not key and key.value != "<<":
                 problem = f"the key {key.value!r} stands in line {first.start_mark.line + 1} already; leave one out"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                key.tag = "tag:yaml.org,2002:str"  # all keys are names, also 1 and true
         self._seen.add(node)
         super().flatten_mapping(node)
 
 
+for _tag, _pattern, _starts in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), [*_starts])
+
+
+def _expanded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
+    """Return the number of values that a node and its aliases stand for."""
+    if node not in sizes:
+        sizes[node] = 1  # also of a node within itself, which its construction refuses
+        if isinstance(node, yaml.CollectionNode):
+            pairs = isinstance(node, yaml.MappingNode)
+            inner = itertools.chain.from_iterable(node.value) if pairs else node.value
+            sizes[node] += sum(_expanded(each, sizes) for each in inner)
+    return sizes[node]
+
+
+class StringLoader(YamlLoader):
+    """`YamlLoader` with all values as strings, as in Snakemake's `--config`."""
+
+    yaml_implicit_resolvers: ClassVar = {}
+
+
 def read_yaml(path: str | Path) -> Raw:
-    """Read a YAML mapping with the safe loader; anything else is a `UserError`."""
+    """Read a YAML mapping in UTF-8 with `YamlLoader`; anything else is a `UserError`."""
     no_pipe(path, "a file of settings")  # who reads it next, such as Snakemake, would find it empty
     try:
-        loader = YamlLoader(Path(path).read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        raw = loader.construct_object(node, deep=True) if node else None  # deep: a value in itself is refused
+        raw = load_yaml(Path(path).read_text(encoding="utf-8-sig"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: not in UTF-8; save the file in this encoding") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: expected keys and values, got {type(raw).__name__}")
+    return raw
+
+
+def load_yaml(text: str, where: str, loader: type[YamlLoader] = YamlLoader) -> Any:
+    """Return the value that a YAML text stands for; a mistake in it is a `UserError` that names its line."""
+    try:
+        return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
+        raise UserError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of thousands of digits; many brackets
-        raise UserError(f"{path}: not valid YAML: {brief(error)}") from None
-    if not isinstance(raw, dict):
-        line = f", line {node.start_mark.line + 1}" if node else ""
-        raise UserError(f"{path}{line}: expected keys and values, got {type(raw).__name__}")
-    return raw
+        raise UserError(f"{where}: not valid YAML: {brief(error)}") from None
 
 
 def typed(word: str) -> tuple[str, Any]:
@@ -81,10 +136,7 @@ def typed(word: str) -> tuple[str, Any]:
     key, equals, text = word.partition("=")
     if not (key and equals):
         raise UserError(f"{word}: expected KEY=VALUE")
-    try:
-        return key, yaml.load(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{word}: not valid YAML: {' '.join(str(error).split())}") from None
+    return key, load_yaml(text, word, StringLoader)
 
 
 def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:
@@ -171,6 +223,8 @@ def _reason(item: Any) -> str:
             return str(context["error"])
         case "not_a_mapping":
             return f"{got}; {item['msg']}"
+        case "string_type" if given is None or isinstance(given, bool | int | float):
+            expected = "text; write it in quotes"
         case "too_short":
             return f"got {given!r}; expected at least {many(context['min_length'], 'value')}"
         case "less_than_equal" if why := BOUNDS.get(context["le"]):
