@@ -48,7 +48,7 @@ class YamlLoader(yaml.CSafeLoader):
     `false` or null is a string, whose meaning the type of its key decides. Keys are strings as written.
     """
 
-    yaml_implicit_resolvers: ClassVar = {}  # without those of YAML 1.1
+    yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]  # without those of YAML 1.1
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -102,7 +102,7 @@ def _expanded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 class StringLoader(YamlLoader):
     """`YamlLoader` with all values as strings, as in Snakemake's `--config`."""
 
-    yaml_implicit_resolvers: ClassVar = {}
+    yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]
 
 
 def read_yaml(path: str | Path) -> Raw:
