@@ -29,6 +29,7 @@ from dlscale.outside.running import HOOK
 from dlscale.report.results import read_run
 from dlscale.report.verdict import of
 from tests.conftest import ROOT
+from tests.waiting import until
 
 # ---- the pace of steps that were written -------------------------------------------------------------
 
@@ -402,6 +403,44 @@ def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
     ended = measure(tmp_path, "--", sys.executable, program(tmp_path, code))
     assert "left 1 process running" in ended.stderr
     assert not psutil.pid_exists(int(ended.stdout))
+
+
+#: A program that forgets children, and starts one in a session of its own; both ignore SIGTERM.
+STUBBORN = """
+    import os, signal, sys, time
+    signal.signal(15, signal.SIG_IGN)
+    for _ in range(30):
+        if os.fork() == 0:
+            os._exit(0 if os.fork() else 0)
+        os.wait()
+    time.sleep(0.5)
+    if os.fork() == 0:
+        os.setsid()
+    else:
+        states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split() for pid in os.listdir("/proc") if
+                  pid.isdigit() and os.path.exists(f"/proc/{pid}/stat")]
+        print(sum(state[:2] == ["Z", str(os.getppid())] for state in states), flush=True)
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
+    """Not even what ignores SIGTERM; orphans of the program are no zombies meanwhile."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dlscale", "measure", "--", sys.executable, program(tmp_path, STUBBORN)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    rows = sorted(int(process.stdout.readline()) for _ in range(3))
+    every = psutil.Process(process.pid).children(recursive=True)
+    assert rows[0] == 0 and {*rows[1:]} < {each.pid for each in every}
+    process.kill()
+    process.wait()
+    until("all have ended", lambda: not any(each.is_running() for each in every))
 
 
 def test_signals_are_the_programs(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from dlscale.config import resolve
@@ -26,7 +27,7 @@ from dlscale.outside.program import SOURCES, epochs_of, steps_at
 from dlscale.outside.running import HOOK, hooked
 from dlscale.rules.jobs import Jobs
 from tests.conftest import make_run, variables
-from tests.programs import settings, write_program
+from tests.programs import TRAIN, settings, write_program
 from tests.waiting import PATIENCE, until
 
 PYTHON = ["python", "-P", "-m", "dlscale"]
@@ -294,6 +295,26 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
     with contextlib.closing(player), pytest.raises(turns.Ended, match="by its log alone"):
         player.send("begin")
         player.receive()
+
+
+def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
+    """It had stopped the program, and what that had started, for another run's turn."""
+    write_program(tmp_path / "theirs")
+    (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
+    file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
+    code = (
+        "import sys, time; from dlscale.outside.turns import Program; from dlscale.measure.turns import Timed\n"
+        "it = Program(Timed(sys.argv[1], 'none', 'cpu', 1)); it.send('open'); it.receive(); it.stop()\n"
+        "print(flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True, env=variables()
+    ) as stage:
+        assert stage.stdout and stage.stdout.readline() == "\n"
+        keeper, *theirs = psutil.Process(stage.pid).children(recursive=True)
+        assert [each.status() for each in theirs] == ["stopped"] * 2
+        stage.kill()
+    until("all have ended", lambda: not any(each.is_running() for each in (keeper, *theirs)))
 
 
 # ---- repositories ----------------------------------------------------------------------------------

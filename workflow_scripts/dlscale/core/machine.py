@@ -58,6 +58,11 @@ def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def adopt_orphans(adopt: bool = True) -> None:
+    """Have Linux make this process the parent of descendants whose parents end."""
+    ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
 def answer(words: list[str], seconds: float = 60.0) -> str | None:
     """Return a command's output; None if it is missing, fails, or takes longer."""
     try:

@@ -30,6 +30,7 @@ from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
 from dlscale.measure.telemetry import bus_ids
 from dlscale.outside import steps as seen
+from dlscale.outside.keeper import Kept
 from dlscale.outside.timed import EVERY, FOLDER
 from dlscale.parallel.records import Device
 
@@ -128,14 +129,7 @@ def run_command(
     with _reaping():
         waits, begin, start = _waits(), time.time(), time.perf_counter()
         try:
-            process = subprocess.Popen(
-                hooked(command),
-                cwd=folder,
-                env=watched(steps, environment, contained),
-                stdout=pipe,
-                stderr=pipe,
-                preexec_fn=partial(_begun, os.getpid()),
-            )
+            process = Kept(hooked(command), folder, watched(steps, environment, contained), pipe)
         except OSError as error:
             missing = error.errno == errno.ENOENT
             # Where the file is there, its interpreter is not.
@@ -145,7 +139,7 @@ def run_command(
         with _forwarding(process) as signals, beside(process.pid) if beside else contextlib.nullcontext():
             copies = [
                 threading.Thread(target=_copy, args=(stream, out.fileno(), looked, found), daemon=True)
-                for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+                for stream, out in zip(process.streams, (sys.stdout, sys.stderr), strict=True)
                 if stream
             ]
             for copy in copies:
@@ -160,56 +154,46 @@ def run_command(
             None if one is None or now is None else (now - one) / seconds
             for one, now in zip(waits, _waits(), strict=True)
         )
-    printed, status = found.pop(""), status if status >= 0 else 128 - status
+    printed = found.pop("")
     return Outcome(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals))
 
 
-def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> bool:
+def _wait(process: Kept, enough: Callable[[], bool]) -> bool:
     """Wait until a program ends, or has made enough steps, and end it then; return whether it was ended."""
     while process.poll() is None:
         if enough():
-            process.terminate()
+            process.signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-            process.kill()
+            process.signal(signal.SIGKILL)
             return True
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LOOK)
     return False
 
 
-def _begun(parent: int) -> None:
-    """Have a program end with its parent, and heed the signals that it would heed without it."""
-    for each in (signal.SIGUSR1, signal.SIGUSR2):  # which the command line ignores
-        signal.signal(each, signal.SIG_DFL)
-    machine.with_parent(parent, signal.SIGTERM)
-
-
 @contextlib.contextmanager
 def _reaping() -> Iterator[None]:
-    """Have processes whose parents end become this one's children."""
-    import ctypes
-
-    prctl = ctypes.CDLL(None).prctl
-    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    """Adopt what a program leaves running when it ends, and its keeper with it."""
+    machine.adopt_orphans()
     try:
         yield
     finally:
-        prctl(36, 0, 0, 0, 0)
+        machine.adopt_orphans(False)
 
 
 @contextlib.contextmanager
-def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+def _forwarding(process: Kept) -> Iterator[list[int]]:
     """Pass signals on to the program, and list them; one that ignores SIGTERM is killed after half a minute."""
     passed = list[int]()
-    killer = threading.Timer(GRACE, process.kill)
+    killer = threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
     killer.daemon = True
 
     def forward(number: int, frame: FrameType | None) -> None:
         passed.append(number)
         # A terminal sends Ctrl-C to both.
         if not (number == signal.SIGINT and _in_front()):
-            process.send_signal(number)
+            process.signal(number)
         if number == signal.SIGTERM and not killer.is_alive() and not killer.finished.is_set():
             killer.start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
@@ -13,13 +12,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from dlscale.config.run import load_run
-from dlscale.core import machine
 from dlscale.core.errors import UserError, brief
 from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
 from dlscale.outside import steps as seen
+from dlscale.outside.keeper import Kept
 from dlscale.outside.run_program import RunProgram
 from dlscale.outside.running import hooked, watched
 
@@ -35,7 +32,7 @@ class Program:
 
     def __init__(self, timed: Timed) -> None:
         self._timed, self._folder = timed, tempfile.TemporaryDirectory(prefix="dlscale-program-")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Kept | None = None
         self._tail: seen.Tail | None = None
         self._size, self._rate = 1.0, 1.0  # samples of a step, steps/s
         self._look = 0.0  # when its log is read next
@@ -43,7 +40,7 @@ class Program:
     def send(self, message: object) -> None:
         """Start the program, whatever the message."""
         self._end()
-        place, parent = Path(self._folder.name), os.getpid()
+        place = Path(self._folder.name)
         try:
             program = RunProgram(load_run(self._timed.config, "throughput"), None, place / "out", place / "steps")
         except UserError as error:
@@ -51,16 +48,8 @@ class Program:
         if program.pattern:
             raise Ended("a program prints rates of its own clock, which goes on while it is stopped")
         self._program = program
-        self._process = subprocess.Popen(
-            hooked(program.command),
-            cwd=program.folder,
-            env=watched(program.steps, program.environment, quick=True),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: machine.with_parent(parent, signal.SIGKILL),
-        )
+        environment, nowhere = watched(program.steps, program.environment, quick=True), subprocess.DEVNULL
+        self._process = Kept(hooked(program.command), program.folder, environment, nowhere, nowhere, session=True)
 
     def receive(self) -> float:
         """Wait until the program is warm."""
@@ -99,7 +88,7 @@ class Program:
                 self._wait(lambda since=begin: len(self._ends(since)) > steps)  # type: ignore[misc]
             ended = self._process is None or self._process.poll() is not None
             ends = self._ends(begin)
-            if ended and (self._process is None or self._process.returncode):
+            if ended and (self._process is None or self._process.poll()):
                 raise Ended("a program failed before its turns were over")
             if ended:
                 self.send("again")
@@ -136,16 +125,12 @@ class Program:
         assert self._process
         end = time.monotonic() + PATIENCE
         while not done():
-            if self._process.poll() is not None:
-                raise Ended(f"a program ended with status {self._process.returncode} before its turns did")
+            if (status := self._process.poll()) is not None:
+                raise Ended(f"a program ended with status {status} before its turns did")
             if time.monotonic() > end:
                 raise Ended(f"a program made too few steps in {PATIENCE:.0f} s")
             time.sleep(LOOK)
 
     def _signal(self, number: int) -> None:
         assert self._process
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self._process.pid)
-            for each in [parent, *parent.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.send_signal(number)
+        self._process.signal(number, descendants=True)
