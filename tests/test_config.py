@@ -998,7 +998,7 @@ def test_a_published_figure_says_its_devices_and_its_unit() -> None:
 
 
 def test_the_published_table_of_imagenet_has_the_batches_of_its_runs() -> None:
-    """The tutorial's repository names its runs of May by GPUs and images a GPU; `plot.py` has their speeds and times."""
+    """The repository names the runs of May by GPUs and images a GPU; `plot.py` has their speeds and times."""
     table = [each for each in config.study_files()["imagenet_resnet50"].published if "table" in each.series]
     for metric, values in {
         "speed": [2925, 5735, 10768, 20367.57, 37488.15],

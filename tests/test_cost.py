@@ -301,22 +301,63 @@ def test_what_a_dry_run_comes_to(tmp_path: Path) -> None:
     known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
     table = cost.price([known, unknown], scheduler(minutes={"train": 720, "data": 120}), tmp_path)
     assert cost.outlook(table, 9, None) == "9 jobs; ≤3.02 node-hours (charged ≤3.02)"
-    assert cost.outlook(table, 1, 90.0).replace("\u00a0", " ") == "1 job; about 1 min 30 s until the end"
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (cost.Expected(90.0), "3 jobs; about 1 min 30 s until the end"),
+        (cost.Expected(90.0, untimed=2), "3 jobs; at least 1 min 30 s until the end; 2 jobs never timed here"),
+        (cost.Expected(30.0, untimed=3), "3 jobs, never timed here: the time is not known"),
+        (cost.Expected(90.0, busy=60.0), "3 jobs; about 1 min 30 s (2 min 30 s on a busy machine) until the end"),
+    ],
+)
+def test_a_dry_run_marks_what_was_never_timed(here: cost.Expected, words: str) -> None:
+    assert cost.outlook([], 3, here).replace("\u00a0", " ") == words
 
 
 def test_what_a_job_here_takes(tmp_path: Path) -> None:
-    """As long as others of its stage; as it took the last time; as its rate says."""
+    """Not known before it was timed; then as it took the last time, or as its measured rate says."""
     train = work(load(tmp_path), "cosmo_ladder.baseline")
-    assert cost.seconds_here("train", train, tmp_path) == cost.TYPICAL["train"]
+    never = cost.Expected(0.0, untimed=1)
+    assert cost.seconds_here("train", train, tmp_path) == never
     file = tmp_path / "benchmarks/train/cosmo_ladder/baseline.tsv"
     file.parent.mkdir(parents=True)
-    for text, seconds in (("s\th:m:s\n", cost.TYPICAL["train"]), ("s\th:m:s\n7.5\t0:00:07\n", 7.5)):
+    for text, found in (("s\th:m:s\n", never), ("s\th:m:s\n7.5\t0:00:07\n", cost.Expected(7.5))):
         file.write_text(text)
-        assert cost.seconds_here("train", train, tmp_path) == seconds
+        assert cost.seconds_here("train", train, tmp_path) == found
     measured(tmp_path, train, (16384 + 2560 / 3) / 3480, {"kind": "cpu"})
-    assert cost.seconds_here("train", train, tmp_path) == pytest.approx(3480 + cost.START_UP_HERE)
-    assert cost.seconds_here("collect", None, tmp_path, file) == 7.5
-    assert cost.seconds_here("collect", None, tmp_path, tmp_path / "no.tsv") == cost.OTHERS
+    found = cost.seconds_here("train", train, tmp_path)
+    assert found.seconds == pytest.approx(3480 + cost.START_UP_HERE) and not found.untimed
+    assert cost.seconds_here("collect", None, tmp_path, file) == cost.Expected(7.5)
+    assert cost.seconds_here("collect", None, tmp_path, tmp_path / "no.tsv") == never
+
+
+def test_paired_timing_is_in_the_estimate(tmp_path: Path) -> None:
+    """`throughput.beside` seconds, also of a run never timed; on a busy machine three times as many."""
+    timing = work(load(tmp_path), "cosmo_ladder.baseline", "throughput")
+    assert timing.run and timing.run.throughput.beside == 30
+    assert cost.seconds_here("throughput", timing, tmp_path) == cost.Expected(48.0, untimed=1), "18 of trials, too"
+    measured(tmp_path, timing, 100.0, {"kind": "cpu"})
+    found = cost.seconds_here("throughput", timing, tmp_path)
+    samples = cost.STAGES["throughput"].work(timing.run, None, None)  # type: ignore[misc]
+    assert (found.seconds, found.busy) == (pytest.approx(samples / 100 + 48 + cost.START_UP_HERE), 60)
+
+
+@pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit", "imagenet_resnet50"])
+def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> None:
+    """Whatever settings a published plan adds to its study's."""
+    own = config.study_files()[study]
+    figures = [figure for figure in own.published if figure.speed]
+    named = {run for figure in figures for run in figure.runs if run.partition(".")[0] in own.plans}
+    configuration = config.load({"targets": sorted({name.partition(".")[0] for name in named})})
+    unpriced = []
+    for name in sorted(named):
+        plan, _, run = name.partition(".")
+        found = configuration.plans[plan].get(run)
+        if found and not cost._published(plan, run, found.run):
+            unpriced.append(name)
+    assert not unpriced
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:

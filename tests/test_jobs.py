@@ -17,6 +17,7 @@ from dlscale.config.compute import KEYS, compute_digest
 from dlscale.config.run import Run, RunCore
 from dlscale.core.errors import UserError
 from dlscale.core.stages import RUN_STAGES
+from dlscale.preflight import cost
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
 from dlscale.rules.jobs import ALL_CORES, Jobs, decisive_settings
@@ -187,10 +188,15 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: p
     assert [(work.stage, work.run_name, work.jobs) for work in works] == [
         *(("data", "data", 2), ("train", "a", 1), ("train", "b", 1)),
     ]
-    assert call.time_of(asked, works) == pytest.approx(2 * 16 + 3 * 1.2 / 2)
+    assert call.time_of(asked, works) == cost.Expected(0.0, untimed=5)
     assert [job.share for job in call.to_tell(asked)] == [1, 1, 0.5, 0.5, 0.5]
     assert call.verdict([], []) == 0 and call.verdict(asked, []) == 0
-    assert "5 jobs; about " in capsys.readouterr().err
+    assert "5 jobs, never timed here: the time is not known" in capsys.readouterr().err
+    folder = tmp_path / "benchmarks/train/p"
+    folder.mkdir(parents=True)
+    for run in "ab":
+        (folder / f"{run}.tsv").write_text("s\n16\n")
+    assert call.time_of(asked, works) == cost.Expected(32.0, untimed=3)
 
 
 def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:

@@ -95,17 +95,26 @@ def test_of_successive_halving_it_expects_what_will_train(results: Path) -> None
     )
 
 
+def timed(results: Path, **seconds: float) -> None:
+    """Leave what Snakemake writes of trainings that ran here."""
+    for run, took in seconds.items():
+        benchmark = results / f"benchmarks/train/p/{run}.tsv"
+        benchmark.parent.mkdir(parents=True, exist_ok=True)
+        benchmark.write_text(f"s\th:m:s\n{took}\t0:00:16\n")
+
+
 def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    timed(results, a=16.0, b=16.0)
     for threads, times in ((1, 1), (2, 2)):
         plan = {"study": "starter_cnn", "settings": {"dataset": "d", "threads": threads}, "measure": ["train"]}
         asked = configuration(results, plans={"p": {**plan, "runs": RUNS}})
         runs = [row for row in status.look(asked, ["p"]) if not row.of_data]
         for state in ("waiting", "failed"):  # which the next call makes
             runs = [replace(row, state=state) for row in runs]
-            assert status.left_of(asked, runs) == pytest.approx(times * cost.TYPICAL["train"])
+            assert status.left_of(asked, runs) == cost.Expected(times * 16.0)
         last = Doing(what="training", left=0.0)
-        assert status.left_of(asked, [replace(row, state="running", doing=last) for row in runs]) == 0
+        assert status.left_of(asked, [replace(row, state="running", doing=last) for row in runs]) == cost.Expected(0.0)
 
 
 def test_what_runs_here_is_a_process(results: Path) -> None:
@@ -232,18 +241,16 @@ def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
     tell(results, "b", place="another machine", pid=1)
     asked = configuration(results)
     found = status.look(asked, ["p"])
+    data = cost.data_jobs(asked.workflow.datasets["d"], None)
     left = status.left_of(asked, found)
-    data = cost.OTHERS * cost.data_jobs(asked.workflow.datasets["d"], None) / (os.cpu_count() or 1)
-    assert left == pytest.approx(90 + cost.TYPICAL["train"] + data), "as it says, or as usual"
+    assert left == cost.Expected(90.0, untimed=1 + data), "as it shows itself; the others were never timed"
     text = status.lines(found, left=left)
-    assert text[0] == f"1 running, 2 waiting; about {duration(left)} left"
+    assert text[0] == f"1 running, 2 waiting; at least {duration(90)} left; {1 + data} jobs never timed here"
     assert [line.split("  ")[0] for line in text[1:4]] == ["", "run", "p.b"]
     assert text[4:] == ["", "waiting: d (1 data)", "waiting: p (1 train)"]
-    benchmark = results / "benchmarks/train/p/a.tsv"
-    benchmark.parent.mkdir(parents=True)
-    benchmark.write_text("s\th:m:s\n7.5\t0:00:07\n")
-    assert status.left_of(asked, found) == pytest.approx(left - cost.TYPICAL["train"] + 7.5), "as it took before"
-    assert status.left_of(asked, [replace(row, state="done") for row in found]) == 0
+    timed(results, a=7.5)
+    assert status.left_of(asked, found) == cost.Expected(97.5, untimed=data), "as it took before"
+    assert status.left_of(asked, [replace(row, state="done") for row in found]) == cost.Expected()
 
 
 def test_data_that_are_made(results: Path) -> None:
@@ -430,7 +437,7 @@ def test_a_stage_says_how_long_it_took_to_start(tmp_path: Path) -> None:
 
 
 def work(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rule: str = "train") -> status.Job:
-    return status.Job(name, rule, str(folder / f"{name}.log"), str(folder / f"{name}.tsv"), seconds, share)
+    return status.Job(name, rule, str(folder / f"{name}.log"), str(folder / f"{name}.tsv"), seconds, True, share)
 
 
 def says(job: status.Job, **more: object) -> None:
@@ -453,27 +460,44 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     parts = [work(tmp_path, name, 4, 0.25) for name in "cdef"]
     progress = status.CallProgress(now, [*whole, *parts])
     progress.look(now)
-    assert not progress.done and progress.left(now) == 24 and progress.share(now) == 0
+    assert not progress.done and progress.left(now).seconds == 24 and progress.share(now) == 0
     for each in parts:
         end(each)
     progress.look(now + 5)
-    assert list(progress.done) == parts and progress.left(now + 5) == 20
+    assert list(progress.done) == parts and progress.left(now + 5).seconds == 20
     assert progress.share(now + 5) == pytest.approx(0.2)
     says(whole[0], left=15.0, time=now + 5)
     progress.look(now + 6)
-    assert progress.left(now + 6) == pytest.approx(14 + 10), "it says so itself"
+    assert progress.left(now + 6).seconds == pytest.approx(14 + 10), "it says so itself"
     says(whole[0], left=1.0, part=True, time=now + 6)
     progress.look(now + 6)
-    assert progress.left_of(whole[0], now + 6) == pytest.approx(10), "others parts may follow"
-    assert progress.left_of(whole[0], now + 106) == pytest.approx(10), "a tenth of what it has taken"
+    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "others parts may follow"
+    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "a tenth of what it has taken"
     end(whole[0], 20)
     progress.look(now + 6)
-    assert progress.left(now + 6) == pytest.approx(10 * 36 / 26), "a slow machine"
+    assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), "a slow machine"
     end(whole[1])
     progress.look(now + 20)
-    assert progress.left(now + 20) == 0 and progress.share(now + 20) == 1
+    assert progress.left(now + 20).seconds == 0 and progress.share(now + 20) == 1
     alone = [work(tmp_path, "alone", 100, 0.1), work(tmp_path, "beside it", 10, 0.1)]
-    assert status.CallProgress(now, alone).left(now) == 100, "however many run beside it, as on a cluster"
+    assert status.CallProgress(now, alone).left(now).seconds == 100, "however many run beside it, as on a cluster"
+
+
+def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Path) -> None:
+    """Its bar counts jobs, and never falls; its time left is a lower bound."""
+    now = time.time()
+    jobs = [work(tmp_path, "p.a", 10), *(replace(work(tmp_path, f"p.{n}", 0), timed=False) for n in "bc")]
+    progress = status.CallProgress(now, jobs)
+    shown = []
+    for at, job in enumerate(jobs, start=1):
+        shown.append([text.replace("\u00a0", " ") for text in progress.total(now)])
+        end(job, 100)
+        progress.look(now + at)
+    assert shown == [
+        ["0 %", "at least 10.0 s left", "2 jobs never timed here", "0 of 3 jobs"],
+        ["33 %", "2 jobs never timed here", "1 of 3 jobs"],
+        ["67 %", "1 job never timed here", "2 of 3 jobs"],
+    ]
 
 
 def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:
@@ -522,7 +546,7 @@ import json, os, pathlib, signal, sys, time
 seen = []
 signal.signal(signal.SIGINT, lambda *_: seen.append(1))
 folder = pathlib.Path(sys.argv[1])
-job = dict(name="p.a", rule="train", log=f"{folder}/a.log", benchmark=f"{folder}/a.tsv", seconds=9, share=1)
+job = dict(name="p.a", rule="train", log=f"{folder}/a.log", benchmark=f"{folder}/a.tsv", seconds=9, timed=True, share=1)
 pathlib.Path(os.environ["DLSCALE_TOLD"]).write_text(json.dumps([job]))
 print("a word", flush=True)
 (folder / "ready").touch()

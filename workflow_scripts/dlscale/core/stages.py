@@ -61,8 +61,12 @@ def throughput_work(run: Any, train: int | None, valid: int | None) -> float | N
 
 def throughput_seconds(run: Any) -> float:
     """Return the least time of the trials, plus that of the turns on a quiet machine, s."""
-    turns = run.throughput.beside if run.processes.world_size == 1 else 0.0
-    return float(throughput_trials(run) * run.throughput.seconds + turns)
+    return float(throughput_trials(run) * run.throughput.seconds) + turns_seconds(run)
+
+
+def turns_seconds(run: Any) -> float:
+    """Return the seconds of a run's paired timing on a quiet machine."""
+    return float(run.throughput.beside) if run.processes.world_size == 1 else 0.0
 
 
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dlscale.config.compute import compute_digest
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.places import check_plans
-from dlscale.config.resolve import Configuration, ResolvedRun, study_files
+from dlscale.config.resolve import Configuration, ResolvedRun, load, study_files
 from dlscale.config.run import Run
 from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
@@ -27,7 +27,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_text
 from dlscale.core.machine import gpus
-from dlscale.core.stages import STAGES
+from dlscale.core.stages import STAGES, turns_seconds
 from dlscale.core.text import aligned, duration, many
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -51,10 +51,8 @@ Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
 START_UP, START_UP_HERE = 120.0, 5.0
 #: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
 COMPILING = 600.0
-#: Seconds of a job of the demo, by stage: means of a demo of six minutes, on two cores of a shared AMD EPYC.
-TYPICAL = {"train": 16.0, "throughput": 13.0, "profile": 8.0, "report": 8.0}
-#: The same of all other stages, most of it the start.
-OTHERS = 1.2
+#: Paired timing takes up to so many times `throughput.beside` on a busy machine (`measure/turns.py`).
+BUSY = 3
 WORDS: dict[Hours, str] = {
     "node_hours": "node-hours",
     "gpu_hours": "GPU-hours",
@@ -115,16 +113,25 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
 
 
 def _published(plan: str, name: str, run: Run) -> float | None:
-    """Return the slowest samples/s published for the run at full size, for all its devices."""
+    """Return the slowest samples/s published for a shipped run, for all its devices; None if it was changed."""
     study = study_files()[run.study]
-    settings, samples = study.settings, run.samples.model_dump(exclude={"train", "valid"})
-    full_size = (
-        run.dataset == settings.get("dataset")  # a plan may say what its study leaves out
-        and all(getattr(run.model, key) == value for key, value in settings.get("model", {}).items())
-        and all(samples[key] == value for key, value in settings.get("samples", {}).items() if key in samples)
-    )
-    rates = [figure.speed / figure.gpus for figure in study.published if figure.speed_of(f"{plan}.{name}")]
-    return min(rates) * run.geometry.world_size if full_size and rates else None
+    figures = [figure for figure in study.published if figure.speed_of(f"{plan}.{name}")]
+    shipped = _shipped(plan).get(name) if figures and plan in study.plans else None
+    if shipped is None or _size(run) != _size(shipped.run):
+        return None
+    return min(figure.speed / figure.gpus for figure in figures) * run.geometry.world_size
+
+
+@functools.cache
+def _shipped(plan: str) -> dict[str, ResolvedRun]:
+    """Return the runs of a plan as its study's file has them."""
+    return load({"targets": [plan]}).plans[plan]
+
+
+def _size(run: Run) -> dict[str, Any]:
+    """Return the settings that decide how much a sample computes and loads."""
+    samples = {key for key, info in type(run.samples).model_fields.items() if key not in ("train", "valid")}
+    return run.model_dump(include={"dataset": True, "model": True, "samples": samples})
 
 
 # ---- the dataset -----------------------------------------------------------------------------------
@@ -232,7 +239,7 @@ def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
     last three times as long, as they may on a busy machine.
     """
     more = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
-    more += 2 * work.run.throughput.beside if work.run and work.stage == "throughput" else 0.0
+    more += (BUSY - 1) * turns_seconds(work.run) if work.run and work.stage == "throughput" else 0.0
     seconds = estimate(work, results, scheduler).seconds
     if seconds is not None:
         return _limit(seconds + more)
@@ -259,14 +266,38 @@ def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, f
     return samples, start_up * (stage.starts(run) if stage.starts else 1) + by_clock
 
 
-def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> float:
-    """Return the time of a job on this machine, s: by its measured rate, its last `benchmark`, or the demo's jobs."""
+@dataclass(frozen=True)
+class Expected:
+    """Time of jobs on this machine, s."""
+
+    seconds: float = 0.0  #: Of a job that was never timed here, only what it takes by the clock.
+    untimed: int = 0  #: Jobs that were never timed here.
+    busy: float = 0.0  #: Further seconds of paired timing on a busy machine.
+
+    def __str__(self) -> str:
+        least = "at least" if self.untimed else "about"
+        most = f" ({duration(self.seconds + self.busy)} on a busy machine)" if self.busy and not self.untimed else ""
+        return f"{least} {duration(self.seconds)}{most}"
+
+    @property
+    def note(self) -> str:
+        """Return how many jobs the time leaves out, in words; empty if none."""
+        return f"{many(self.untimed, 'job')} never timed here" if self.untimed else ""
+
+
+def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> Expected:
+    """Return the time of a job on this machine, by its measured rate or its last `benchmark`."""
+    known, busy = Estimate(), 0.0
     if work:
         benchmark = results / "benchmarks" / stage / work.plan / f"{work.run_name}.tsv"
         known = estimate(work, results, start_up=START_UP_HERE)
-        if known.seconds and known.basis != "published":
-            return known.seconds
-    return (took(benchmark) if benchmark else None) or TYPICAL.get(stage, OTHERS)
+        busy = (BUSY - 1) * turns_seconds(work.run) if work.run and stage == "throughput" else 0.0
+    seconds = known.seconds if known.basis in ("measured", "settings") else None
+    if seconds is None and benchmark:
+        seconds, busy = took(benchmark), 0.0
+    if seconds is not None:
+        return Expected(seconds, busy=busy)
+    return Expected(_demand(work, results, 0.0)[1] if work else 0.0, untimed=1)
 
 
 def took(benchmark: str | Path) -> float | None:
@@ -277,10 +308,15 @@ def took(benchmark: str | Path) -> float | None:
         return None
 
 
-def in_all(jobs: Iterable[tuple[float, float]]) -> float:
-    """Return the time of jobs together, s, from the seconds of each and its share of the machine."""
+def in_all(jobs: Iterable[tuple[Expected, float]]) -> Expected:
+    """Return the time of jobs together, from the time of each and its share of the machine."""
     jobs = list(jobs)
-    return max([sum(seconds * share for seconds, share in jobs), *(seconds for seconds, _ in jobs)], default=0.0)
+    together = sum(job.seconds * share for job, share in jobs)
+    return Expected(
+        max([together, *(job.seconds for job, _ in jobs)], default=0.0),
+        sum(job.untimed for job, _ in jobs),
+        sum(job.busy * share for job, share in jobs),
+    )
 
 
 def threads(stage: str, run: Run, on_gpus: bool) -> int | None:
@@ -427,10 +463,12 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return aligned(cells, right=range(5, len(cells[0]))) + note
 
 
-def outlook(rows: Sequence[Row], jobs: int, seconds: float | None) -> str:
-    """Return the sum of a dry run: jobs, their cost on a site, or `seconds` until all is done on this machine."""
-    if seconds is not None:
-        return f"{many(jobs, 'job')}; about {duration(seconds)} until the end"
+def outlook(rows: Sequence[Row], jobs: int, here: Expected | None) -> str:
+    """Return the sum of a dry run: jobs, their cost on a site, or the time that they take `here`."""
+    if here is not None:
+        if here.untimed >= jobs:
+            return f"{many(jobs, 'job')}, never timed here: the time is not known"
+        return "; ".join(filter(None, [many(jobs, "job"), f"{here} until the end", here.note]))
     node_hours, charged = (_hours(total(rows, kind), bound_mark(rows)) for kind in ("node_hours", "charged_hours"))
     return f"{many(jobs, 'job')}; {node_hours} node-hours (charged {charged})"
 

@@ -155,15 +155,15 @@ def last_word(log: Path, stage: str) -> str | None:
 # ---- in words ----------------------------------------------------------------------------------------
 
 
-def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: float = 0.0) -> list[str]:
+def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | None = None) -> list[str]:
     """Return totals, the rows as aligned text, the waiting stages by plan, and the jobs in the queue.
 
-    `left`: seconds until all is done.
+    `left`: the time until all is done.
     """
     rows = sorted(rows, key=lambda row: get_args(State).index(row.state))
     counts = Counter(row.state for row in rows)
     text = [", ".join(f"{count} {state}" for state, count in counts.items())]
-    text[0] += f"; about {duration(left)} left" if left else ""
+    text[0] += "".join(f"; {each}" for each in left_words(left)) if left else ""
     cells = [("run", "stage", "state", "progress", "left", "loss", "samples/s", "valid loss")]
     waiting = dict[str, Counter[str]]()
     for row in rows:
@@ -212,7 +212,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             told = {"rows": [asdict(row) for row in rows], "queue": queued}
             print(json.dumps(told, indent=2, ensure_ascii=False, default=lambda record: record.model_dump(mode="json")))
         else:
-            text = lines(rows, queued, 0.0 if scheduled else left_of(configuration, rows))
+            text = lines(rows, queued, None if scheduled else left_of(configuration, rows))
             if args.watch and sys.stdout.isatty():
                 text = ["\033[2J\033[H" + text[0], *text[1 : shutil.get_terminal_size().lines - 1]]
             print("\n".join(text), flush=True)
@@ -225,20 +225,25 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         time.sleep(EVERY)
 
 
-def left_of(configuration: Configuration, rows: Iterable[Row]) -> float:
-    """Return the time until all is done on this machine, s."""
+def left_words(left: cost.Expected) -> list[str]:
+    """Return the time left in words, and how many jobs it leaves out."""
+    return [*([f"{left} left"] if left.seconds else []), *filter(None, [left.note])]
+
+
+def left_of(configuration: Configuration, rows: Iterable[Row]) -> cost.Expected:
+    """Return the time until all is done on this machine."""
     workflow, cores = configuration.workflow, os.cpu_count() or 1
     rows = [row for row in rows if row.state != "done"]
     datasets = {row.name.removeprefix("data ") for row in rows if row.of_data}
     count = sum(cost.data_jobs(workflow.datasets[name], None) for name in datasets)
-    jobs = [(cost.OTHERS, cost.share(1, cores))] * count
+    jobs = [(cost.Expected(untimed=1), cost.share(1, cores))] * count
     for row in [row for row in rows if not row.of_data]:
         plan, run = row.name.split(".")
         work = cost.run_work(configuration, plan, run, row.stage)
         said = row.doing.left if row.doing and not row.doing.part else None
         assert work.run is not None
         threads = cost.threads(row.stage, work.run, bool(gpus()))
-        takes = cost.seconds_here(row.stage, work, Path(workflow.results)) if said is None else said
+        takes = cost.seconds_here(row.stage, work, Path(workflow.results)) if said is None else cost.Expected(said)
         jobs.append((takes, cost.share(threads, cores)))
     return cost.in_all(jobs)
 
@@ -255,6 +260,7 @@ class Job:
     log: str
     benchmark: str
     seconds: float  #: Expected time.
+    timed: bool  #: False: the job was never timed here, and `seconds` is a part of its time.
     share: float  #: Of the machine, while it runs.
 
 
@@ -290,30 +296,34 @@ class CallProgress:
             elif (doing := read(Path(f"{job.log}{SUFFIX}"))) and alive(doing):
                 self.running[job] = since, doing
 
-    def left_of(self, job: Job, now: float) -> float:
-        """Return the time that a job takes yet, s; jobs that are done tell how much longer than expected."""
-        expected = sum(other.seconds for other in self.done)
-        takes = job.seconds * (sum(self.done.values()) / expected if expected else 1.0)
+    def left_of(self, job: Job, now: float) -> cost.Expected:
+        """Return the time that a job takes yet; jobs that are done show how much longer than expected."""
+        timed = [other for other in self.done if other.timed]
+        expected = sum(other.seconds for other in timed)
+        takes = job.seconds * (sum(self.done[other] for other in timed) / expected if expected else 1.0)
         if job not in self.running:
-            return takes
+            return cost.Expected(takes, not job.timed)
         since, doing = self.running[job]
         if doing.left is not None and not doing.part:
-            return max(0.0, doing.left - (now - doing.time))
-        return max(takes - (now - since), OVERDUE * (now - since))
+            return cost.Expected(max(0.0, doing.left - (now - doing.time)))
+        overdue = OVERDUE * (now - since) if job.timed else 0.0
+        return cost.Expected(max(takes - (now - since), overdue), not job.timed)
 
-    def left(self, now: float) -> float:
-        """Return the time that all jobs take yet, s."""
+    def left(self, now: float) -> cost.Expected:
+        """Return the time that all jobs take yet."""
         return cost.in_all((self.left_of(job, now), job.share) for job in self.jobs if job not in self.done)
 
     def share(self, now: float) -> float:
-        """Return the share of the time that has passed, of 1."""
+        """Return the fraction of the time that has passed; of the jobs that are done, if some were never timed."""
+        if not all(job.timed for job in self.jobs):
+            return len(self.done) / len(self.jobs)
         passed = now - self.began
-        return passed / (passed + self.left(now)) if passed > 0 else 0.0
+        return passed / (passed + self.left(now).seconds) if passed > 0 else 0.0
 
     def total(self, now: float) -> list[str]:
         """Return the progress of all jobs in words: per cent, time left, number."""
-        left = f"about {duration(self.left(now))} left"
-        return [percent(self.share(now)), left, f"{len(self.done)} of {many(len(self.jobs), 'job')}"]
+        left, count = left_words(self.left(now)), f"{len(self.done)} of {many(len(self.jobs), 'job')}"
+        return [percent(self.share(now)), *left, count]
 
     def each(self) -> list[list[str]]:
         """Return the progress of each job that runs in words: name, stage, count, samples/s, time left."""

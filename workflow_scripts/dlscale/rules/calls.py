@@ -71,8 +71,8 @@ class Call:
         runs.sort(key=lambda work: (order[work.plan][0], order[work.plan][1].index(work.run_name), work.stage))
         return [*(cost.data_work(self.configuration, name, number) for name, number in sorted(data.items())), *runs]
 
-    def seconds_of(self, job: Any) -> float:
-        """Return how long a job takes on this machine, as far as is known."""
+    def seconds_of(self, job: Any) -> cost.Expected:
+        """Return the time of a job on this machine."""
         stage, known = why.stage_of(job.rule.name), job.wildcards
         work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
@@ -85,14 +85,15 @@ class Call:
                 why.stage_of(job.rule.name),
                 str(next(iter(job.log), "")),
                 str(job.benchmark),
-                self.seconds_of(job),
+                takes.seconds,
+                not takes.untimed,
                 cost.share(job.threads, self.cores) if self.cores else 1 / len(waiting),
             )
-            for job in waiting
+            for job, takes in ((job, self.seconds_of(job)) for job in waiting)
         ]
 
-    def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> float:
-        """Return how long jobs take here together, those of later rungs included."""
+    def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> cost.Expected:
+        """Return the time of jobs here together, those of later rungs included."""
         cores = self.cores or 1
         jobs = [job for job in waiting if job.rule.name in RUN_STAGES]
         there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
@@ -149,8 +150,6 @@ class Call:
             say("", coloured(f"{fail}: nothing would {'be submitted' if scheduler else 'start'}", "red", sys.stderr))
         else:
             say(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
-            if not scheduler and any(job.rule.name == "program" and not cost.took(job.benchmark) for job in waiting):
-                say("Programs are among them that never ran here: nobody knows how long they take.")
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
