@@ -6,11 +6,15 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +27,7 @@ from bench.bottlenecks import outside
 from dlscale.core.errors import UserError
 from dlscale.core.noise import interval
 from dlscale.measure.records import Throughput
-from dlscale.outside import steps, timed
+from dlscale.outside import logs, steps, timed
 from dlscale.outside.measure import PLAN
 from dlscale.outside.running import HOOK
 from dlscale.report.results import read_run
@@ -183,22 +187,23 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
             board.add_scalar("loss", row["loss"], row["step"], walltime=row["time"])
         board.add_scalar("accuracy", 1.0, 5, walltime=1.7e9)
     for path in (tmp_path / "log.jsonl", tmp_path / "board"):
-        points = steps.logged(path, begin=1.7e9 - 1)
+        (points,) = logs.logged(path, logs.Start(1.7e9 - 1))
         found = steps.pace_of_log(points, batch_size=32)
         assert found and found.rates == pytest.approx([640.0] * 89, rel=1e-4) and found.samples
-    assert steps.logged(tmp_path / "board", begin=time + 1) == [], "of an earlier run"
+    assert logs.logged(tmp_path / "board", logs.Start(time + 1)) == [], "of an earlier run"
     (tmp_path / "board" / "events.out.tfevents.0.of.a.try").write_bytes(b"not one, but as long as a record's head")
     (tmp_path / "board" / "events.out.tfevents.1.of.another").touch()
-    assert len(steps.logged(tmp_path / "board", begin=1.7e9 - 1)) == 100, "beside files of tries that were killed"
+    (points,) = logs.logged(tmp_path / "board", logs.Start(1.7e9 - 1))
+    assert len(points) == 100, "beside files of tries that were killed"
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "events.out.tfevents.1.of.another").touch()
     with pytest.raises(UserError, match="holds no event"):
-        steps.logged(tmp_path / "empty", begin=0.0)
+        logs.logged(tmp_path / "empty", logs.Start(0.0))
     (tmp_path / "log.jsonl").write_text("\nthree\n")
     with pytest.raises(UserError, match="line 1: expected JSON with `step` and `time`"):
-        steps.logged(tmp_path / "log.jsonl", begin=0.0)
+        logs.logged(tmp_path / "log.jsonl", logs.Start(0.0))
     with pytest.raises(UserError, match="no such file"):
-        steps.logged(tmp_path / "none", begin=0.0)
+        logs.logged(tmp_path / "none", logs.Start(0.0))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "link", "pipe in a folder", "link to a folder"])
@@ -216,23 +221,153 @@ def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None
         (tmp_path / "file").write_text('{"step": 1, "time": 2}\n')
         path.symlink_to(tmp_path / "file" if kind == "link" else tmp_path)
     with pytest.raises(UserError, match=": a link, pipe or device; expected a file"):
-        steps.logged(path, begin=0.0)
+        logs.logged(path, logs.Start(0.0))
 
 
 def test_a_log_may_end_within_a_line(tmp_path: Path) -> None:
     """A program that is ended once enough was seen leaves half a line; a last one without its end counts."""
-    log, rows = tmp_path / "log.jsonl", '{"step": 1, "time": 2.0}\n{"step": 2, "time": 3.0}'
+    log, start = tmp_path / "log.jsonl", logs.Start(1.7e9)
+    rows = '{"step": 1, "time": 1.7e9}\n{"step": 2, "time": 1700000003.0}'
     for text in (rows, rows + '\n{"step": 3, "ti'):
         log.write_text(text)
-        assert steps.logged(log, begin=0.0) == [(2.0, 1), (3.0, 2)]
-    log.write_text('{"step": 1, "time": 2.0}\n{"step": 2, "ti{"epoch": 2}\n{"step": 3, "time": 4.0}\n')
-    assert steps.logged(log, begin=0.0) == [(2.0, 1), (4.0, 3)], "killed within a line, and begun again"
-    for step in ("Infinity", "NaN", "[" * 100_000, "null"):
+        assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9 + 3, 2)]]
+    log.write_text('{"step": 1, "time": 1.7e9}\n{"step": 2, "ti{"epoch": 2}\n{"step": 3, "time": 1.7e9}\n')
+    assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9, 3)]], "killed within a line, and begun again"
+    for step in ("Infinity", "NaN", "[" * 100_000, "null", "true", "1.5", "1" * 400, "1" * 5000, '"two"'):
         log.write_text(f'{{"step": {step}, "time": 1}}\n')
         with pytest.raises(UserError, match="line 1: expected JSON"):
-            steps.logged(log, begin=0.0)
-    log.write_text(f'{{"step": 1, "time": 1, "seen": 1{"0" * 400}}}\n')
-    assert steps.values(log, {"seen": "loss/valid"}, begin=0.0) == {}
+            logs.logged(log, start)
+    log.write_text(f'{{"step": 1, "time": 1700000001, "seen": 1{"0" * 400}, "on": true}}\n')
+    assert logs.values(log, {"seen": "loss/valid", "on": "valid/on"}, start) == {}
+
+
+@pytest.fixture
+def in_india(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set another local time than UTC."""
+    with monkeypatch.context() as changed:
+        changed.setenv("TZ", "Asia/Kolkata")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def write_log(path: Path, times: Iterable[object], mode: str = "w") -> Path:
+    with path.open(mode) as file:
+        file.writelines(json.dumps({"step": step, "time": time}) + "\n" for step, time in enumerate(times))
+    return path
+
+
+def iso(time: float, zone: tzinfo | None = None) -> str:
+    return datetime.fromtimestamp(time, zone).isoformat(" ")
+
+
+#: A run's begin, and its steps of 50 ms after two seconds.
+BEGIN, TICKS = 1.7e9, [2 + number / 20 for number in range(40)]
+
+TIMES: dict[str, Callable[[float], object]] = {
+    "seconds": lambda time: time,
+    "milliseconds": lambda time: round(time * 1e3),
+    "microseconds": lambda time: time * 1e6,
+    "nanoseconds": lambda time: round(time * 1e9),
+    "text": str,
+    "local": iso,
+    "T": lambda time: iso(time).replace(" ", "T"),
+    "comma": lambda time: iso(time).replace(".", ","),
+    "coloured": lambda time: f"\x1b[1;32m{iso(time)}\x1b[0m",
+    "UTC": lambda time: iso(time, UTC),
+    "Z": lambda time: iso(time, UTC).replace("+00:00", "Z"),
+    "UTC without a zone": lambda time: iso(time, UTC).replace("+00:00", ""),
+    "another zone": lambda time: iso(time, timezone(timedelta(hours=-8))),
+    "since the start": lambda time: time - BEGIN,
+    "since the first step": lambda time: time - BEGIN - 2,
+    "milliseconds since the start": lambda time: (time - BEGIN) * 1e3,
+}
+
+
+@pytest.mark.parametrize("form", TIMES)
+def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form: str) -> None:
+    log = write_log(tmp_path / "log.jsonl", [TIMES[form](BEGIN + tick) for tick in TICKS])
+    os.utime(log, (BEGIN + 4, BEGIN + 4))
+    (points,) = logs.logged(log, logs.Start(BEGIN), BEGIN + 4.5)
+    found = steps.pace_of_log(points, batch_size=32)
+    assert found and found.rates == pytest.approx([640.0] * 38, rel=1e-3) and found.steps == 38
+    assert found.begin == pytest.approx(BEGIN + 2.05, abs=0.06)
+    assert logs.values(log, {"step": "loss/valid"}, logs.Start(BEGIN), end=BEGIN + 4.5)["loss/valid"] == [
+        (when, step, step) for when, step in points
+    ]
+
+
+def test_a_log_may_count_whole_seconds(tmp_path: Path, in_india: None) -> None:
+    log = write_log(tmp_path / "log.jsonl", [iso(int(BEGIN + number / 20)) for number in range(200)])
+    (points,) = logs.logged(log, logs.Start(BEGIN + 0.3), BEGIN + 11)
+    found = steps.pace_of_log(points, batch_size=32)
+    assert found and found.rates == pytest.approx([640.0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ([0.05 + 0.01 * (number * 7 % 10) for number in range(40)], "does not increase with `step`"),
+        ([0.05] * 40, "does not increase with `step`"),
+        ([0.05 + 1e-4 * number for number in range(40)], "seems to be a step's duration"),
+        ([50 + 0.1 * number for number in range(40)], "seems to be a step's duration"),
+        ([BEGIN + tick for tick in reversed(TICKS)], "does not increase with `step`"),
+        ([BEGIN + tick + 86400 for tick in TICKS], "is outside of the run"),
+        ([1e307 + tick for tick in TICKS], "is outside of the run"),
+        ([10 * tick for tick in TICKS], "seems to be a step's duration"),
+        ([20 + 1.5 * tick for tick in range(40)], "seems to be a step's duration"),
+        ([0.5, 0.6, 0.8], "seems to be a step's duration"),
+        ([1e6 * tick for tick in TICKS], "is outside of the run"),
+        ([-tick for tick in TICKS], "is outside of the run"),
+        ([iso(BEGIN + 9 * 3600)] * 3, "is outside of the run"),
+        (["1.2k"], "line 1: `time` '1.2k': expected the time of day"),
+        (["12:00:05"], "line 1: `time` '12:00:05': expected the time of day"),
+        ([True], "line 1: `time` True: expected the time of day"),
+        ([None], "line 1: `time` None: expected the time of day"),
+        ([10**400], "line 1: `time` 1000000000"),
+        (["nan", "inf"], "line 1: `time` 'nan': expected the time of day"),
+    ],
+)
+def test_times_of_another_kind_are_refused(tmp_path: Path, in_india: None, times: list[object], message: str) -> None:
+    log = write_log(tmp_path / "log.jsonl", times)
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        logs.logged(log, logs.Start(BEGIN), BEGIN + 4.5)
+    assert len(str(refused.value)) < 400
+    logs.values(log, {"step": "loss/valid"}, logs.Start(BEGIN), end=BEGIN + 4.5) if len(times) > 2 else None
+
+
+@pytest.mark.parametrize("form", ["seconds", "local", "since the start", "milliseconds since the start"])
+@pytest.mark.parametrize("how", ["appended", "anew", "copied"])
+def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form: str, how: str) -> None:
+    """Whether a program appends to its log, writes it anew, or puts a longer one in its place."""
+    log, earlier = tmp_path / "log.jsonl", BEGIN - 86400
+    moved = earlier - BEGIN if "since" not in form else 0.0
+    write_log(log, [TIMES[form](BEGIN + moved + 3.1 * tick) for tick in TICKS])
+    start = replace(logs.start_of(log), begin=BEGIN)
+    times = [TIMES[form](BEGIN + tick) for tick in TICKS]
+    if how == "copied":
+        (tmp_path / "new").write_bytes(log.read_bytes())
+        write_log(tmp_path / "new", times, "a").rename(log)
+    else:
+        write_log(log, times, "a" if how == "appended" else "w")
+    (points,) = logs.logged(log, start, BEGIN + 4.5)
+    found = steps.pace_of_log(points, batch_size=32)
+    assert found and found.rates == pytest.approx([640.0] * 38, rel=1e-3)
+
+
+def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
+    """Of cross-validation, say; two processes that log the same steps are one training."""
+    log, when = tmp_path / "log.jsonl", BEGIN
+    with log.open("w") as file:
+        for count, seconds in ((30, 0.1), (40, 0.05), (30, 0.2)):
+            for step in range(1, count + 1):
+                when += seconds
+                file.write(json.dumps({"step": step, "time": when}) + "\n")
+                file.write(json.dumps({"step": step, "time": when + 0.01}) + "\n")
+    trainings = logs.logged(log, logs.Start(BEGIN), BEGIN + 20)
+    assert [len(points) for points in trainings] == [30, 40, 30]
+    found = steps.pace_of_log(trainings[1], None)
+    assert found and found.rates == pytest.approx([20.0] * 38)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +762,7 @@ def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
     own = [float(line.split()[1]) for line in ended.stdout.splitlines()]
     paces = [
         steps.pace(steps.read(tmp_path / "steps")[1]),
-        steps.pace_of_log(steps.logged(tmp_path / "log.jsonl", 0.0), 8),
+        steps.pace_of_log(*logs.logged(tmp_path / "log.jsonl", logs.Start(0.0)), 8),
         steps.pace_of_rates([(1.0 + number, rate) for number, rate in enumerate(own)], 0.0, 8),
     ]
     for file in (tmp_path / "steps").glob("timed.*"):
@@ -672,6 +807,7 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
         (["--name", "a/b", "--", "true"], "--name: a/b: expected up to 40 lower-case"),
         (["--rate", "(", "--", "true"], "--rate: (: no regular expression"),
         (["--steps", "none", "--", "true"], "log of steps none: no such file"),
+        (["--steps", "/dev/zero", "--", "sleep", 60], "/dev/zero: a link, pipe or device; expected a file"),
         (["--rate", r"(\d+)", "--", "true"], "nothing that it printed has a rate that fits"),
         (
             ["--rate", r"avg (\S+)", "--", "python", "-c", PRINTS.format("('nan', '-inf', -1, 0, 1e300, 'x', '')")],
@@ -689,8 +825,42 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
     ended = measure(tmp_path, *words)
     (line,) = ended.stderr.splitlines()
     assert line.startswith("dlscale measure: ") and message.lower() in line.lower()
-    assert ended.returncode == (2 if "expected" in message or "expression" in message else 0)
+    refused = any(word in message for word in ("expected", "expression"))
+    assert ended.returncode == (2 if refused else 0)
     assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "nothing half-written"
+
+
+#: A loop without PyTorch: 40 steps of 20 ms.
+LOOP = "import dlscale, time\nfor _ in dlscale.timed(range(40)): time.sleep(0.02)\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--steps", "none"], "log of steps none: no such file"),
+        (["--steps", "train.py"], "fewer than three steps since it began are in the log train.py"),
+        (["--rate", r"(\d+) samples/s"], "nothing that it printed has a rate that fits"),
+    ],
+)
+def test_steps_count_where_the_named_way_finds_none(tmp_path: Path, option: list[str], message: str) -> None:
+    ended = measure(tmp_path, *option, "--", sys.executable, program(tmp_path, LOOP))
+    assert ended.returncode == 0 and message in ended.stderr
+    assert ". The steps that were timed by the program count instead\n" in ended.stderr
+    record = found(tmp_path)
+    assert record.outside and record.outside.way == "timed" and record.full and 10 < record.full.mean < 50
+
+
+def test_a_fifo_is_no_log(tmp_path: Path) -> None:
+    """It is refused before the program starts; one that the program makes costs no result."""
+    os.mkfifo(tmp_path / "log")
+    ended = measure(tmp_path, "--steps", "log", "--", "touch", "started")
+    assert ended.returncode == 2 and "log: a link, pipe or device" in ended.stderr
+    assert not (tmp_path / "started").exists()
+    (tmp_path / "log").unlink()
+    ended = measure(
+        tmp_path, "--steps", "log", "--", sys.executable, program(tmp_path, LOOP + "import os; os.mkfifo('log')")
+    )
+    assert ended.returncode == 0 and "log: a link, pipe or device" in ended.stderr and found(tmp_path).outside
 
 
 def test_rates_between_nonsense(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from dlscale.core.noise import interval
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number
 from dlscale.measure.records import Throughput
+from dlscale.outside import logs
 from dlscale.outside import steps as seen
-from dlscale.outside.running import Reading, measured, run_command
+from dlscale.outside.running import WAYS, Reading, measured, run_command
 from dlscale.outside.window import PROFILED
 from dlscale.report import report
 from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
@@ -41,6 +42,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size: {args.batch_size}: expected a whole number from 1")
     plan = results_of(None) / "plans" / PLAN
+    log = Path(args.steps) if args.steps else None
+    reading = Reading(args.batch_size, args.rate, log, logs.start_of(log) if log else None, log_first=True)
     place, run = _reserved(args.name or _called(args.command), plan), None
     try:
         with whole(place) as folder:
@@ -57,7 +60,6 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
                 run = run_command(
                     args.command, steps, pattern, environment=more, beside=profilers.beside if profilers else None
                 )
-            reading = Reading(args.batch_size, args.rate, Path(args.steps) if args.steps else None, log_first=True)
             throughput, processes = measured(
                 args.command, steps, rows, run, reading, profilers.apart if profilers else []
             )
@@ -130,18 +132,11 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     ended = f", and ended with status {outside.status}" if outside.status else ""
     first = f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}{ended}"
     text.append(first)
+    if outside.trainings > 1:
+        text.append(f"  its log has {outside.trainings} trainings, one after the other: the longest counts")
     if outside.profiled:
         text.append("  the run is so short that profilers were at work in these steps: without --profile it is faster")
     return [*text, *explained(verdict)]
-
-
-#: How steps were seen, in words.
-WAYS = {
-    "timed": "timed by the program",
-    "seen": "seen in PyTorch",
-    "log": "from its log",
-    "rate": "as it prints them",
-}
 
 
 def _page(plan: Path) -> Path:

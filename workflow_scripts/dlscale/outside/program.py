@@ -23,6 +23,7 @@ from dlscale.core.process import go_on
 from dlscale.core.text import duration
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
+from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.run_program import RunProgram
 
@@ -46,7 +47,9 @@ def main(args: argparse.Namespace) -> None:
     if keep.exists() and not resumed:
         logging.info("%s: nothing to go on from: the program begins afresh", keep)
         keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)
-    write_text(known, str(args.sources))
+    if not resumed:
+        write_text(known, str(args.sources))
+    begun = known.stat().st_mtime
     kept = folder / f"{keep.name}.log"
     go_on(kept, resumed)
     program = RunProgram(run, args.start, keep, steps, resumed)
@@ -67,8 +70,10 @@ def main(args: argparse.Namespace) -> None:
             for name, points in ended.losses.items()
         }
         if program.log:
-            since, percent = ended.begin if not resumed else 0.0, registry.study(run.study).published_log.percent
-            curves = seen.values(program.log, run.program.losses, since, seen.processes(steps) if not resumed else ())
+            percent, start = registry.study(run.study).published_log.percent, program.log_start
+            writers = seen.processes(steps) if not resumed else ()
+            start = start if not resumed else logs.Start(begun)  # earlier tries count, too
+            curves = logs.values(program.log, run.program.losses, start, writers, ended.begin + ended.seconds)
             for tag in percent & run.program.losses.keys():
                 name = run.program.losses[tag]
                 curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]

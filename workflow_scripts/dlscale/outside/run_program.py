@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dlscale.core.files import make_folder
 from dlscale.core.progress import Doing, tell
 from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
+from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.running import Outcome, Reading, measured, run_command
 
@@ -40,6 +42,7 @@ class RunProgram:
             self.command = [*(word.replace(FOLDER, here) for word in before), *inside, *words.command]
             self.environment = {}
         self.log = Path(self.folder, words.log) if words.log else None
+        self.log_start = logs.start_of(self.log) if self.log else logs.Start(time.time())
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
         #: Of losses that it prints, by our names.
         self.losses = {} if self.log else {ours: re.compile(text) for text, ours in run.program.losses.items()}
@@ -80,8 +83,13 @@ class RunProgram:
 
     def record(self, ended: Outcome, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""
-        reading, devices = Reading(self.batch_size, self.run.program.rate, self.log), self.run.geometry.world_size
+        reading = Reading(self.batch_size, self.run.program.rate, self.log, self.log_start)
+        devices = self.run.geometry.world_size
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
+        if found.outside and found.outside.trainings > 1:
+            logging.warning(
+                "its log has %d trainings, one after the other: the longest counts", found.outside.trainings
+            )
         if found.full and 0 < len(found.full.rank_throughput) < devices:  # of a process for several devices, or of none
             logging.warning("%d devices, but steps of %d processes", devices, len(found.full.rank_throughput))
         return found.model_copy(update={"nranks": devices})

@@ -29,10 +29,19 @@ from dlscale.core.text import duration, many
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
 from dlscale.measure.telemetry import bus_ids
+from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.keeper import Kept
 from dlscale.outside.timed import EVERY, FOLDER
 from dlscale.parallel.records import Device
+
+#: How steps were seen, in words.
+WAYS = {
+    "timed": "timed by the program",
+    "seen": "seen in PyTorch",
+    "log": "from its log",
+    "rate": "as it prints them",
+}
 
 HOOK = Path(__file__).with_name("hook")
 
@@ -280,6 +289,7 @@ class Reading:
     batch_size: int | None = None  #: Samples of a step, where the program's own batches do not tell it.
     rate: str | None = None  #: Pattern of the rates that it prints.
     log: Path | None = None  #: Log of its own.
+    log_start: logs.Start | None = None  #: State of that log before the program started.
     log_first: bool = False  #: Whether the log counts where steps are seen, too.
 
 
@@ -297,18 +307,17 @@ def measured(
     """
     nodes = telemetry.read_nodes(telemetry_file)
     way, processes = seen.read(steps)
-    if reading.rate:
-        way, come_to = "rate", partial(seen.pace_of_rates, run.printed, run.begin, reading.batch_size)
-    elif reading.log and (reading.log_first or not processes):
-        way, come_to = "log", partial(seen.pace_of_log, seen.logged(reading.log, run.begin), reading.batch_size)
+    first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
+    try:
+        found, profiled, trainings = _pace_by(first, reading, run, steps, processes, apart)
+    except UserError as error:
+        if first == way or not processes:
+            raise
+        found, profiled, trainings = _pace_by(way, reading, run, steps, processes, apart)
+        print(f"dlscale measure: {error}. The steps that were {WAYS[way]} count instead", file=sys.stderr)
     else:
-        come_to = partial(seen.pace, processes, reading.batch_size)
-    found = come_to(apart=apart)
-    profiled = found is None and bool(apart)
-    if profiled:
-        found, apart = come_to(), ()
-    if found is None:
-        raise UserError(_unseen(reading, steps, run, processes))
+        way = first
+    apart = () if profiled else apart
     mean = interval(found.rates)[0]  # as it is told
     full = Trials(
         trial_throughput=found.rates,
@@ -340,12 +349,39 @@ def measured(
             rank_waiting=found.waits_of_ranks,
             rank_cores=found.cores_of_ranks,
             profiled=profiled,
+            trainings=trainings,
         ),
     )
     return throughput, processes
 
 
-def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:
+def _pace_by(
+    way: str,
+    reading: Reading,
+    run: Outcome,
+    steps: Path,
+    processes: Sequence[seen.Process],
+    apart: Sequence[seen.Span],
+) -> tuple[seen.Pace, bool, int]:
+    """Return the pace by a way, if profiled steps count for lack of others, and the number of trainings."""
+    trainings = 1
+    if way == "rate":
+        come_to = partial(seen.pace_of_rates, run.printed, run.begin, reading.batch_size)
+    elif way == "log" and reading.log:
+        start = reading.log_start or logs.Start(run.begin)
+        found = logs.logged(reading.log, start, run.begin + run.seconds)
+        come_to = partial(seen.pace_of_log, max(found, key=len, default=[]), reading.batch_size)
+        trainings = len([training for training in found if len(training) > 2])
+    else:
+        come_to = partial(seen.pace, processes, reading.batch_size)
+    if pace := come_to(apart=apart):
+        return pace, False, trainings
+    if apart and (pace := come_to()):
+        return pace, True, trainings
+    raise UserError(_unseen(way, reading, steps, run, processes))
+
+
+def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:
     """Say why a program has no rate."""
     if run.signals:
         names = ", ".join(signal.Signals(each).name for each in dict.fromkeys(run.signals))
@@ -353,9 +389,9 @@ def _unseen(reading: Reading, folder: Path, run: Outcome, processes: Sequence[se
         return f"{asked} after {duration(run.seconds)}, before it trained"
     if run.status:
         return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"
-    if reading.rate:
+    if way == "rate":
         return f"nothing that it printed has a rate that fits {reading.rate}"
-    if reading.log:
+    if way == "log":
         return f"fewer than three steps since it began are in the log {reading.log}"
     if processes:
         count = max(len(process.steps) for process in processes)

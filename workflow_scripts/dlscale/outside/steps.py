@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
 import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dlscale.config.program import RATES
-from dlscale.core import board
 from dlscale.core.errors import UserError
-from dlscale.core.files import irregular, open_regular
+from dlscale.core.files import open_regular
 
 #: Ways of seeing steps in a folder, the surest first: what the program says itself, what PyTorch's functions say.
 WAYS = ("timed", "seen")
@@ -333,90 +330,17 @@ def number_in(match: str, rate: bool = True) -> float | None:
     return found if not rate or 0 < found < MOST_SAMPLES else None
 
 
-def logged(path: Path, begin: float) -> list[tuple[float, float]]:
-    """Return times and numbers of steps since `begin` in a program's log: TensorBoard's, or one of JSON lines.
-
-    Of event files the tag with the most points counts. A line of JSON has `step`, or `global_step`, and `time` (seconds
-    since 1970-01-01 UTC, or since any moment).
-    """
-    points = defaultdict[str, dict[float, float]](dict)
-    for tag, time, step, _ in _points(path, begin):
-        points[tag].setdefault(step, time)
-    return sorted((time, step) for step, time in max(points.values(), key=len, default={}).items())
-
-
-def values(
-    path: Path, tags: Mapping[str, str], begin: float, own: Iterable[str] = ()
-) -> dict[str, list[tuple[float, int, float]]]:
-    """Return time, step and value of each point of a log since `begin`, by the names that `tags` has for its own.
-
-    Of several event files those count that `own` processes (HOST.PID) wrote, if any did: a folder that the program
-    chooses may be that of another try, too.
-    """
-    found = defaultdict[str, list[tuple[float, int, float]]](list)
-    for tag, time, step, value in _points(path, begin, own):
-        if tag in tags and value is not None:
-            found[tags[tag]].append((time, int(step), value))
-    return {name: sorted(points) for name, points in found.items()}
-
-
 def processes(folder: Path) -> list[str]:
     """Return the processes that wrote into a folder of steps, as HOST.PID."""
     return [path.name.partition(".")[2] for way in WAYS for path in folder.glob(f"{way}.*")]
-
-
-def _points(path: Path, begin: float, own: Iterable[str] = ()) -> Iterator[tuple[str, float, float, float | None]]:
-    """Yield tag, time, step and value of what a log holds; of a line of JSON all have its step, and one has no tag."""
-    if path.is_symlink():
-        raise irregular(path, "a file or folder")
-    files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
-    if not files or not all(file.exists() for file in files):
-        raise UserError(
-            f"log of steps {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
-        )
-    files = [file for file in files if any(f".{process}." in file.name for process in own)] or files
-    if path.is_dir() or ".tfevents." in path.name:
-        for event in _events(files):
-            for value in event.summary.value:
-                if event.wall_time >= begin and (number := board.scalar(value)) is not None:
-                    yield value.tag, event.wall_time, event.step, number
-        return
-    wrong, known = 0, False
-    with open(path, encoding="utf-8", errors="replace", opener=open_regular) as lines:
-        for row, line in enumerate(lines, 1):
-            try:
-                found = json.loads(line)
-                step, time = int(found.get("step", found.get("global_step"))), float(found["time"])
-                if not math.isfinite(time):
-                    raise ValueError
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-                wrong = wrong or row  # half a line, within which a program was ended, or one of something else
-                continue
-            known = True
-            yield "", time, step, None
-            for tag, number in found.items():
-                if isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**1000):
-                    yield tag, time, step, float(number)
-    if wrong and not known:
-        raise UserError(f"log of steps {path}: line {wrong}: expected JSON with `step` and `time`")
-
-
-def _events(files: Sequence[Path]) -> Iterator[Any]:
-    """Yield the events of files, of a damaged one those before its damage; a `UserError` where none is whole."""
-    damaged = list[UserError]()
-    for file in files:
-        try:
-            yield from board.events(file)
-        except UserError as error:
-            damaged.append(error)
-    if len(damaged) == len(files):
-        raise damaged[0]
 
 
 def pace_of_log(
     points: Sequence[tuple[float, float]], batch_size: int | None, apart: Sequence[Span] = ()
 ) -> Pace | None:
     """Return the pace of steps that were logged, between one point and the next; None of fewer than three points."""
+    # Of a clock that shows whole seconds, say, the first step of each counts.
+    points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]
     if len(points) < 3:
         return None
     spans = [

@@ -18,6 +18,7 @@ from dlscale.core.noise import interval
 from dlscale.core.text import duration, number
 from dlscale.measure.records import Beside
 from dlscale.measure.turns import Ended, Timed, Turns
+from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.run_program import RunProgram
 
@@ -70,7 +71,10 @@ def enough(settings: Any, program: RunProgram, printed: int) -> bool:
     ends = [process.steps for process in seen.read(program.steps)[1]]
     if not ends and program.log:
         with contextlib.suppress(UserError):  # it is not there yet
-            return len(seen.logged(program.log, 0.0)) > settings.warmup + settings.trials
+            return (
+                max(map(len, logs.logged(program.log, program.log_start)), default=0)
+                > settings.warmup + settings.trials
+            )
     if not ends:
         return False
     least = min(ends, key=len)

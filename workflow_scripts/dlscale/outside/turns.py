@@ -15,6 +15,7 @@ from pathlib import Path
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
 from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
+from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.keeper import Kept
 from dlscale.outside.run_program import RunProgram
@@ -68,7 +69,8 @@ class Program:
         if not ends and self._program.log and time.monotonic() > self._look:
             self._look = time.monotonic() + 1
             with contextlib.suppress(UserError):  # it is not there yet
-                if len(seen.logged(self._program.log, 0.0)) > WARM:
+                trainings = logs.logged(self._program.log, self._program.log_start)
+                if max(map(len, trainings), default=0) > WARM:
                     raise Ended("a program's steps are told by its log alone, too late for turns")
         return len(ends) > WARM and ends[-1] - ends[WARM] >= TURN
 

@@ -1,0 +1,309 @@
+"""Steps and values in a program's own log: TensorBoard's files, or JSON lines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, tzinfo
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dlscale.core import board
+from dlscale.core.errors import UserError
+from dlscale.core.files import irregular, open_regular
+from dlscale.core.text import shorten
+from dlscale.outside.printed import plain
+
+#: Bytes before the end of a log that identify it after it has grown.
+TAIL = 4096
+
+#: Steps above this number cannot be counted exactly.
+MAX_STEP = 2**53
+
+#: Clocks of other machines may be ahead by this time, s.
+SKEW_SECONDS = 1.0
+
+#: Units of times that are numbers: seconds, milliseconds, microseconds, nanoseconds.
+UNITS = (1.0, 1e-3, 1e-6, 1e-9)
+
+#: Oldest time of a day that a log may have, seconds since 1970-01-01 UTC.
+OLDEST = 1e9
+
+#: Fraction of steps before which a log's times may go back.
+MAX_BACKWARD = 0.1
+
+#: Fraction of a run that the times since its start cover at least.
+MIN_GROWTH = 0.05
+
+EXPECTED = (
+    "expected the time of day (seconds or milliseconds since 1970-01-01 UTC, or ISO 8601), or seconds since the start"
+)
+
+#: Time of a step (seconds since 1970-01-01 UTC), and its number.
+Point = tuple[float, int]
+
+#: Tag, time as it was logged, step and value.
+Row = tuple[str, float | datetime, int, float]
+
+
+@dataclass(frozen=True)
+class Start:
+    """State of a log before the program starts."""
+
+    begin: float  #: Seconds since 1970-01-01 UTC.
+    size: int = 0  #: Bytes that earlier runs wrote.
+    tail: bytes = b""  #: The last of these bytes.
+
+
+def start_of(path: Path) -> Start:
+    """Return the state of a log now; refuse a path that is neither a file nor a folder."""
+    begin = time.time()
+    if path.is_symlink():
+        raise irregular(path, "a file or folder")
+    if path.is_dir() or not path.exists():
+        return Start(begin)
+    with _opened(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - TAIL, 0))
+        return Start(begin, size, file.read(TAIL))
+
+
+def logged(path: Path, start: Start, end: float | None = None) -> list[list[Point]]:
+    """Return the points of each training that a log has between the start and `end` (default: now).
+
+    A training begins where the steps begin again. Of event files the tag with the most points counts. A line of JSON
+    has `step`, or `global_step`, and `time`.
+
+    Raises
+    ------
+    UserError
+        Its times are not those of this run, or do not increase with the steps.
+    """
+    of = defaultdict[str, list[Row]](list)
+    for row in _rows(path, start):
+        of[row[0]].append(row)
+    dated = _dated(path, max(of.values(), key=len, default=[]), start.begin, end)
+    found = list[dict[int, float]]()
+    for training in _trainings(dated):
+        _check_order(path, training)
+        found.append({})
+        for when, row in training:
+            found[-1].setdefault(row[2], when)
+    return [sorted((when, step) for step, when in each.items()) for each in found]
+
+
+def values(
+    path: Path, tags: Mapping[str, str], start: Start, own: Iterable[str] = (), end: float | None = None
+) -> dict[str, list[tuple[float, int, float]]]:
+    """Return time, step and value of each point of a log since the start, by the names that `tags` has for its own.
+
+    Of several event files those count that `own` processes (HOST.PID) wrote, if any did: a folder that the program
+    chooses may be that of another try, too. Where times cannot be read, they are the numbers of the points.
+    """
+    found = defaultdict[str, list[tuple[float, int, float]]](list)
+    rows = _rows(path, start, tags, own)
+    try:
+        dated = _dated(path, rows, start.begin, end)
+    except UserError:
+        dated = [(float(number), row) for number, row in enumerate(rows, 1)]
+    for when, (tag, _, step, value) in dated:
+        found[tags[tag]].append((when, step, value))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+# ---- what is in a log --------------------------------------------------------------------------------
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb", opener=open_regular)
+    except OSError as error:
+        raise UserError(f"log of steps {path}: {error.strerror}") from None
+
+
+def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: Iterable[str] = ()) -> list[Row]:
+    """Return the rows that a log has since the start; without `tags` those of all tags, JSON's without a tag."""
+    files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
+    if path.is_symlink():
+        raise irregular(path, "a file or folder")
+    if not files or not all(file.exists() for file in files):
+        raise UserError(
+            f"log of steps {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
+        )
+    files = [file for file in files if any(f".{process}." in file.name for process in own)] or files
+    if path.is_dir() or ".tfevents." in path.name:
+        return [
+            (value.tag, event.wall_time, event.step, number)
+            for event in _events(files)
+            for value in event.summary.value
+            if (tags is None or value.tag in tags) and (number := board.scalar(value)) is not None
+        ]
+    rows, wrong, known = list[Row](), "", False
+    with _opened(path) as lines:
+        # A program may also write its log anew.
+        lines.seek(max(start.size - len(start.tail), 0))
+        if lines.read(len(start.tail)) != start.tail:
+            lines.seek(0)
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(plain(line.decode(errors="replace")))
+                step = _step(found.get("step", found.get("global_step")))
+                given = found["time"]
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                # Half a line, within which a program was ended, or one of something else.
+                wrong = wrong or f"line {number}: expected JSON with `step` and `time`"
+                continue
+            try:
+                when = _time(given)
+            except (ValueError, OverflowError):
+                wrong = wrong or f"line {number}: `time` {shorten(repr(given), 40)}: {EXPECTED}"
+                continue
+            known = True
+            if tags is None:
+                rows.append(("", when, step, math.nan))
+            else:
+                rows += [(tag, when, step, float(found[tag])) for tag in tags if _is_number(found.get(tag))]
+    if wrong and not known:
+        raise UserError(f"log of steps {path}: {wrong}")
+    return rows
+
+
+def _events(files: Sequence[Path]) -> Iterator[Any]:
+    """Yield the events of files, of a damaged one those before its damage; a `UserError` where none is whole."""
+    damaged = list[UserError]()
+    for file in files:
+        try:
+            yield from board.events(file)
+        except UserError as error:
+            damaged.append(error)
+    if len(damaged) == len(files):
+        raise damaged[0]
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) < 2**1000
+
+
+def _step(value: object) -> int:
+    """Return a step's number; raise ValueError for a value that is not a whole number."""
+    number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    if not (number.is_integer() and abs(number) < MAX_STEP):
+        raise ValueError
+    return int(number)
+
+
+def _time(value: object) -> float | datetime:
+    """Return a time as a number or a date; raise ValueError for anything else."""
+    if isinstance(value, str):
+        text = plain(value).strip()
+        try:
+            value = float(text)
+        except ValueError:
+            return datetime.fromisoformat(text)
+    if not _is_number(value) or not math.isfinite(number := float(value)):  # type: ignore[arg-type]
+        raise ValueError
+    return number
+
+
+# ---- its clock ---------------------------------------------------------------------------------------
+
+
+def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> list[tuple[float, Row]]:
+    """Return the rows of a run, each with its time in seconds since 1970-01-01 UTC, in the order of time.
+
+    Of the clocks that the times may be of, the one counts that puts most rows into the run.
+    """
+    end, begin = time.time() if end is None else end, max(begin, OLDEST)
+    best, earlier = list[tuple[float, Row]](), False
+    for of_day, clock in _clocks():
+        dated = [(when, row) for row in rows if (when := clock(row[1])) is not None]
+        inside = [each for each in dated if _floor(begin, each[0]) <= each[0] <= end + SKEW_SECONDS]
+        best = inside if len(inside) > len(best) else best
+        earlier = earlier or (of_day and bool(dated) and all(OLDEST < when < begin for when, _ in dated))
+    if rows and not best and not earlier:
+        return _since_start(path, rows, begin, end)
+    return sorted(best, key=lambda each: each[0])
+
+
+def _clocks() -> Iterator[tuple[bool, Callable[[float | datetime], float | None]]]:
+    """Yield clocks that a log may use, each with True for the time of day, False for the time since the boot."""
+    for zone in (None, UTC):  # of dates without a zone
+        yield True, partial(_of_date, zone=zone)
+    for unit in UNITS:
+        yield True, partial(_of_number, zero=0.0, unit=unit)
+    yield False, partial(_of_number, zero=time.time() - time.perf_counter(), unit=1.0)
+
+
+def _of_date(given: float | datetime, zone: tzinfo | None) -> float | None:
+    if not isinstance(given, datetime):
+        return None
+    try:
+        return (given if given.tzinfo else given.replace(tzinfo=zone)).timestamp()
+    except (ValueError, OverflowError, OSError):  # before 1970, say
+        return None
+
+
+def _of_number(given: float | datetime, zero: float, unit: float) -> float | None:
+    return None if isinstance(given, datetime) else zero + given * unit
+
+
+def _floor(begin: float, when: float) -> float:
+    """Return a begin as a clock of whole seconds shows it, if `when` is of such a clock."""
+    return math.floor(begin) if when.is_integer() else begin
+
+
+def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> list[tuple[float, Row]]:
+    """Return the rows of a log whose times are seconds since a moment in the run, or a smaller unit."""
+    times, lasted = [row[1] for row in rows], end - begin
+    known = [each for each in times if isinstance(each, float)]
+    latest = max(known) if len(known) == len(times) and min(known) >= 0 else math.inf
+    fits = [unit for unit in UNITS[:2] if latest * unit <= lasted + SKEW_SECONDS]
+    if not fits or latest >= OLDEST or begin <= OLDEST:
+        raise UserError(f"log of steps {path}: `time` {times[0]} is outside of the run; {EXPECTED}")
+    seconds = [each * fits[0] for each in known]
+    # The last row was written when the log was last changed, whenever the clock began.
+    zero = max(min(path.stat().st_mtime, end) - max(seconds), begin)
+    dated = [(zero + each, row) for each, row in zip(seconds, rows, strict=True)]
+    for tag in {row[0] for row in rows}:
+        for training in _trainings([each for each in dated if each[1][0] == tag]):
+            _check_order(path, training)
+    # Durations of steps add up to a time in the run, too, but hardly grow.
+    steps = max(row[2] for row in rows) - min(row[2] for row in rows)
+    growth = max(seconds) - min(seconds)
+    if growth < MIN_GROWTH * lasted or (growth < seconds[0] and steps * seconds[0] <= lasted):
+        raise UserError(f"log of steps {path}: `time` {times[0]} seems to be a step's duration; {EXPECTED}")
+    return dated
+
+
+def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row]]]:
+    """Return the rows of each training: one begins where the steps are back at the first one."""
+    found, steps = list[list[tuple[float, Row]]](), set[int]()
+    for when, row in dated:
+        # Processes that log side by side are a step apart at most.
+        if not found or (len(steps) > 2 and row[2] <= found[-1][0][1][2] and row[2] != found[-1][-1][1][2]):
+            found.append([])
+            steps.clear()
+        found[-1].append((when, row))
+        steps.add(row[2])
+    return found
+
+
+def _check_order(path: Path, training: Sequence[tuple[float, Row]]) -> None:
+    """Refuse times that do not increase with the steps."""
+    pairs = [(a, b) for a, b in itertools.pairwise(training) if a[1][2] != b[1][2]]
+    wrong = [(a, b) for a, b in pairs if (a[0] - b[0]) * (a[1][2] - b[1][2]) < 0]
+    if len(pairs) > 1 and (len(wrong) > MAX_BACKWARD * len(pairs) or training[0][0] == training[-1][0]):
+        (_, before), (_, after) = (wrong or pairs)[0]
+        raise UserError(
+            f"log of steps {path}: `time` does not increase with `step` ({before[1]} at step {before[2]}, {after[1]} "
+            f"at step {after[2]}); {EXPECTED}"
+        )
