@@ -14,6 +14,7 @@
 #   a page that fills        `snakemake.logging`: it wonders at an output that is there before its job begins.
 #   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
 #   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
+#   whether it keeps going   `workflow.execution_settings`: then a broken dataset must not end the call.
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
 #   what they ask for        `job.resources`, `workflow._localrules`: a rule's message takes the place of its resources.
@@ -131,6 +132,12 @@ def check_report():
             f"--report: unfinished: {', '.join(missing)} ({file} is not there); run the same command without --report "
             "first, or name finished targets, such as plan_NAME"
         )
+
+
+def keeps_going():
+    """Whether a broken dataset fails in its own jobs only; a job's own process leaves it to its stage."""
+    settings = workflow.execution_settings
+    return not workflow.is_main_process or bool(settings and settings.keep_going)
 
 
 def asked_files():

@@ -45,13 +45,14 @@ rule preprocess:
         **JOBS.resources("data"),
     params:
         stage=JOBS.preprocess_params,
+        words=JOBS.source_words,
         launch=JOBS.stage_launch,
         dataset=JOBS.dataset_settings,
     message:
         "Preprocess {wildcards.dataset} {wildcards.split}/{wildcards.part}, piece {wildcards.piece}"
     shell:
         "{params.launch:q} preprocess --config {params.dataset:q} --part {wildcards.split}/{wildcards.part}"
-        " --piece {wildcards.piece} --source {input.sources:q} --out {output:q} --log {log:q}"
+        " --piece {wildcards.piece} {params.words:q} --out {output:q} --log {log:q}"
 
 
 rule assemble:

@@ -26,6 +26,7 @@ JOBS = Jobs(
     say=say,
     refuse=refuse,
     rung_file=rung_file,
+    keep_going=keeps_going,
 )
 
 

@@ -151,7 +151,29 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda folder: folder.rename(folder.with_name("fox")),
         "differ in their classes: .*valid has no bee; .*train has no fox",
     ),
-    "no images": ("train/bee", emptied, "train/bee: no images in it"),
+    "a class in one split": (
+        "valid/bee",
+        shutil.rmtree,
+        "valid has no bee; give each class a folder with images in both splits, or remove its folder from the other",
+    ),
+    "no images": (
+        "train/bee",
+        emptied,
+        r"train/bee: no images in it \(.jpg, .*\); add images of this class, or remove",
+    ),
+    "no known format": (
+        "train/bee",
+        lambda folder: [path.rename(path.with_suffix(".heic")) for path in folder.iterdir()],
+        "train/bee: no images in it; 5 files skipped: 5 format .heic; add images of this class, or remove its folder",
+    ),
+    "one class": (
+        ".",
+        lambda folder: [
+            shutil.rmtree(folder / split / name) for split in ("train", "valid") for name in ("ape", "bee")
+        ],
+        "train: only one folder in it, cat; expected one for each of at least two classes",
+    ),
+    "pipe": ("train/bee/x.jpg", os.mkfifo, f"bee/x.jpg: {BAD} .*a pipe or a device; expected an image"),
     "no classes": ("train", emptied, "train: no folders in it"),
     "no folder": ("train", shutil.rmtree, "train: cannot read this folder"),
 }
@@ -165,6 +187,34 @@ def test_what_is_broken_is_one_message(tmp_path: Path, folders: dict[str, str], 
     with pytest.raises(UserError, match=words):
         _acquire(tmp_path / "data", settings(folders, form=form))
     assert not list((tmp_path / "data").rglob("*.h5*"))
+
+
+def test_every_format_is_packed_and_every_skipped_file_counted(
+    tmp_path: Path, folders: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Formats that docs/data.md lists, folders below classes, and files of operating systems."""
+    ape, images = tmp_path / "train/ape", picture(3, 20, 30)
+    wanted = ["w.webp", "t.tif", "t2.TIFF", "b.bmp", "g.gif", "j.jp2", "p.ppm", "q.JFIF", "more/deep/1.jpg", "link.png"]
+    for name in wanted[:-1]:
+        (ape / name).parent.mkdir(parents=True, exist_ok=True)
+        images.save(ape / name, "JPEG" if name.endswith("JFIF") else None)
+    (ape / "link.png").symlink_to(ape / "b.bmp")
+    for name in ("._0.jpg", ".DS_Store", "Thumbs.db", "desktop.ini", "../desktop.ini", "../.DS_Store", "more/._1.jpg"):
+        (ape / name).write_bytes(b"\0\5\x16\7")
+    for name in (".h.jpg", "x.heic", "raw", "../loose.jpg", ".ipynb_checkpoints/0.jpg", "../.trash/1.jpg"):
+        (ape / name).parent.mkdir(exist_ok=True)
+        images.save(ape / name, "JPEG")
+    (ape / "linked").symlink_to(tmp_path / "valid/cat")
+    with caplog.at_level("INFO"):
+        data = make_dataset(tmp_path / "data", settings(folders, shards={"train": 2}))
+    manifest = Manifest.read(data / "manifest.json")
+    assert sum(file.rows for file in manifest.files("train")) == 12 + len(wanted)
+    # Three notes.txt stand in each split's classes.
+    counts = "3 hidden, 3 format .txt, 1 not in a class folder, 1 link to a folder, 1 no suffix, 1 format .heic"
+    assert manifest.facts[2:] == [f"train: 10 files skipped ({counts})", "valid: 3 files skipped (3 format .txt)"]
+    assert f"{tmp_path}/train: 10 files skipped: {counts}" in caplog.text
+    assert "skipped, hidden: .trash/1.jpg, ape/.h.jpg, ape/.ipynb_checkpoints/0.jpg" in caplog.text
+    assert caplog.text.count("train: 10 files skipped") == 1, "once a split"
 
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])

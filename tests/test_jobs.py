@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 
 from dlscale.config import resolve
 from dlscale.config.compute import KEYS, compute_digest
+from dlscale.config.dataset import dataset_type
 from dlscale.config.run import Run, RunCore
 from dlscale.core.errors import UserError
+from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
 from dlscale.preflight import cost
+from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
 from dlscale.rules.jobs import ALL_CORES, Jobs, decisive_settings
@@ -55,6 +59,7 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
         say=print,
         refuse=refuse,
         rung_file=lambda plan, rung: "",
+        keep_going=lambda: False,
     )
 
 
@@ -288,3 +293,41 @@ def test_every_setting_that_stages_share_is_judged() -> None:
 
 def test_what_one_stage_sees_of_a_run_has_the_digest_of_the_whole() -> None:
     assert compute_digest(run().slice("throughput")) == compute_digest(run().model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("fault", ["empty", "missing"])
+def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path: Path, fault: str) -> None:
+    """Otherwise before anything runs."""
+    for split, name in itertools.product(("train", "valid"), ("a", "b")):
+        (tmp_path / split / name).mkdir(parents=True)
+        (tmp_path / split / name / "0.jpg").write_bytes(b"image")
+    (tmp_path / "valid/b/0.jpg").unlink()
+    if fault == "missing":
+        (tmp_path / "valid/b").rmdir()
+    source = {"kind": "folder", "train": str(tmp_path / "train"), "valid": str(tmp_path / "valid")}
+    words = {"empty": "valid/b: no images in it", "missing": "valid has no b; give each class a folder"}[fault]
+    for keep_going in (False, True):
+        found, said = jobs(tmp_path / "results"), list[Finding]()
+        found.datasets["d"] = validate(dataset_type(), {"kind": "imagenet", "source": source, "shards": {"valid": 3}})
+        found.say, found.keep_going = said.append, lambda: keep_going  # noqa: B023
+        for number in range(3):
+            wildcards = SimpleNamespace(dataset="d", file=f"valid-000{number}.h5")
+            assert words in found.acquire_params(wildcards)["settings"]["files"]
+        assert [finding.status for finding in said] == ["warn" if keep_going else "FAIL"]
+        assert words in said[0].text
+
+
+def test_a_missing_file_is_no_input_of_a_call_that_keeps_going(tmp_path: Path) -> None:
+    """Snakemake would end the whole call; the stage still gets its name, and reports it."""
+    files = {"images": str(tmp_path / "images.idx"), "labels": str(tmp_path / "labels.idx")}
+    Path(files["images"]).write_bytes(b"x")
+    found, said = jobs(tmp_path / "results"), list[Finding]()
+    source = {"kind": "files", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
+    found.datasets["d"] = validate(dataset_type(), {"kind": "mnist", "source": source})
+    found.say = said.append
+    wildcards = SimpleNamespace(dataset="d", split="train", part="train", piece="0")
+    assert found.part_sources(wildcards) == [*files.values()]
+    found.keep_going = lambda: True
+    assert found.part_sources(wildcards) == [files["images"]]
+    assert found.source_words(wildcards) == ["--source", *files.values()]
+    assert [finding.status for finding in said] == ["FAIL"] and "labels.idx: no such file" in said[0].text

@@ -105,7 +105,9 @@ def described(folder: Path) -> None:
 def images(folder: Path) -> None:
     """Pack the images of a folder of classes, as they are and decoded."""
     for form in ("encoded", "decoded"):
-        write_pack(folder.parent / "pack.h5", pictures(folder, ["a", "b"]), ["a", "b"], form, lambda done, whole: None)
+        write_pack(
+            folder.parent / "pack.h5", pictures(folder, ["a", "b"])[0], ["a", "b"], form, lambda done, whole: None
+        )
 
 
 def pack(folder: Path) -> None:

@@ -147,7 +147,15 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
                 Image.fromarray(pixels).save(tmp_path / split / name / f"{number}.png")
     source = {"kind": "folder", "train": str(tmp_path / "train"), "valid": str(tmp_path / "valid")}
     photos = {"kind": "imagenet", "source": source, "shards": {"train": 2}}
-    tree = make_tree({"results": "results", "targets": ["imagenet_demo"], "datasets": {"photos": photos}, "plans": {}})
+    digits = {"kind": "mnist", "source": {"kind": "simulated", "train": 20, "valid": 10}}
+    tree = make_tree(
+        {
+            "results": "results",
+            "targets": ["imagenet_demo"],
+            "datasets": {"photos": photos, "digits": digits},
+            "plans": {},
+        }
+    )
     done = tree.snakemake("--cores", "2", "--", "data_photos")
     assert done.status == 0, done.output[-3000:]
     assert tree.planned(targets=["data_photos"]).names == []
@@ -165,8 +173,15 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     link.symlink_to("nowhere")
     dry = tree.snakemake("-n", "--", "data_photos")
     assert dry.status == 2 and "Traceback" not in dry.output
-    assert f"\n{link}: cannot look at this file (No such file or directory); mend or remove it\n" in dry.output
+    broken = f"  data photos: {link}: cannot look at this file (No such file or directory); mend or remove it\n"
+    assert f"\nFAIL{broken}" in dry.output
+    # One broken dataset fails only its own targets.
+    other = tree.snakemake("--cores", "2", "--keep-going", "--", "data_photos", "data_digits")
+    assert other.status != 0 and "Traceback" not in other.output
+    assert f"\nwarn{broken}" in other.output and (tree.results / "data/digits/preview.png").exists()
     link.unlink()
+    done = tree.snakemake("--cores", "2", "--", "data_photos")
+    assert done.status == 0, done.output[-3000:]
     shutil.rmtree(tmp_path / "valid")
     shutil.rmtree(tmp_path / "train")
     gone = tree.planned(targets=["data_photos"])

@@ -16,6 +16,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.core.text import coloured, many
+from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import cost, doctor, status, why
 from dlscale.preflight.cost import Work
@@ -185,7 +186,9 @@ class Call:
         }
         pages = pages or [folder / "report.html" for folder in plans if (folder / "report.html").exists()]
         previews = [] if pages else [file for file in files if file.name == "preview.png"]
-        say(*(f"Report: {page.resolve()}" for page in pages), *(f"Preview: {file.resolve()}" for file in previews))
+        say(*(f"Report: {page.resolve()}" for page in pages))
+        for file in previews:
+            say(f"Preview: {file.resolve()}", *(f"  {fact}" for fact in _facts(file.with_name("manifest.json"))))
 
     def show_results(self) -> None:
         """Print what each plan that was asked for came to, and what to ask next."""
@@ -210,3 +213,10 @@ def show_requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> None:
         told.setdefault(slurm.words(resources), set()).add(f"{rule} {name}")
     if told:
         say("", *(f"sbatch {words}: {', '.join(sorted(told[words]))}" for words in sorted(told)))
+
+
+def _facts(manifest: Path) -> list[str]:
+    """Return the short facts of a dataset, such as its number of skipped files."""
+    with contextlib.suppress(UserError):
+        return Manifest.read(manifest).facts
+    return []

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,7 +75,9 @@ class Jobs:
     say: Callable[[Finding], None]  #: Prints what was found, and ends the call if nothing can be made of it.
     refuse: Callable[[object], NoReturn]
     rung_file: Callable[[str, int], str]  #: The file that says which trials come to a rung, once it is there.
+    keep_going: Callable[[], bool]  #: Whether a broken dataset fails in its own jobs only.
     _looked: set[str] = field(default_factory=set)
+    _broken: dict[str, str] = field(default_factory=dict)  #: Faults of datasets, by name.
 
     def __post_init__(self) -> None:
         workflow = self.configuration.workflow
@@ -114,21 +116,41 @@ class Jobs:
     def look_for_raw_files(self, name: str) -> None:
         """Say once what to do about raw files that are not there: Snakemake takes what was made of others for done."""
         if name not in self._looked and (found := probe_raw(name, self.datasets[name], Path(self.results))):
-            self.say(found)
+            self.say_of_data(found)
         self._looked.add(name)
+
+    def say_of_data(self, found: Finding) -> None:
+        """Print a finding about a dataset; one that nothing can be made of ends the call, unless it keeps going."""
+        self.say(replace(found, status="warn") if self.keep_going() and found.status == "FAIL" else found)
+
+    def existing(self, files: Iterable[str]) -> list[str]:
+        """Return which of other people's files are inputs: a missing one would end a call that keeps going."""
+        return [file for file in files if not self.keep_going() or Path(file).exists() or self.makes(file)]
+
+    def makes(self, file: str) -> bool:
+        return Path(file).is_relative_to(self.results)
 
     def part(self, wildcards: Wildcards) -> Any:
         return parts.part(self.dataset(wildcards), f"{wildcards.split}/{wildcards.part}")
 
     def part_sources(self, wildcards: Wildcards) -> list[str]:
         self.look_for_raw_files(wildcards.dataset)
+        return self.existing(self._raw_paths(wildcards))
+
+    def _raw_paths(self, wildcards: Wildcards) -> list[str]:
         return [self.raw_path(wildcards.dataset, raw) for raw in self.part(wildcards).raws]
+
+    def source_words(self, wildcards: Wildcards) -> list[str]:
+        return ["--source", *self._raw_paths(wildcards)]
 
     def part_pieces(self, wildcards: Wildcards) -> list[str]:
         folder = f"{self.results}/data/{wildcards.dataset}/pieces/{wildcards.split}/{wildcards.part}"
         return [f"{folder}-{piece}.h5" for piece in range(self.dataset(wildcards).pieces)]
 
     def data_files(self, name: str) -> list[str]:
+        return self.existing(self._data_files(name))
+
+    def _data_files(self, name: str) -> list[str]:
         dataset = self.datasets[name]
         kind = parts.kind_of(dataset)
         if not kind.prepared(dataset):
@@ -140,9 +162,9 @@ class Jobs:
     def dataset_files(self, wildcards: Wildcards) -> list[str]:
         return self.data_files(wildcards.dataset)
 
-    def prepared_sources(self, wildcards: Wildcards, input: Any) -> list[str]:
-        dataset = self.dataset(wildcards)
-        return ["--source", *input.files] if parts.kind_of(dataset).prepared(dataset) else []
+    def prepared_sources(self, wildcards: Wildcards) -> list[str]:
+        prepared = parts.kind_of(dataset := self.dataset(wildcards)).prepared(dataset)
+        return ["--source", *self._data_files(wildcards.dataset)] if prepared else []
 
     def dataset_settings(self, wildcards: Wildcards, input: Any) -> str:
         return self.dataset(wildcards).model_dump_json()
@@ -151,12 +173,19 @@ class Jobs:
         dataset = self.dataset(wildcards)
         kind, settings = parts.kind_of(dataset), None
         if raw := parts.raws(dataset).get(wildcards.file):
-            try:
-                seen = kind.look(dataset, raw, Path(self.raw_path(wildcards.dataset, raw)))
-            except UserError as error:
-                self.refuse(error)
+            seen = self._seen(wildcards.dataset, raw)
             settings = {**kind.raw_settings(dataset, raw), **({"files": seen} if seen else {})}
         return self.params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
+
+    def _seen(self, name: str, raw: Any) -> str | None:
+        """Return the state of a raw file's origin, or the fault of a broken one, which its job reports."""
+        dataset = self.datasets[name]
+        try:
+            return self._broken.get(name) or parts.kind_of(dataset).look(dataset, raw, Path(self.raw_path(name, raw)))
+        except UserError as error:
+            self._broken[name] = str(error)
+            self.say_of_data(Finding(f"data {name}", "FAIL", str(error)))
+        return self._broken[name]
 
     def preprocess_params(self, wildcards: Wildcards) -> Params:
         dataset = self.dataset(wildcards)

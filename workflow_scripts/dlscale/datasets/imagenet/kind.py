@@ -20,7 +20,7 @@ PACKED: tuple[Split, ...] = ("train", "valid")
 
 
 class ImageFolders(Strict):
-    """Folders CLASS/*.jpg (jpeg, png) of each split; the labels are the classes' places in sorted order."""
+    """Folders CLASS/*.jpg (jpeg, png, webp, …) of each split; labels number the classes in sorted order."""
 
     kind: Literal["folder"]
     train: Path = Field(description="Folder of the training part.")
@@ -143,11 +143,14 @@ class Imagenet(DatasetKind):
 
     def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
         """Return a digest of the names, sizes and times of a pack's images."""
-        if not isinstance(dataset.source, ImageFolders):
+        source = dataset.source
+        if not isinstance(source, ImageFolders):
             return None
         folder = registry.load("dlscale.datasets.imagenet.folder")  # in no fingerprint: no stage looks
         digest: str | None
         if pathlib.Path(raw.origin).exists():
+            if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():
+                folder.check_classes(source.train, source.valid)
             digest = folder.looks(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
         else:  # the stage will say so, if there is no pack
             digest = folder.packed(made)

@@ -8,15 +8,17 @@
 ===========  =============================================================================================
 
 Attributes: `form`, `encoded`, files (JPEG, PNG) as they were, or `decoded`, RGB [H, W, 3]; `sha256` of it all; `files`,
-the digest of the packed files' names, sizes and times.
+the digest of the packed files' names, sizes and times; `skipped`, JSON, numbers of files of the split that are in no
+pack, by reason.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +54,7 @@ class Pack:
         self.path = str(path)
         with store.open_file(path) as file, reading(path, "not a pack of images: delete it and run the workflow again"):
             self.form, self.digest = str(file.attrs["form"]), str(file.attrs["sha256"])
+            self.skipped: dict[str, int] = json.loads(file.attrs.get("skipped", "{}"))
             self.bytes: np.ndarray = store.map_chunks(file["bytes"])[(0,)]
             self.index: np.ndarray = file["index"][()]
             self.labels: np.ndarray = file["labels"][()]
@@ -99,6 +102,11 @@ def shard(count: int, number: int, shards: int) -> range:
     return images
 
 
+def counted(reasons: Mapping[str, int]) -> str:
+    """Return reasons with their counts, the most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+
+
 def write_pack(
     out: Path,
     pictures: Sequence[Picture],
@@ -106,6 +114,7 @@ def write_pack(
     form: str,
     progress: Callable[[int, int | None], None],
     files: str | None = None,
+    skipped: Mapping[str, int] | None = None,
 ) -> None:
     """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
 
@@ -140,6 +149,7 @@ def write_pack(
             pack.attrs["sha256"] = digest.hexdigest()
             if files is not None:
                 pack.attrs["files"] = files
+            pack.attrs["skipped"] = json.dumps(skipped or {})
 
 
 def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
