@@ -10,7 +10,7 @@ from dlscale.config import resolve
 from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, remember
-from dlscale.core.machine import put_python_first
+from dlscale.core.machine import CALLER, callers_values
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
@@ -21,7 +21,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 #: What Snakemake's own report says of its figures and tables.
 CAPTIONS = f"{ROOT}/report/captions"
 
-put_python_first()  # jobs say `python`
+os.environ[CALLER] = callers_values()
 remember(Path(".snakemake/parsed.json"))
 
 

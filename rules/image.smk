@@ -9,7 +9,8 @@ rule image:
         f"{RESULTS}/benchmarks/image.tsv"
     params:
         options=image_options(),
+        launch=launcher.PYTHON_HERE,
     message:
         "Build or pull the image"
     shell:
-        "python -P -m dlscale image {params.options:q} --log {log:q}"
+        "{params.launch:q} image {params.options:q} --log {log:q}"

@@ -72,6 +72,32 @@ def test_a_gpu_is_told_in_the_units_of_its_record(monkeypatch: pytest.MonkeyPatc
     assert environment._gpu(device) == H200.model_copy(update={"memory_mhz": 2619})
 
 
+def test_the_state_of_a_checkout_runs_nothing_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, script = tmp_path / "theirs", tmp_path / "script"
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    script.chmod(0o755)
+
+    def git(*words: str) -> None:
+        known = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(folder), *known, *words], check=True, capture_output=True)
+
+    folder.mkdir()
+    git("init", "--quiet")
+    (folder / "environment.py").write_text("one")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    (folder / ".git/info/attributes").write_text("* filter=evil\n")
+    for key in ("core.fsmonitor", "filter.evil.clean", "filter.evil.process"):
+        git("config", key, str(script))
+    git("config", "filter.evil.required", "true")
+    (folder / "environment.py").write_text("two")
+    monkeypatch.setattr(environment, "__file__", str(folder / "environment.py"))
+    state = environment.git_state()
+    assert state and len(state["commit"]) == 40 and state["dirty"]
+    (folder / "environment.py").write_text("one")
+    assert environment.git_state() == {**state, "dirty": False} and not (tmp_path / "ran").exists()
+
+
 def test_a_stage_is_done_without_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "train.json").write_text("an earlier try's")
     monkeypatch.setattr(environment, "_versions", lambda: 1 / 0)

@@ -6,6 +6,8 @@ import copy
 import functools
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from dlscale.config.compute import KEYS, compute_digest
 from dlscale.config.dataset import dataset_type
 from dlscale.config.run import Run, RunCore
 from dlscale.core.errors import UserError
+from dlscale.core.process import LAUNCHED
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
 from dlscale.preflight import cost
@@ -68,6 +71,26 @@ def test_secrets_of_addresses_are_kept_from_programs(tmp_path: Path) -> None:
     found.configuration.secrets["https://h.org/x?sig=***"] = "https://h.org/x?sig=s3cret"
     for words in (found.run_launch(RUN, []), found.checkout_launch(RUN, [])):
         assert words[:3] == ["env", "-u", "DLSCALE_URLS"]
+
+
+def test_ranks_of_the_calling_shell_reach_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's, a tutorial's, or a Slurm step's; what a starter sets afterwards does."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    program, several = {"program": {"command": ["true"]}}, {"geometry": {"gpus_per_node": 2}}
+    found = jobs(tmp_path, program)
+    assert found.run_launch(RUN, [])[0] == sys.executable, "nothing is withheld where nothing is set"
+    names = ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+    withheld = ["env", *(word for name in names for word in ("-u", name))]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    for words in (found.run_launch(RUN, []), found.checkout_launch(RUN, []), found.stage_launch(RUN, [])):
+        assert words[: len(withheld) + 1] == [*withheld, sys.executable]
+    found = jobs(tmp_path, several)
+    words = found.run_launch(RUN, [])
+    assert words[: len(withheld)] == withheld and "dlscale.launch.ranks" in words
+    seen = subprocess.run([*words[: len(withheld)], "printenv"], capture_output=True, text=True, check=True).stdout
+    assert not {line.partition("=")[0] for line in seen.splitlines()} & {*LAUNCHED}
 
 
 @pytest.mark.parametrize("name", ["batch_size", "workers", "out"])

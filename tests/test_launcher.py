@@ -27,7 +27,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.process import Image
 from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON
-from dlscale.launch.launcher import Place, check_names, launch, outside, packages, resolve
+from dlscale.launch.launcher import PYTHON_HERE, Place, check_names, launch, outside, packages, resolve
 from tests.conftest import ROOT, variables
 
 ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
@@ -58,21 +58,21 @@ def words(found: list[str], flag: str) -> list[str]:
 
 def test_one_process_is_python_alone() -> None:
     for starter in ("direct", "torchrun", "srun"):
-        assert launch(site(engine="none", starter=starter), HERE, ONE) == ["python", "-P", "-m", "dlscale"]
-    assert launch(site(engine="none"), HERE) == ["python", "-P", "-m", "dlscale"]
+        assert launch(site(engine="none", starter=starter), HERE, ONE) == PYTHON_HERE
+    assert launch(site(engine="none"), HERE) == PYTHON_HERE
 
 
 @pytest.mark.slow
 def test_srun_is_told_the_whole_geometry() -> None:
     assert launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT) == [
         *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=32", "--gpus-per-node=4"),
-        *("--kill-on-bad-exit=1", "python", "-P", "-m", "dlscale"),
+        *("--kill-on-bad-exit=1", *PYTHON_HERE),
     ]
 
 
 def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     found = launch(site(engine="none", environment={"A": "b c", "D": "$(e)"}), HERE, ONE)
-    assert found == ["env", "A=b c", "D=$(e)", "python", "-P", "-m", "dlscale"]
+    assert found == ["env", "A=b c", "D=$(e)", *PYTHON_HERE]
     shown = subprocess.run([*found[:3], "printenv", "A", "D"], capture_output=True, text=True, check=True)
     assert shown.stdout == "b c\n$(e)\n"
 
@@ -88,7 +88,7 @@ def test_packages_are_found_last(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ImportError('the wrong one')\n")
     (tmp_path / "only_here.py").write_text("place = __file__\n")
     found = launch(site(engine="none", packages=str(tmp_path)), HERE, ONE)
-    assert found == ["env", f"DLSCALE_PACKAGES={tmp_path}", "python", "-P", "-m", "dlscale"]
+    assert found == ["env", f"DLSCALE_PACKAGES={tmp_path}", *PYTHON_HERE]
     code = """
 import multiprocessing, sys
 there = list(sys.path)
@@ -190,7 +190,7 @@ def test_engines_that_run(engine: str) -> None:
         replace(HERE, data=(*HERE.data, "/cfs/y")),  # which the site mounts: once
         ONE,
     )
-    assert found[:6] == ["python", "-P", "-m", "dlscale.launch.contain", engine, "run"]
+    assert found[:6] == [*PYTHON_HERE[:-1], "dlscale.launch.contain", engine, "run"]
     assert found[-5:] == ["registry/dlscale:1", "python", "-P", "-m", "dlscale"]
     assert {"--rm", "--init", "--interactive", "--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(found)
     assert words(found, "--workdir") == ["/scratch/my work"]

@@ -898,17 +898,40 @@ def test_it_runs_as_if_alone(tmp_path: Path) -> None:
     code = """
         import os, signal, sys, module_of_its_own
         assert sys.own and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-        print(*sorted(os.environ))
+        import json
+        print(json.dumps(dict(os.environ)))
     """
     words = [sys.executable, str(program(tmp_path, code))]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'own'}:{ROOT / 'workflow_scripts'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'own'}:{ROOT / 'workflow_scripts'}", "RANK": "1"}
+    environment |= {"LC_ALL": "", "LANG": "", "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "3"}
     heeded = partial(signal.signal, signal.SIGUSR1, signal.SIG_DFL)  # which other tests here may have ignored
     alone = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, preexec_fn=heeded)
     words = [sys.executable, "-P", "-m", "dlscale", "measure", "--", *words]
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0 and {*ended.stdout.split()} - {*alone.stdout.split()} == {timed.FOLDER}
+    found = json.loads(ended.stdout)
+    assert ended.returncode == 0 and found.pop(timed.FOLDER)
+    assert found == {**json.loads(alone.stdout), "PYTHONPATH": f"{HOOK}:{environment['PYTHONPATH']}"}
     for file in (HOOK / "sitecustomize.py", HOOK.parent / "timed.py"):
         ast.parse(file.read_text(), feature_version=(3, 8))
+
+
+def test_its_own_words_stay(tmp_path: Path) -> None:
+    """A PYTHONPATH of its command leaves the hook out, which is reported with the remedies."""
+    path = program(tmp_path, "import os, sys; print(os.environ['PYTHONPATH'], sys.argv[1:])")
+    words = ["env", "PYTHONPATH=/its own", sys.executable, str(path), "PYTHONPATH=x"]
+    call = [sys.executable, "-P", "-m", "dlscale", "measure"]
+    options: list[list[str]] = [[], ["--rate", "nersc"]]
+    for more in options:
+        ended = subprocess.run(
+            [*call, *more, "--", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0 and ended.stdout == "/its own ['PYTHONPATH=x']\n", ended.stderr
+        lost = "dlscale: the command sets PYTHONPATH=/its own, which leaves dlscale's hook out"
+        assert (lost in ended.stderr) is (not more)
 
 
 def test_output_that_nobody_takes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from dlscale.core.errors import UserError
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
 from dlscale.outside import checkout, run_program, turns
 from dlscale.outside.program import SOURCES, epochs_of, steps_at
-from dlscale.outside.running import HOOK, hooked
+from dlscale.outside.running import HOOK
 from dlscale.rules.jobs import Jobs
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program
@@ -54,7 +55,8 @@ def test_words(engine: str, starter: str, tmp_path: Path) -> None:
             outer, inner = launch_program(site, HERE, SimpleNamespace(program=program, geometry=geometry))
             several = geometry is not ONE and starter != "direct" and "start" not in changes
             apart = bool(changes.get("image")) or (several and (starter != "torchrun" or geometry is FOUR))
-            assert outer[-4:] == PYTHON
+            inside = engine != "none" and not apart
+            assert outer[-4:] == ([sys.executable, *PYTHON[1:]] if not inside else PYTHON)
             client = "run" if engine in ("docker", "podman", "podman-hpc") else "exec"
             contained = f"{engine} {client}" if engine != "shifter" else "shifter --image"
             assert (contained in " ".join(outer)) is (engine != "none" and not apart)
@@ -75,7 +77,7 @@ def test_words(engine: str, starter: str, tmp_path: Path) -> None:
             else:
                 begin = "srun" if starter == "srun" else "mpiexec"
                 host = "{host}" if geometry is FOUR else "127.0.0.1"
-                assert inner[:5] == ["python", "-P", "-m", "dlscale.launch.ranks", begin]
+                assert inner[:5] == [sys.executable, "-P", "-m", "dlscale.launch.ranks", begin]
                 place = inner.index("sh")
                 assert inner[place - 3 : place + 4] == [
                     *("env", f"MASTER_ADDR={host}", "MASTER_PORT={port}", "sh", "-c", RANKED, "sh")
@@ -104,8 +106,8 @@ def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
-    assert found.command == ["env", f"--chdir={tmp_path}", "env", "PYTHONPATH=mine", "A=b c", "train"]
-    assert hooked(found.command)[3] == f"PYTHONPATH={HOOK}{os.pathsep}mine"
+    path = f"PYTHONPATH={HOOK}{os.pathsep}mine"
+    assert found.command == ["env", f"--chdir={tmp_path}", "env", path, "A=b c", "train"]
     assert found.environment == {} and found.words == ["train"]
 
 
@@ -344,35 +346,126 @@ def fetch(repository: object, revision: str, out: Path) -> None:
     checkout.main(SimpleNamespace(repository=str(repository), revision=revision, out=str(out)))  # type: ignore[arg-type]
 
 
-def test_a_revision_is_fetched_and_checked(
+def started(tmp_path: Path, revision: str, **more: Any) -> Path:
+    """Make a run's program ready to start; return the folder that it starts in."""
+    program = Program(command=["python3", "train.py"], revision=revision, **more)
+    run = SimpleNamespace(program=program, study="program", batch_size=8)
+    return Path(run_program.RunProgram(run, None, tmp_path / "out", tmp_path / "steps").folder)
+
+
+def test_a_revision_is_fetched(
     published: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, (first, second) = published
     fetch(folder, first, tmp_path / "there")
     assert (tmp_path / "there/README").read_text() == "one"
-    mine = {"command": ["python3", "train.py"], "folder": str(tmp_path / "there")}
-
-    def check(revision: str, **more: str) -> None:
-        program = Program(**mine, revision=revision, **more)  # type: ignore[arg-type]
-        run = SimpleNamespace(program=program, study="program", batch_size=8)
-        run_program.RunProgram(run, None, tmp_path / "out", tmp_path / "steps")
-
-    check(first)
-    with pytest.raises(UserError, match=f"there is at {first}, expected {second}"):
-        check(second)
-    (tmp_path / "there/new").touch()  # what it writes there is no change
-    check(first)
+    mine = {"folder": str(tmp_path / "there"), "repository": str(folder)}
     (tmp_path / "there/README").write_text("three")
-    with pytest.raises(UserError, match="there has changes: M README; undo them"):
-        check(first)
+    found = started(tmp_path, first, **mine)
+    assert found == tmp_path / "checkout" and (found / "README").read_text() == "one"
+    with pytest.raises(UserError, match=f"program.revision: .*there: git fetch of {second}: "):
+        started(tmp_path, second, **mine)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python3").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(UserError, match="there is no git here that could tell it"):
-        check(first)
-    check(first, repository=str(folder))
-    with pytest.raises(UserError, match=r"program\.repository: there is no git here"):
+    with pytest.raises(UserError, match=r"there is no git here that could fetch it; install git, or name"):
+        started(tmp_path, first, folder=str(folder))
+    (tmp_path / "there/README").write_text("one")
+    assert (started(tmp_path, first, **mine) / "README").read_text() == "one", "the controller has fetched it"
+    with pytest.raises(UserError, match=r"program\.repository.*: there is no git here"):
         fetch(folder, first, tmp_path / "another")
+
+
+def assumed(folder: Path) -> None:
+    (folder / "README").write_text("666")
+    git(folder, "update-index", "--assume-unchanged", "README")
+
+
+def skipped(folder: Path) -> None:
+    git(folder, "update-index", "--skip-worktree", "README")
+    (folder / "README").unlink()
+
+
+def shadowed(folder: Path) -> None:
+    """Put a package into the folder that hides a module, and a file that is ignored."""
+    (folder / "train").mkdir()
+    (folder / "train/__init__.py").touch()
+    (folder / ".git/info/exclude").write_text("*.pyc\n")
+    (folder / "helper.pyc").touch()
+
+
+def staged(folder: Path) -> None:
+    (folder / "README").write_text("staged")
+    git(folder, "add", "README")
+
+
+def filtered(folder: Path) -> None:
+    """Have the repository's own configuration name commands, and its attributes a filter."""
+    script = folder.parent / "script"
+    script.write_text(f"#!/bin/sh\ntouch {folder.parent}/ran\ncat\n")
+    script.chmod(0o755)
+    for hook in ("post-checkout", "reference-transaction", "post-index-change"):
+        (folder / ".git/hooks" / hook).symlink_to(script)
+    (folder / ".git/info/attributes").write_text("* filter=evil\n")
+    for key in ("core.fsmonitor", "filter.evil.smudge", "filter.evil.clean", "uploadpack.packObjectsHook"):
+        git(folder, "config", key, str(script))
+    (folder.parent / "ran").unlink(missing_ok=True)
+
+
+def foreign(folder: Path) -> None:
+    filtered(folder)
+    if os.getuid() == 0:
+        subprocess.run(["chown", "-R", "nobody", folder], check=True)
+
+
+@pytest.mark.parametrize("change", [assumed, skipped, shadowed, staged, filtered, foreign])
+def test_what_a_folder_holds_beside_its_revision_does_not_matter(
+    published: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
+    """A program runs as it was committed; no command of the folder's owner runs."""
+    folder, (first, _) = published
+    change(folder)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "of a hook that calls dlscale"))
+    found = started(tmp_path, first, folder=str(folder))
+    assert (found / "README").read_text() == "one" and not (tmp_path / "ran").exists()
+    assert sorted(each.name for each in found.iterdir()) == [".git", "README", "torch", "train.py"]
+
+
+def test_a_folder_within_a_revision(published: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Of a linked work tree, too; a file by its path in the folder is not of the revision."""
+    folder, (first, _) = published
+    git(folder, "worktree", "add", "--quiet", str(tmp_path / "linked"), "HEAD")
+    assert started(tmp_path, first, folder=str(tmp_path / "linked/torch")) == tmp_path / "checkout/torch"
+    (folder / "data").mkdir()
+    with pytest.raises(UserError, match=rf"program.folder: .*data: no such folder in commit {first}"):
+        started(tmp_path, first, folder=str(folder / "data"))
+    program = Program(command=["python3", str(folder / "train.py")], revision=first, folder=str(folder))
+    run = SimpleNamespace(program=program, study="program", batch_size=8)
+    with pytest.raises(UserError, match=r"program.command: .*train.py is not of program.revision"):
+        run_program.RunProgram(run, None, tmp_path / "out", tmp_path / "steps")
+    with pytest.raises(UserError, match=r"program.revision: .*w is in no git repository"):
+        (tmp_path / "w").mkdir()
+        started(tmp_path, first, folder=str(tmp_path / "w"))
+
+
+@pytest.mark.parametrize("what", ["submodules", "files in Git LFS"])
+def test_what_a_commit_does_not_contain_is_refused(
+    published: tuple[Path, list[str]], tmp_path: Path, what: str
+) -> None:
+    folder, (first, _) = published
+    if what == "submodules":
+        git(folder, "update-index", "--add", "--cacheinfo", f"160000,{first},its module")
+    else:
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+        (folder / "its module").write_text(pointer)
+        git(folder, "add", "its module")
+    git(folder, "commit", "--quiet", "--message", "three")
+    last = git(folder, "rev-parse", "HEAD").strip()
+    with pytest.raises(UserError, match=f"commit {last} has {what}, which are not fetched: its module; "):
+        fetch(folder, last, tmp_path / "there")
+    assert not list(tmp_path.glob("*there*"))
+    with pytest.raises(UserError, match=f"commit {last} has {what}, which are not fetched: its module; "):
+        started(tmp_path, last, folder=str(folder))
 
 
 @pytest.mark.parametrize("wrong", ["revision", "address"])

@@ -19,7 +19,7 @@ from dlscale.core.machine import LOCAL_DISK
 from dlscale.data import staging
 from dlscale.data.manifest import Manifest
 from dlscale.data.staging import staged
-from dlscale.launch.launcher import launch
+from dlscale.launch.launcher import PYTHON_HERE, launch
 from dlscale.parallel.world import World
 from dlscale.train.around import verify
 from tests.conftest import ERA5, ERA5_RUN, make_run, records, stage, train
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_with_sizes(
 def test_the_sites_disk_reaches_the_stages() -> None:
     """As it stands: its variables are those of the node."""
     found = launch(site(engine="none", starter="direct", local_disk="$TMPDIR/x"), HERE, FOUR)
-    assert found == ["env", f"{LOCAL_DISK}=$TMPDIR/x", "python", "-P", "-m", "dlscale"]
+    assert found == ["env", f"{LOCAL_DISK}=$TMPDIR/x", *PYTHON_HERE]
     found = launch(site(engine="podman", local_disk="/local"), HERE, FOUR)
     assert f"--env={LOCAL_DISK}=/local" in found and "--volume=/local:/local" in found
     assert LOCAL_DISK not in " ".join(launch(site(engine="none", local_disk="/local"), HERE)), "data are not made there"

@@ -115,7 +115,7 @@ def test_torchrun_meets_at_the_sites_place() -> None:
     chosen = site(engine="none", rendezvous="node1:29400", start=["pdsh", "-w", "node[1-{nodes}]"])
     eight = Geometry(nodes=2, gpus_per_node=4)
     assert launcher.launch(chosen, HERE, eight) == [
-        *("pdsh", "-w", "node[1-2]", "python", "-P", "-m", "dlscale.launch.ranks"),
+        *("pdsh", "-w", "node[1-2]", *launcher.PYTHON_HERE[:-1], "dlscale.launch.ranks"),
         *("--nnodes=2", "--rdzv-endpoint=node1:29400", "--nproc-per-node=4", "-P", "-m", "dlscale"),
     ]
     launcher.check(chosen, eight)
@@ -242,14 +242,14 @@ def test_several_nodes_need_somebody_who_starts_them() -> None:
 def test_mpirun_is_told_the_geometry_and_where_ranks_meet() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
     assert launcher.launch(site(engine="none", starter="mpirun"), HERE, eight) == [
-        *("python", "-P", "-m", "dlscale.launch.ranks", "mpirun", "-n", "8"),
-        *("env", "MASTER_ADDR={host}", "MASTER_PORT={port}", "python", "-P", "-m", "dlscale"),
+        *(*launcher.PYTHON_HERE[:-1], "dlscale.launch.ranks", "mpirun", "-n", "8"),
+        *("env", "MASTER_ADDR={host}", "MASTER_PORT={port}", *launcher.PYTHON_HERE),
     ]
     start = ["mpiexec", "-n", "{ranks}", "-ppn", "{ranks_per_node}", "-hosts", "{nodes}"]
     mine = launcher.launch(site(engine="none", starter="mpirun", start=start), HERE, eight)
     assert mine[4:11] == ["mpiexec", "-n", "8", "-ppn", "4", "-hosts", "2"]
     assert "MASTER_ADDR=127.0.0.1" in launcher.launch(site(starter="mpirun"), HERE, Geometry(gpus_per_node=2))
-    assert launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry()) == ["python", "-P", "-m", "dlscale"]
+    assert launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry()) == launcher.PYTHON_HERE
     assert {name for names in VARIABLES for name in names} <= set(PASSED_ON), "containers see who they are"
 
 
@@ -288,7 +288,7 @@ for pid in $pids; do wait $pid || exit; done
 
 def meets(command: list[str], env: dict[str, str], nodes: int, each: int) -> None:
     """Start the program MEET by a launcher's words; every rank must be there once, and have met all others."""
-    assert command[-4:] == ["python", "-P", "-m", "dlscale"]
+    assert command[-3:] == ["-P", "-m", "dlscale"]
     started = [*command[:-2], "-c", MEET.format(nodes=nodes, each=each)]
     done = subprocess.run(started, env=env, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     size = nodes * each

@@ -65,7 +65,7 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
         else:
             assert {"--gpu", "--nccl", "localhost/dlscale:gpu"} <= set(inside)
             assert "--env=NSYS=/global/tools/nsight/bin/nsys" in inside
-            assert starter[-4:] == ["python", "-P", "-m", "dlscale.launch.contain"]
+            assert starter[-3:] == ["-P", "-m", "dlscale.launch.contain"]
             starter = starter[:-4]
         ordered = "--env=CUDA_VISIBLE_DEVICES=3,2,1,0" in inside
         if name in FOUR:

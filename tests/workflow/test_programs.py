@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from dlscale.core.machine import CHANGED
 from dlscale.core.noise import interval
 from dlscale.report.results import RunResult, read_plan
 from tests.conftest import TINY
+from tests.waiting import PATIENCE
 from tests.workflow.conftest import Outcome, Tree
 
 #: As short as turns can be.
@@ -74,7 +80,8 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def tree(make_tree: Callable[..., Tree]) -> Tree:
     made = make_tree(CONFIG)
-    shutil.copy(Path(__file__).with_name("theirs.py"), made.path)
+    for name in ("theirs.py", "neighbour.py"):
+        shutil.copy(Path(__file__).with_name(name), made.path)
     (made.path / "read.txt").write_text("what it reads\n")
     return made
 
@@ -89,9 +96,64 @@ def runs(tree: Tree, plan: str) -> dict[str, RunResult]:
     return {run.name: run for run in read_plan(tree.results / f"plans/{plan}/plan.yaml").runs}
 
 
+def check_environments(tree: Tree) -> None:
+    """The caller's variables, as they are, and none but those that docs/any_program.md lists."""
+    found = [json.loads(file.read_text()) for file in tree.path.glob("environment.*.json")]
+    timed = [each for each in found if "DLSCALE_STEPS_EVERY" in each]
+    assert len(found) - len(timed) == 4 and len(timed) >= 4, "two trainings, two timed, and those timed in turns"
+    for each in found:
+        assert each.pop("DLSCALE_STEPS_EVERY", "0.1") == "0.1"
+        assert Path(each.pop("DLSCALE_STEPS")).name == "steps"
+        path = f"{tree.path / 'workflow_scripts/dlscale/outside/hook'}{os.pathsep}{tree.environment['PYTHONPATH']}"
+        assert each == {**tree.environment, "PYTHONPATH": path}
+
+
+def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
+    """Of a program, or of a rule of one's own: both import what lies beside them, by the caller's `python`."""
+    settings = {"program": {"command": ["python", "alone.py"], "rate": "nersc"}}
+    settings |= {"throughput": {"trials": 2, "beside": 0}}
+    plan = {"study": "program", "measure": ["throughput"], "settings": settings, "runs": {"one": {}}}
+    tree = make_tree({"results": "results", "targets": ["p"], "plans": {"p": plan}})
+    shutil.copy(Path(__file__).with_name("neighbour.py"), tree.path)
+    rates = 'for number in range(9):\n    print("avg", 100 + number, "samples/sec", flush=True)\n'
+    (tree.path / "alone.py").write_text(f"import neighbour\nneighbour.note_environment()\n{rates}")
+    (tree.path / "own.smk").write_text(
+        'include: "Snakefile"\nrule own:\n    output: directory("own")\n'
+        '    shell: "mkdir {output}; cd {output}; python ../own.py"\n'
+    )
+    (tree.path / "own.py").write_text("import neighbour\nneighbour.note_environment()\n")
+    (tree.path / "bin").mkdir()
+    (tree.path / "bin/python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (tree.path / "bin/python").chmod(0o755)
+    path = os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if not Path(each, "python").exists())
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    given = {**tree.environment, "PATH": f"{tree.path / 'bin'}{os.pathsep}{path}", "MINE": "a=b c", "TMPDIR": "/tmp/"}
+    words = ["run", "--configfile", "tiny.yaml", "-s", "own.smk", "--cores", "2", "--", "own", "plan_p"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "dlscale", *words],
+        cwd=tree.path,
+        env={**given, **ranks},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+    )
+    log = tree.results / "logs/throughput/p/one.log"
+    assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
+    (found,) = [json.loads(file.read_text()) for file in tree.path.glob("environment.*.json")]
+    hook = tree.path / "workflow_scripts/dlscale/outside/hook"
+    assert Path(found.pop("DLSCALE_STEPS")).name == "steps" and found.pop("PYTHONUNBUFFERED") == "1"
+    assert found == {**given, "PYTHONPATH": f"{hook}{os.pathsep}{given['PYTHONPATH']}"}
+    assert read_plan(tree.results / "plans/p/plan.yaml").runs[0].throughput
+    (file,) = tree.path.glob("own/environment.*.json")
+    found = {name: value for name, value in json.loads(file.read_text()).items() if not name.startswith("DLSCALE_")}
+    changed = {name for name in {*found, *given, *ranks} if found.get(name) != {**given, **ranks}.get(name)}
+    assert changed <= {*CHANGED}, "those that Snakemake and its shell set"
+
+
 def test_plans_of_programs(tree: Tree) -> None:
     """Rates are what sleeps allow, speed-ups what turns say, losses those that it logged; then only what changed."""
     call(tree)
+    check_environments(tree)
     ladder = runs(tree, "ladder")
     for run, sleep in ((ladder["slow"], 0.04), (ladder["fast"], 0.01)):
         assert run.throughput and run.throughput.full and run.throughput.outside

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     assert again.returncode == 0 and "Nothing to be done" in again.stderr and lines[-1] in again.stderr
     told = tree.shell(f"{run} -p --forcerun preview")
     assert told.returncode == 0 and "Finished jobid" in told.stderr
-    assert "Shell command: python -P -m dlscale " in told.stderr
+    assert f"Shell command: {sys.executable} -P -m dlscale " in told.stderr
     (tree.results / "data/waves/manifest.json").unlink()
     (tree.results / "data/waves/preview.png").unlink()
     locked = tree.path / ".snakemake/locks"

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import neighbour
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -21,6 +22,7 @@ parser.add_argument("--resume", action="store_true")
 parser.add_argument("--fail-after", type=int, help="epochs after which the first try fails")
 args = parser.parse_args()
 
+neighbour.note_environment()
 torch.set_num_threads(1)
 torch.manual_seed(args.seed)
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -10,7 +10,7 @@ from dlscale.core import machine
 
 def main() -> int:
     """Run one stage in this process."""
-    machine.GIVEN |= os.environ
+    machine.GIVEN |= machine.first_environment()
     # What it starts imports nothing from the working folder either, but for programs.
     os.environ["PYTHONSAFEPATH"] = "1"
     status = cli.main()

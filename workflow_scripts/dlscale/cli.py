@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dlscale.core import environment, process, progress, registry, telemetry
 from dlscale.core.errors import PeerLost, Stopped, UserError
 from dlscale.core.files import explained
-from dlscale.core.machine import let_threads_wait, put_python_first
+from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
@@ -399,7 +399,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"--study: {text}: expected NAME=PATH")
         registry.add(name, path)
     query = QUERIES.get(args.stage)
-    if args.stage == "run" or (query and query.configured):
+    if args.stage == "run" or query is None or query.configured:
         put_python_first()
     if args.stage == "run":
         from dlscale.preflight import run
@@ -412,6 +412,7 @@ def _run(args: argparse.Namespace) -> int:
         status = int(importlib.import_module(query.module).main(args, configuration))
         sys.stdout.flush()
         return status
+    restore_caller()
     first = not ranks().rank
     with progress.told(args.log if first else None), _watched(args), _near(args):
         stage = _imported(_module(args))

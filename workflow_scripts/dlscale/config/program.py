@@ -61,7 +61,8 @@ class Program(Lawful):
     revision: str | None = Field(
         None,
         pattern=r"^[0-9a-f]{40}$",
-        description="Git commit that `folder` must be at, without changes; else nothing starts.",
+        description="Git commit of `folder`, or of `repository`: each start has a fresh checkout of it, in which "
+        "`folder` is looked up. Relative paths are those of the checkout.",
     )
     repository: str | None = Field(
         None,

@@ -109,11 +109,16 @@ def _packages() -> list[str]:
 
 def git_state() -> dict[str, Any] | None:
     """Return the commit of the checkout that this file is part of, and whether it is dirty; None outside of one."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    # The checkout may be another user's: nothing that its configuration names is run.
+    off = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).resolve().parent), *off]
     if answer([*git, "ls-files", "--error-unmatch", Path(__file__).name], 10) is None:  # installed, below another one
         return None
     commit = answer([*git, "rev-parse", "HEAD"], 10)
-    status = answer([*git, "status", "--porcelain", "--untracked-files=no"], 10)
+    filters = answer([*git, "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$"], 10)
+    for name in (filters or "").splitlines():
+        git += ["-c", f"{name}={'false' if name.endswith('.required') else ''}"]
+    status = answer([*git, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"], 10)
     return None if commit is None or status is None else {"commit": commit.strip(), "dirty": bool(status.strip())}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -15,8 +16,18 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-#: The environment that this process was started with, before it set anything in it, where `python -m dlscale` did.
+#: Environment that `python -m dlscale` was started with, before any change.
 GIVEN: dict[str, str] = {}
+
+#: Variable with the values, as JSON, that `CHANGED` had when Snakemake was called.
+CALLER = "DLSCALE_CALLER"
+
+#: Variables that Snakemake, its shell, and Python in the locale C set for a job.
+CHANGED = (
+    *("OMP_NUM_THREADS", "GOTO_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "TMPDIR", "TMP", "TEMPDIR", "TEMP"),
+    *("LC_CTYPE", "PWD", "OLDPWD", "SHLVL", "_"),
+)
 
 #: How threads of OpenMP wait for work: asleep, when they have looked for it for some microseconds. Those that sleep at
 #: once make small operations slow, since waking takes longer than they do; beside any other load, those that look for
@@ -36,6 +47,31 @@ WATCHDOG = "DLSCALE_WATCHDOG"
 def given() -> dict[str, str]:
     """Return the environment for programs that are not ours."""
     return GIVEN or dict(os.environ)
+
+
+def first_environment() -> dict[str, str]:
+    """Return the environment that this process was started with, without what Python added since."""
+    try:
+        entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
+    except OSError:
+        return dict(os.environ)
+    return dict(entry.split("=", 1) for entry in reversed(entries) if "=" in entry)
+
+
+def callers_values() -> str:
+    """Return the value of `CALLER` for the jobs of this process."""
+    first = first_environment()
+    return json.dumps({name: first.get(name) for name in CHANGED})
+
+
+def restore_caller() -> None:
+    """In a job, let `given` return the environment of Snakemake's caller, without dlscale's own variables."""
+    if not GIVEN:
+        return
+    before = json.loads(GIVEN.get(CALLER, "{}"))
+    kept = {name: value for name, value in GIVEN.items() if name not in before and not name.startswith("DLSCALE_")}
+    GIVEN.clear()
+    GIVEN.update(kept | {name: value for name, value in before.items() if value is not None})
 
 
 def let_threads_wait() -> None:

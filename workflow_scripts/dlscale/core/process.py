@@ -34,6 +34,14 @@ VARIABLES = (
 MEET = "DLSCALE_MEET"
 
 
+#: All variables by which launchers number processes and let them meet.
+LAUNCHED = (
+    *dict.fromkeys(name for names in VARIABLES for name in names),
+    *("LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", MEET),
+)
+
+
 class Ranks(NamedTuple):
     """Place of this process among those that were started together."""
 

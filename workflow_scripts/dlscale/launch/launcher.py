@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +20,20 @@ from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
-#: Python, which imports nothing from the working folder (-P): anybody may have put a file there.
+#: Python in an image, which imports nothing from the working folder (-P): anybody may have put a file there.
 PYTHON = ["python", "-P", "-m", "dlscale"]
+
+#: Python of this process. A caller's PATH may have another `python`, and stays as it is.
+PYTHON_HERE = [sys.executable, *PYTHON[1:]]
 
 #: Beginning of the names of images that are built here.
 LOCAL = "localhost/"
 
-#: Starter of the ranks of a node, or of a command that starts them.
-RANKS = ["python", "-P", "-m", "dlscale.launch.ranks"]
+#: Module that starts the ranks of a node, or a command that starts them.
+RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
 #: Supervisor of the engine's client.
-SUPERVISOR = ["python", "-P", "-m", "dlscale.launch.contain"]
+SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
 
 
 @dataclass(frozen=True)
@@ -66,20 +70,27 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     ordered = whole and bool(site.gpu)
     site = _told(site, geometry, ordered)
     container = _contain(site, place, gpu=geometry is not None)
+    python = _python(site)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
-        return [*container, *PYTHON]
+        return [*container, *python]
     if site.starter == "srun":  # one container, or one bare process, for each task
         srun = _srun(site, geometry)
         if ordered:  # task i on the i-th share of the CPUs, not dealt out to sockets; every task sees all GPUs
             srun += ["--distribution=block:block", "--cpu-bind=cores", "--gpu-bind=none"]
-        return [*srun, "--kill-on-bad-exit=1", *container, *PYTHON]
+        return [*srun, "--kill-on-bad-exit=1", *container, *python]
     if site.starter == "mpirun":
-        return [*_mpirun(site, geometry), *container, *PYTHON]
+        return [*_mpirun(site, geometry), *container, *python]
     # It ends all processes when one fails. What follows its own words is Python's.
     several = geometry.nodes > 1
     start = _filled(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
-    return [*start, *container, *RANKS, *meet, f"--nproc-per-node={geometry.gpus_per_node}", *PYTHON[1:]]
+    ranks = [python[0], *RANKS, *meet, f"--nproc-per-node={geometry.gpus_per_node}"]
+    return [*start, *container, *ranks, *python[1:]]
+
+
+def _python(site: Site) -> list[str]:
+    """Return the words of dlscale where the site's stages run."""
+    return PYTHON_HERE if site.engine == "none" else PYTHON
 
 
 #: Starter of a program's processes on one node, by the program's own PyTorch.
@@ -124,12 +135,12 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
         site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
     container = list[str]()
     if program.image or (several and (site.starter != "torchrun" or geometry.nodes > 1)):
-        outer = _contain(site.model_copy(update={"engine": "none"}), place, gpu=True)
+        outer = [*_contain(site.model_copy(update={"engine": "none"}), place, gpu=True), *PYTHON_HERE]
         if site.engine != "none":
             told = site.model_copy(update={"image": program.image or site.image})
             container = _contain(told, place, gpu=True, program=program)
     else:
-        outer = _contain(site, place, gpu=True)
+        outer = [*_contain(site, place, gpu=True), *_python(site)]
     start = list[str]()
     if several and site.starter == "torchrun":
         start = _filled(site.start, geometry) if geometry.nodes > 1 else []
@@ -138,12 +149,12 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
         container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
     elif several:
         start = (
-            [*RANKS, *_srun(site, geometry), "--kill-on-bad-exit=1", *_meet(geometry)]
+            [sys.executable, *RANKS, *_srun(site, geometry), "--kill-on-bad-exit=1", *_meet(geometry)]
             if site.starter == "srun"
             else _mpirun(site, geometry)
         )
         start += ["sh", "-c", RANKED, "sh"]
-    return [*outer, *PYTHON], [*start, *container]
+    return outer, [*start, *container]
 
 
 def _srun(site: Site, geometry: Geometry) -> list[str]:
@@ -156,7 +167,7 @@ def _srun(site: Site, geometry: Geometry) -> list[str]:
 
 
 def _mpirun(site: Site, geometry: Geometry) -> list[str]:
-    return [*RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *_meet(geometry)]
+    return [sys.executable, *RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *_meet(geometry)]
 
 
 def _meet(geometry: Geometry) -> list[str]:

@@ -25,7 +25,7 @@ from dlscale.core.text import duration, many, number
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
-from dlscale.outside.running import WAYS, Reading, measured, run_command
+from dlscale.outside.running import WAYS, Reading, measured, run_command, warn_of_lost_hook
 from dlscale.outside.window import PROFILED
 from dlscale.report import report
 from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
@@ -56,6 +56,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
                 profilers = module.Profilers(folder)
             # Kineto, PyTorch's profiler, would print what it does among what the program prints.
             more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
+            reading = Reading(args.batch_size, args.rate, Path(args.steps) if args.steps else None, log_first=True)
+            warn_of_lost_hook(args.command, reading)
             with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
                 run = run_command(
                     args.command, steps, pattern, environment=more, beside=profilers.beside if profilers else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +14,16 @@ from typing import Any
 
 from dlscale.config import program
 from dlscale.core import registry
-from dlscale.core.errors import UserError, cut
+from dlscale.core.errors import UserError
 from dlscale.core.files import make_folder
+from dlscale.core.machine import given
 from dlscale.core.progress import Doing, tell
 from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
-from dlscale.outside.running import Outcome, Reading, measured, run_command
+from dlscale.outside.checkout import fresh
+from dlscale.outside.running import Outcome, Reading, measured, run_command, warn_of_lost_hook, with_hook
 
 
 class RunProgram:
@@ -33,11 +35,20 @@ class RunProgram:
             make_folder(folder)
         words = program.Words(run.program, str(out.absolute()), resumed)
         self.folder, self.environment = words.folder, words.environment
+        if not Path(self.folder).is_dir():
+            raise UserError(f"program.folder: {self.folder}: no such folder")
+        if revision := run.program.revision:
+            checkout = steps.absolute().with_name("checkout")
+            self.folder = fresh(words.folder, revision, bool(run.program.repository), checkout)
+            _check_pinned(words, checkout)
         #: Its own words, and those with what starts them, where its variables are none of what starts it.
         self.words, self.command = words.command, words.command
         if start and (before := json.loads(start)):
             here = str(Path(self.folder).absolute())
-            own = [f"{name}={value}" for name, value in words.environment.items()]
+            environment = dict(words.environment)
+            if "PYTHONPATH" in environment:
+                environment["PYTHONPATH"] = with_hook(environment["PYTHONPATH"])
+            own = [f"{name}={value}" for name, value in environment.items()]
             inside = ["env", *own] if own else []
             self.command = [*(word.replace(FOLDER, here) for word in before), *inside, *words.command]
             self.environment = {}
@@ -49,42 +60,30 @@ class RunProgram:
         #: Samples of a step, where the command has them from the settings; a study's own say what the program does.
         knows = {"batch_size", "local_batch_size"} & set(run.program.values) or not registry.study(run.study).programs
         self.batch_size: int | None = run.batch_size if knows else None
-        self._check(run.program)
+        self._check()
 
-    def _check(self, program: Any) -> None:
-        """Refuse a folder, a program or a revision that is not there."""
-        if not Path(self.folder).is_dir():
-            raise UserError(f"program.folder: {self.folder}: no such folder")
-        first = self.command[0]
-        if not shutil.which(first if "/" not in first else str(Path(self.folder, first))):
+    def _check(self) -> None:
+        """Refuse a program that is not there."""
+        first, path = self.command[0], {**given(), **self.environment}.get("PATH", os.defpath)
+        if not shutil.which(first if "/" not in first else str(Path(self.folder, first)), path=path):
             raise UserError(f"program.command: {first}: no such program here")
-        if program.revision and shutil.which("git"):
-            there = _git(self.folder, "rev-parse", "HEAD")
-            if there != program.revision:
-                raise UserError(
-                    f"program.revision: {self.folder} is at {there or 'no commit'}, expected {program.revision}"
-                )
-            if changed := _git(self.folder, "status", "--porcelain", "--untracked-files=no"):
-                what = cut(" ".join(changed.split()))
-                raise UserError(f"program.revision: {self.folder} has changes: {what}; undo them")
-        elif program.revision and not program.repository:  # of that the controller has made the folder
-            raise UserError(
-                "program.revision: there is no git here that could tell it; install git, or name program.repository"
-            )
 
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
         """Run it to its end, or until it has made enough steps; `enough` has the number of rates it printed."""
         tell(Doing(what="the program runs"))
+        warn_of_lost_hook(self.words, self._reading())
         return run_command(
             *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
             losses=None if enough else self.losses,
             contained=self.command is not self.words,
         )
 
+    def _reading(self) -> Reading:
+        return Reading(self.batch_size, self.run.program.rate, self.log, self.log_start)
+
     def record(self, ended: Outcome, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""
-        reading = Reading(self.batch_size, self.run.program.rate, self.log, self.log_start)
-        devices = self.run.geometry.world_size
+        reading, devices = self._reading(), self.run.geometry.world_size
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
         if found.outside and found.outside.trainings > 1:
             logging.warning(
@@ -95,7 +94,15 @@ class RunProgram:
         return found.model_copy(update={"nranks": devices})
 
 
-def _git(folder: str, *words: str) -> str:
-    # The folder may be another user's, and cannot be written to.
-    command = ["git", "-c", "safe.directory=*", "--no-optional-locks", "-C", folder, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+def _check_pinned(words: program.Words, checkout: Path) -> None:
+    """Refuse a word that names a file of the checkout by its path elsewhere: it may be of another commit."""
+    top = Path(words.folder).resolve()
+    top = next(each for each in (top, *top.parents) if Path(each, ".git").exists())
+    named = [*words.command, *words.environment.get("PYTHONPATH", "").split(os.pathsep)]
+    for word in named:
+        path = Path(word).resolve() if word.startswith("/") else None
+        if path and path.is_relative_to(top) and Path(checkout, path.relative_to(top)).exists():
+            raise UserError(
+                f"program.command: {word} is not of program.revision, which runs in a folder of its own; write it "
+                "relative to program.folder"
+            )

@@ -85,16 +85,26 @@ def watched(
         Whether it is to write ten times a second.
     """
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
-    path = [str(HOOK), *filter(None, [own.get("PYTHONPATH", machine.given().get("PYTHONPATH"))])]
-    own["PYTHONPATH"] = os.pathsep.join(path)
+    own["PYTHONPATH"] = with_hook(own.get("PYTHONPATH", machine.given().get("PYTHONPATH")))
     own |= {EVERY: "0.1"} if quick else {}
     return {**machine.given(), **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 
 
-def hooked(command: Sequence[str]) -> list[str]:
-    """Return the words of a command, with the hook in a PYTHONPATH that they set: `env PYTHONPATH=src python`."""
-    name = "PYTHONPATH="
-    return [f"{name}{HOOK}{os.pathsep}{word[len(name) :]}" if word.startswith(name) else word for word in command]
+def with_hook(path: str | None) -> str:
+    """Return a PYTHONPATH with the hook before its folders."""
+    return os.pathsep.join([str(HOOK), *filter(None, [path])])
+
+
+def warn_of_lost_hook(command: Sequence[str], reading: Reading) -> None:
+    """Warn of a word of a command that replaces the PYTHONPATH with the hook, if steps are read from the hook."""
+    word = next((word for word in command if word.startswith("PYTHONPATH=")), None)
+    if word and not (reading.rate or reading.log):
+        print(
+            f"dlscale: the command sets {word}, which leaves dlscale's hook out: PyTorch's steps are not seen. Set it "
+            "before the command instead (PYTHONPATH=… dlscale measure -- …; in a plan program.environment), or name a "
+            "log of its steps (--steps; program.log) or what it prints (--rate; program.rate)",
+            file=sys.stderr,
+        )
 
 
 def run_command(
@@ -138,7 +148,7 @@ def run_command(
     with _reaping():
         waits, begin, start = _waits(), time.time(), time.perf_counter()
         try:
-            process = Kept(hooked(command), folder, watched(steps, environment, contained), pipe)
+            process = Kept(command, folder, watched(steps, environment, contained), pipe)
         except OSError as error:
             missing = error.errno == errno.ENOENT
             # Where the file is there, its interpreter is not.

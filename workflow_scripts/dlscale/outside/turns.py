@@ -19,7 +19,7 @@ from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.keeper import Kept
 from dlscale.outside.run_program import RunProgram
-from dlscale.outside.running import hooked, watched
+from dlscale.outside.running import watched
 
 #: Steps that a program makes before it is timed, and least steps of a turn.
 WARM, LEAST = 10, 4
@@ -50,7 +50,7 @@ class Program:
             raise Ended("a program prints rates of its own clock, which goes on while it is stopped")
         self._program = program
         environment, nowhere = watched(program.steps, program.environment, quick=True), subprocess.DEVNULL
-        self._process = Kept(hooked(program.command), program.folder, environment, nowhere, nowhere, session=True)
+        self._process = Kept(program.command, program.folder, environment, nowhere, nowhere, session=True)
 
     def receive(self) -> float:
         """Wait until the program is warm."""

@@ -96,7 +96,7 @@ def probe_site(
     data = launcher.outside([sources / "dlscale"], folder)
     place = launcher.Place(folder, str(sources), os.getuid(), os.getgid(), data)
     words = launcher.launch(site, place, Geometry() if here else None)
-    found = probe_python([*words[: -len(launcher.PYTHON)], launcher.PYTHON[0]], runs, profilers, on_gpus)
+    found = probe_python([*words[: 1 - len(launcher.PYTHON)]], runs, profilers, on_gpus)
     if here and site.gpu and any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found):
         remedy = "see the engine's set-up for NVIDIA GPUs (nvidia-container-toolkit), and site.modules"
         found.append(Finding("GPU", "FAIL", "this machine has one that stages do not see", remedy))

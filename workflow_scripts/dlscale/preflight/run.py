@@ -24,6 +24,7 @@ from dlscale.config.resolve import Configuration, load_files, merge
 from dlscale.config.workflow import Workflow
 from dlscale.core.errors import UserError, nearest, of_another, unknown
 from dlscale.core.files import read_json, write_json
+from dlscale.core.machine import given
 from dlscale.core.settings import Raw, nested, typed
 from dlscale.preflight import status
 
@@ -239,14 +240,14 @@ def site_words(profile: str | None) -> list[str]:
 
 def ask(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
     """Return status, words and, with success, answer of a dry run, with the profile and settings that `args` names."""
-    command = [sys.executable, "-m", "snakemake", "--dry-run", *site_words(args.profile)]
+    command = [sys.executable, "-P", "-m", "snakemake", "--dry-run", *site_words(args.profile)]
     for option in ("configfile", "config"):
         command += [f"--{option}", *given] if (given := getattr(args, option)) else []
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         done = subprocess.run(
             [*command, "--", *names],
-            env={**os.environ, ASKED: str(answer)},
+            env={**given(), ASKED: str(answer)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -266,7 +267,7 @@ def answer(reasons: Any) -> bool:
 
 def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
     """Return the words that start Snakemake."""
-    words = [sys.executable, "-c", SNAKEMAKE, *site_words(call.profile)]
+    words = [sys.executable, "-P", "-c", SNAKEMAKE, *site_words(call.profile)]
     words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands
     words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in over.items())] if over else []
     words += ["--configfile", *call.files] if call.files else []
@@ -295,5 +296,5 @@ def main(words: Sequence[str]) -> int:
     if call.dry or call.commands or any(re.fullmatch(f"{LOOKING}|{LOUD}", word) for word in call.rest):
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execv(words[0], words)  # its status, and the signals that it gets, are its own
+        os.execve(words[0], words, given())  # its status, and the signals that it gets, are its own
     return status.shown(words)

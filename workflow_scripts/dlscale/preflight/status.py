@@ -377,7 +377,7 @@ def shown(command: Sequence[str]) -> int:
         told, progress = Path(folder, "jobs.json"), CallProgress(time.time())
         child = subprocess.Popen(
             command,
-            env={**os.environ, TOLD: str(told)},
+            env={**machine.given(), TOLD: str(told)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -30,6 +30,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
 from dlscale.core.machine import gpus
+from dlscale.core.process import LAUNCHED
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.launch import launcher, slurm
@@ -283,7 +284,7 @@ class Jobs:
         return self.params([], {"repository": self.checkout_repository(wildcards), "revision": wildcards.revision})
 
     def checkout_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
-        return self._stage([*launcher.PYTHON])
+        return self._stage([*launcher.PYTHON_HERE])
 
     def _named_files(self, run: Run) -> list[str]:
         """Return the files that the command of a run's program names: it runs again where they change.
@@ -555,8 +556,13 @@ class Jobs:
             self.refuse(error)
 
     def _stage(self, words: list[str], secrets: bool = False) -> list[str]:
-        """Return the words that start a stage, with the studies that it knows, and without addresses' secrets."""
-        withheld = ["env", "-u", urls.VARIABLE] if self.configuration.secrets and not secrets else []
+        """Return the words that start a stage, with the studies that it knows, and without addresses' secrets.
+
+        Variables of the calling shell that number processes, such as RANK, are withheld: a starter sets its own.
+        """
+        names = [urls.VARIABLE] if self.configuration.secrets and not secrets else []
+        names += [name for name in LAUNCHED if name in os.environ]
+        withheld = ["env", *(word for name in names for word in ("-u", name))] if names else []
         return [*withheld, *words, *(f"--study={name}={study.file}" for name, study in registry.added().items())]
 
     def _launch_program(self, paths: Iterable[str], run: Run) -> tuple[list[str], list[str]]:

@@ -1,0 +1,10 @@
+"""A module that lies beside a program, which imports it."""
+
+import json
+import os
+from pathlib import Path
+
+
+def note_environment() -> None:
+    """Write this process's environment into a file of the working folder."""
+    Path(f"environment.{os.getpid()}.json").write_text(json.dumps(dict(os.environ)))
