@@ -56,7 +56,6 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
                 profilers = module.Profilers(folder)
             # Kineto, PyTorch's profiler, would print what it does among what the program prints.
             more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
-            reading = Reading(args.batch_size, args.rate, Path(args.steps) if args.steps else None, log_first=True)
             warn_of_lost_hook(args.command, reading)
             with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
                 run = run_command(
