@@ -103,12 +103,100 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
     assert points(found, "loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
 
 
+# ---- points that are left out, and why --------------------------------------------------------------------
+
+
+def curve(*steps: int, value: float = 1.0) -> list[tuple[int, float, Values]]:
+    return [(step, float(number), {"Loss/valid": value}) for number, step in enumerate(steps)]
+
+
+#: Logs of a folder by name, the values that are kept, and what is reported.
+LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
+    "two trainings": (
+        {"1": curve(*range(0, 101, 10)), "2": curve(*range(0, 81, 10), value=2.0)},
+        [2.0] * 9,
+        "loss/valid: 11 points left out, of an earlier training in the same folder; import its file by itself",
+    ),
+    "a resumed training": (
+        {"1": curve(0, 10, 20, 30), "2": curve(20, 30, 40, value=2.0)},
+        [1.0, 1.0, 2.0, 2.0, 2.0],
+        "loss/valid: 2 points left out, of a step that is logged again later; the later one counts",
+    ),
+    "no steps": (
+        {"1": curve(*[0] * 11)},
+        [1.0],
+        "loss/valid: 10 points left out, because all have one step; log them with a step: add_scalar(tag",
+    ),
+    "bad steps": (
+        {"1": [*curve(0, 1), (-1, 1.0, {"Loss/valid": 7.0}), (2, math.nan, {"Loss/valid": 8.0})]},
+        [1.0, 1.0],
+        "loss/valid: 2 points left out, with a negative step or an impossible time",
+    ),
+    "all": ({"1": curve(0, 1), "2": curve(2, 3)}, [1.0] * 4, ""),
+}
+
+
+@pytest.mark.parametrize("log", LOGS)
+def test_what_is_left_out_is_counted(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], log: str
+) -> None:
+    files, kept, message = LOGS[log]
+    for number, (name, rows) in enumerate(files.items()):
+        write(tmp_path / f"log/events.out.tfevents.{name}", rows, start=START + 1000 * number)
+    assert bring(tmp_path / "log") == 0
+    printed = capfd.readouterr().out
+    assert printed.count("left out") == bool(message) and message in printed
+    found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
+    assert [value for _, _, value in found] == kept
+
+
+def test_a_long_curve_is_thinned_out_and_says_so(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "events.out.tfevents.1", curve(*range(9001)))
+    assert bring(tmp_path / "events.out.tfevents.1", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["points"] == {"loss/valid": 3001}
+    (dropped,) = found["dropped"]["loss/valid"].values()
+    assert dropped == 9001 - 3001
+
+
+def test_folders_below_are_named(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Keras writes them, and PyTorch's add_scalars."""
+    for part in ("train", "validation"):
+        unet(tmp_path / "keras" / part / "events.out.tfevents.1")
+    assert bring(tmp_path / "keras") == 2
+    folders = ", ".join(str(tmp_path / "keras" / part) for part in ("train", "validation"))
+    assert f"keras: no event file in this folder; there are some in {folders}: import each" in said(capfd)
+    write(tmp_path / "keras/events.out.tfevents.1", [(1, 1.0, {})])
+    with (tmp_path / "keras/events.out.tfevents.1").open("wb") as file:
+        RecordWriter(file).write(Event(wall_time=1.0, file_version="brain.Event:2").SerializeToString())
+    assert bring(tmp_path / "keras") == 2
+    assert f"it has no scalars; there are some in {folders}: import each" in said(capfd)
+    (tmp_path / "empty").mkdir()
+    assert bring(tmp_path / "empty") == 2
+    assert "empty: no event file in this folder; expected event files of TensorBoard" in said(capfd)
+
+
 # ---- damaged and hostile ------------------------------------------------------------------------------------
+
+
+def flipped(content: bytes) -> bytes:
+    """Change a byte of the second record."""
+    start = content.index(b"Loss/train")
+    return content[:start] + b"l" + content[start + 1 :]
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda file: file.write_bytes(b""), "holds no event; expected an event file"),
-    "text": (lambda file: file.write_text("epoch 1: loss 0.5\n" * 9), "record 1 is damaged"),
+    "text": (
+        lambda file: file.write_text("epoch 1: loss 0.5\n" * 9),
+        "not an event file of TensorBoard (it begins with b'epoch 1: los'",
+    ),
+    "csv": (lambda file: file.write_text("step,loss\n0,1.0\n"), "PyTorch's SummaryWriter.add_scalar(tag, value, step)"),
+    "trainer_state.json": (lambda file: file.write_text('{"log_history": []}'), "not an event file of TensorBoard"),
+    "short": (lambda file: file.write_text("{}"), "not an event file of TensorBoard, or cut short (b'{}')"),
+    "damaged later": (lambda file: file.write_bytes(flipped(file.read_bytes())), "record 2 is damaged: copy the file"),
     "missing": (lambda file: file.unlink(), "no such file"),
     "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name its own: --tag"),
 }

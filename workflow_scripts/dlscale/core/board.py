@@ -71,6 +71,11 @@ def events(path: Path) -> Iterator[Event]:
             if len(checksum) < 4:
                 break
             read += 1
+            if not whole and read == 1:
+                raise UserError(
+                    f"{path}: not an event file of TensorBoard (it begins with {head!r}); {expected}; write the curves "
+                    "of a CSV or JSON file with PyTorch's SummaryWriter.add_scalar(tag, value, step)"
+                )
             if not whole or masked_crc32c(data) != struct.unpack("<I", checksum)[0]:
                 raise UserError(f"{path}: record {read} is damaged: copy the file again; {expected}")
             try:
@@ -78,6 +83,8 @@ def events(path: Path) -> Iterator[Event]:
             except DecodeError:
                 raise UserError(f"{path}: record {read} is no event; {expected}") from None
             yield event  # of a tensor nothing is made: it may claim to be larger than memory
+    if not read and head:
+        raise UserError(f"{path}: not an event file of TensorBoard, or cut short ({head!r}); {expected}")
     if not read:
         raise UserError(f"{path}: holds no event; {expected}")
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from dlscale.config.places import results_of
 from dlscale.core import registry
 from dlscale.core.board import events, scalar
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.files import sha256, whole
+from dlscale.core.files import no_pipe, sha256, whole
 from dlscale.core.settings import validate
 from dlscale.core.text import many, shorten
 from dlscale.report.curves import Reference
@@ -34,6 +35,17 @@ FARTHEST = 1e15
 
 #: Quantities of every run, as `dlscale.train.logs` calls them; metrics are `valid/NAME`.
 QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second", "steps_per_second")
+
+#: Why points of a log are left out.
+REPEATED = "of a step that is logged again later; the later one counts"
+RESTARTED = "of an earlier training in the same folder; import its file by itself"
+STEPLESS = "because all have one step; log them with a step: add_scalar(tag, value, global_step)"
+UNDATED = "with a negative step or an impossible time"
+NO_NUMBER = "that are not a number"
+THINNED = f"of a curve of more than {2 * POINTS} points, thinned out evenly"
+
+#: Points left out, by reason, for each curve.
+Dropped = dict[str, Counter[str]]
 
 #: A point: step, seconds since 1970-01-01 UTC, value.
 Point = tuple[int, float, float]
@@ -67,7 +79,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         "epoch_samples": args.epoch_samples,
     }
     validate(Reference, {**settings, "curves": {}}, "import")  # before all is read
-    curves = read(files, tags, frozenset() if args.tag else log.percent)
+    curves, dropped = read(files, tags, frozenset() if args.tag else log.percent)
     place = results_of(configuration) / "references" / args.name
     with whole(place) as new:
         new.mkdir()
@@ -76,10 +88,14 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         reference = Reference(**settings, curves=curves)
         reference.write(new / "reference.json")
     if args.json:
-        print(json.dumps({"reference": str(place), "points": {name: len(curve) for name, curve in curves.items()}}))
+        points = {name: len(curve) for name, curve in curves.items()}
+        print(json.dumps({"reference": str(place), "points": points, "dropped": dropped}))
         return 0
     said = [f"{name} ({many(len(curve), 'point')})" for name, curve in curves.items()]
     print(f"{place}: {', '.join(said)}")
+    for name, reasons in dropped.items():
+        for reason, count in reasons.items():
+            print(f"{name}: {many(count, 'point')} left out, {reason}")
     missing = [over for over in ("step", "samples") if reference.scale(over) is None]
     if missing:
         needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
@@ -88,49 +104,79 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     return 0
 
 
-def read(files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]) -> dict[str, list[Point]]:
-    """Return the curves that `tags` (theirs: ours) name, with seconds since training began, in `percent` as shares.
+def read(
+    files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]
+) -> tuple[dict[str, list[Point]], Dropped]:
+    """Return the curves that `tags` (theirs: ours) name, and the number of points that are left out, by reason.
 
-    Training began at step 0, or else with the first file. Of a repeated step the later value counts. A long curve is
-    thinned out.
+    Points have seconds since training began: at step 0, or else with the first file. Values of tags in `percent` become
+    fractions. Of a repeated step the later value counts; a file that starts at the first step again replaces the
+    earlier ones.
     """
     found: dict[str, dict[int, tuple[float, float]]] = {}
+    dropped: Dropped = {ours: Counter() for ours in tags.values()}
     others: dict[str, None] = {}
     begun, count = math.inf, 0
-    for event in itertools.chain.from_iterable(map(events, files)):
-        if not abs(event.wall_time) < FARTHEST or event.step < 0:
-            continue
-        begun = min(begun, event.wall_time)
-        for value in event.summary.value:
-            number = scalar(value)
-            if number is not None and value.tag in tags:
-                scaled = number / 100 if value.tag in percent else number
-                found.setdefault(value.tag, {})[event.step] = event.wall_time, scaled
+    for file in files:
+        begins = set(tags)  # without a point of this file yet
+        for event in events(file):
+            dated = abs(event.wall_time) < FARTHEST and event.step >= 0
+            begun = min(begun, event.wall_time) if dated else begun
+            for value in event.summary.value:
+                number, tag = scalar(value), value.tag
+                if tag not in tags:
+                    if number is not None and len(others) < 12:
+                        others[shorten(tag, 60)] = None
+                    continue
+                if number is None or not dated:
+                    dropped[tags[tag]][NO_NUMBER if number is None else UNDATED] += 1
+                    continue
+                points = found.setdefault(tag, {})
+                if tag in begins and points and event.step <= min(points):
+                    dropped[tags[tag]][RESTARTED] += len(points)
+                    points.clear()
+                begins.discard(tag)
+                dropped[tags[tag]][REPEATED] += event.step in points
+                points[event.step] = event.wall_time, number / 100 if tag in percent else number
                 count += 1
-            elif number is not None and len(others) < 12:
-                others[shorten(value.tag, 60)] = None
-        if count > MOST:
-            raise UserError(f"{files[0]}: a log of more than {MOST} points; name fewer tags: --tag 'THEIRS=OURS'")
+            if count > MOST:
+                raise UserError(f"{files[0]}: a log of more than {MOST} points; name fewer tags: --tag 'THEIRS=OURS'")
     if not found:
-        there = f"it has {', '.join(others)}" if others else "it has no scalars"
-        raise UserError(
-            f"{files[0]}: none of the tags {', '.join(tags)} is in it; {there}. Name its own: --tag 'THEIRS=OURS'"
-        )
+        there = f"it has {', '.join(others)}. Name its own: --tag 'THEIRS=OURS'" if others else "it has no scalars"
+        below = "" if others else _below(files[0].parent)
+        raise UserError(f"{files[0]}: none of the tags {', '.join(tags)} is in it; {there}{below}")
     zero = min((points[0][0] for points in found.values() if 0 in points), default=begun)
     curves = {}
     for tag, points in found.items():
         every = [(step, round(time - zero, 3), value) for step, (time, value) in sorted(points.items())]
         stride = -(-len(every) // (2 * POINTS))
         curves[tags[tag]] = every[::stride] + every[-1:] * bool((len(every) - 1) % stride)
-    return {ours: curves[ours] for ours in tags.values() if ours in curves}
+        if len(every) == 1 and (same := dropped[tags[tag]].pop(REPEATED, 0)):
+            dropped[tags[tag]][STEPLESS] = same
+        dropped[tags[tag]][THINNED] += len(every) - len(curves[tags[tag]])
+    ordered = {ours: curves[ours] for ours in tags.values() if ours in curves}
+    return ordered, {ours: +dropped[ours] for ours in ordered if +dropped[ours]}
 
 
 def _files(path: Path) -> list[Path]:
     """Return an event file, or all of a folder: a program that was started again writes another one."""
-    files = [file for file in (sorted(path.glob("*.tfevents.*")) if path.is_dir() else [path]) if file.is_file()]
-    if not files:
+    if path.is_dir():
+        files = [file for file in sorted(path.glob("*.tfevents.*")) if file.is_file()]
+        if not files:
+            below = _below(path) or "; expected event files of TensorBoard, events.out.tfevents.*"
+            raise UserError(f"{path}: no event file in this folder{below}")
+        return files
+    if not path.exists():
         raise UserError(f"{path}: no such file; expected an event file of TensorBoard, or a folder with some")
-    return files
+    no_pipe(path, "an event file of TensorBoard")
+    return [path]
+
+
+def _below(folder: Path) -> str:
+    """Return a remedy that names the folders below with event files; nothing if there are none."""
+    found = sorted({str(file.parent) for file in itertools.islice(folder.glob("*/**/*.tfevents.*"), 1000)})
+    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+    return f"; there are some in {', '.join(found[:10])}{more}: import each by itself" if found else ""
 
 
 def _given(texts: Sequence[str]) -> dict[str, str]:
