@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
+import logging
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -25,8 +26,9 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.measure.evaluate import alone
 from dlscale.parallel import shards
-from dlscale.parallel.model import drawing
+from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.rendezvous import join
+from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import AXES, Mesh, World, arrangement
 from dlscale.scores import relative_l2
@@ -542,6 +544,46 @@ def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> 
             for name, value in expected.items():
                 moved = weights[name] - start[name], value - start[name]
                 near(*moved, 1e-4, f"{origin} to {place}: {name}", float(value.abs().max()) * 1e-2)
+
+
+# ---- tokens over two axes --------------------------------------------------------------------------
+
+
+def _divide_and_unite(rank: int, ranks: int, port: int, folder: str) -> None:
+    as_rank(rank, port, ranks)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    warned = logging.FileHandler(Path(folder, f"{rank}.log"))
+    logging.getLogger("torch.distributed.tensor").addHandler(warned)
+    with join(Geometry(gpus_per_node=ranks), "cpu"):
+        for order in ORDERS:
+            geometry = Geometry(gpus_per_node=ranks, cp=2, tp=2, order=order)
+            model = nn.Sequential(nn.Identity(), nn.Identity())
+            ModelParallel(model, Sharding(tokens=7, first="0", last="1"), Mesh(geometry, "cpu"), torch.device("cpu"))
+            x = torch.arange(14.0).reshape(1, 7, 2).requires_grad_()
+            with Counting() as exchanged:
+                y = model(x)
+            (y * torch.arange(14.0).reshape(1, 7, 2)).sum().backward()
+            torch.save((y.detach(), x.grad, dict(exchanged.calls)), Path(folder, f"{order}.{rank}.pt"))
+
+
+ORDERS = ("tp-cp-dp", "cp-tp-dp")
+
+
+def test_tokens_are_united_over_both_axes_at_once(tmp_path: Path) -> None:
+    """Seven tokens on four devices, by one collective, also where ranks along tp are no neighbours.
+
+    PyTorch warns of two collectives, one after the other, at each start.
+    """
+    spawn(_divide_and_unite, (4, 20000 + (os.getpid() * 7) % 20000, str(tmp_path)), 4)
+    tokens = torch.arange(14.0).reshape(1, 7, 2)
+    for order in ORDERS:
+        found = [torch.load(tmp_path / f"{order}.{rank}.pt") for rank in range(4)]
+        for united, _, counts in found:
+            assert torch.equal(united, tokens), order
+            assert counts == {"all_gather": 1}
+        # Each device has the gradient of its own tokens, times the number of devices that go on alike.
+        assert torch.equal(sum(gradient for _, gradient, _ in found), 4 * tokens), order
+    assert [(tmp_path / f"{rank}.log").read_text() for rank in range(4)] == [""] * 4
 
 
 # ---- random numbers --------------------------------------------------------------------------------

@@ -93,9 +93,8 @@ class ModelParallel:
         seed: int | None = None,
     ) -> None:
         self._mesh, self._sharding = mesh, sharding
-        self._tp, self._cp, both = mesh.along("tp"), mesh.along("cp"), mesh.along("cp", "tp")
-        assert both is not None
-        self._both = both
+        assert mesh.model is not None
+        self._tp, self._cp, self._both = mesh.along("tp"), mesh.along("cp"), mesh.model
         self.tp_group: Any = self._tp.get_group() if self._tp else None  #: process group of tensor-parallel devices
         self.parts = mesh.size("cp") * mesh.size("tp")
         self._each = -(-sharding.tokens // self.parts)  # tokens of each device
@@ -163,8 +162,11 @@ class ModelParallel:
 
     def _unite(self, y_BNE: torch.Tensor) -> torch.Tensor:
         """Return all tokens. All devices go on with them alike; each gets the gradient of its own."""
-        y_BNE = _Adjoint.apply(y_BNE, self.parts)
-        return _gathered(y_BNE, self._both, TOKENS, Replicate())[:, : self._sharding.tokens]
+        y_BNE = _gathered(_Adjoint.apply(y_BNE, self.parts), self._both, TOKENS, Replicate())
+        if self._mesh.places != sorted(self._mesh.places):
+            parts = y_BNE.chunk(self.parts, TOKENS)
+            y_BNE = torch.cat([parts[place] for place in self._mesh.places], TOKENS)
+        return y_BNE[:, : self._sharding.tokens]
 
     def _gather(self, x_BNE: torch.Tensor) -> torch.Tensor:
         assert self._tp is not None
@@ -223,14 +225,14 @@ class _Adjoint(torch.autograd.Function):
 def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> torch.Tensor:
     """Gather the parts of a mesh's devices, equal in size, along a dimension.
 
-    `gradient` tells whether the gradients of the result are summands (`Partial`) or equal (`Replicate`).
+    The mesh has one dimension. `gradient` tells whether the gradients of the result are summands (`Partial`) or equal
+    (`Replicate`).
     """
     if isinstance(mesh, PretendedAxes):
         whole: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, True, gradient.is_partial())
         return whole
-    parts = DTensor.from_local(x, mesh, [Shard(dim)] * mesh.ndim, run_check=False)
-    replicated = parts.redistribute(placements=[Replicate()] * mesh.ndim)
-    return replicated.to_local(grad_placements=[gradient] * mesh.ndim)
+    parts = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
 
 def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:

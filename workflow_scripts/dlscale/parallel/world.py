@@ -6,7 +6,6 @@ A run on one device is a world of one rank, whose methods cost nothing. The axes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -127,6 +126,10 @@ class Mesh:
         PyTorch's process groups.
     replicas
         Process group of this rank's row of `ranks`.
+    model
+        Mesh of the ranks that share a model, in one dimension; None if a model is on one rank. They rise along it.
+    places
+        Position in `model` of each place along cp and tp, those along tp next to each other.
     """
 
     def __init__(self, geometry: Geometry, kind: str) -> None:
@@ -134,6 +137,12 @@ class Mesh:
         self.kind, self.devices = kind, DeviceMesh(kind, places, mesh_dim_names=AXES)
         self.ranks = places.permute(2, 0, 1).flatten(1).sort().values
         self.replicas: dist.ProcessGroup = DeviceMesh(kind, self.ranks, mesh_dim_names=("tp", "same")).get_group("same")
+        shared = places.flatten(1)  # [dp, cp x tp]
+        several = [axis for axis in ("cp", "tp") if self.size(axis) > 1]
+        self.model: DeviceMesh | None = self.devices[several[0]] if several else None
+        if len(several) > 1:  # one collective over both; `DeviceMesh[several]` would take two
+            self.model = DeviceMesh(kind, shared.sort().values, mesh_dim_names=("dp", "model"))["model"]
+        self.places: list[int] = shared[0].argsort().argsort().tolist()  # the same for all models
 
     def rank(self, axis: str) -> int:
         """Return this rank's place along an axis."""
@@ -147,10 +156,9 @@ class Mesh:
         """Return the process group of this rank along an axis."""
         return self.devices.get_group(axis)
 
-    def along(self, *axes: str) -> DeviceMesh | None:
-        """Return the mesh of those of these axes along which there are several ranks, if there are any."""
-        several = tuple(axis for axis in AXES if axis in axes and self.size(axis) > 1)
-        return self.devices[several] if several else None
+    def along(self, axis: str) -> DeviceMesh | None:
+        """Return the mesh of an axis; None if it has one rank."""
+        return self.devices[axis] if self.size(axis) > 1 else None
 
 
 class Pretended:
@@ -158,6 +166,8 @@ class Pretended:
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
+        self.model = PretendedAxes(geometry.cp * geometry.tp)
+        self.places = [*range(geometry.cp * geometry.tp)]
 
     def rank(self, axis: str) -> int:
         return 0
@@ -166,9 +176,8 @@ class Pretended:
         size: int = getattr(self._geometry, axis)
         return size
 
-    def along(self, *axes: str) -> PretendedAxes | None:
-        size = math.prod(self.size(axis) for axis in axes)
-        return PretendedAxes(size) if size > 1 else None
+    def along(self, axis: str) -> PretendedAxes | None:
+        return PretendedAxes(self.size(axis)) if self.size(axis) > 1 else None
 
 
 @dataclass(frozen=True)
