@@ -94,11 +94,10 @@ def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -
     """Return the bytes of tokens, `width` for each number: what the forward pass gathers the backward pass scatters."""
     tp, cp = run.geometry.tp, run.geometry.cp
     each = -(-sharding.tokens // (tp * cp))  # tokens of a device
-    gathered = reduced = 0
+    reduced = 0
     last = model.get_submodule(sharding.last)
     assert isinstance(last, nn.Linear)
-    for parts in {tp, tp * cp} - {1}:  # along one axis, then along the other
-        gathered += each * parts * last.out_features
+    gathered = each * tp * cp * last.out_features  # along both axes at once
     columns, rows = named(model, sharding.columns), named(model, sharding.rows)
     units = named(model, sharding.units)
     if tp > 1:
