@@ -540,7 +540,7 @@ def test_the_twins_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: 
         found = twins.twin(field)
         assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
         assert stamp(found.path) == before
-    assert not (tmp_path / "twins").exists()
+    assert not [*tmp_path.glob("twins/*.npy")]
     (tmp_path / "0_label.npy").unlink()  # the other one says nothing of it
     staging.make_twin(whole_file.target)
     assert twins.twin(whole_file.target).own
@@ -554,15 +554,55 @@ def test_the_twins_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: 
         (np.asfortranarray, "the first axis quickest"),
         (lambda x: x + np.float32(1), r"other values in cell"),
         (lambda x: None, "no such values"),
+        (None, r"no such values \(.*EOF"),
+        ("pipe", r"no such values \(not a file\)"),
     ],
-    ids=["rows", "type", "order", "values", "no array"],
+    ids=["rows", "type", "order", "values", "no array", "torn header", "pipe"],
 )
 def test_what_is_no_twin_is_refused(whole_file: Crops, tmp_path: Path, wrong: Any, said: str) -> None:
     path = tmp_path / "0_data.npy"
     values = np.ascontiguousarray(published_twin(whole_file.input, path))
-    np.save(path, wrong(values), allow_pickle=True)
+    if callable(wrong):
+        np.save(path, wrong(values), allow_pickle=True)
+    elif wrong:
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00{" + b"(" * 200)
     with pytest.raises(UserError, match=rf"0.h5: no twin of its Nbody .*0_data.npy has {said}.*loader.reader h5py"):
         staging.make_twin(whole_file.input)
+
+
+@pytest.mark.parametrize("damage", ["zeros", "torn", "text", "no record"])
+def test_a_damaged_twin_is_made_again(tmp_path: Path, damage: str) -> None:
+    """Its name says whose it is; only its content shows damage."""
+    samples = crops(tmp_path, VOLUMES["chunks"])
+    staging.make_twin(samples.input)
+    path = twins.twin(samples.input).path
+    content, before = path.read_bytes(), path.stat()
+    staging.make_twin(samples.input)
+    assert path.stat().st_ctime_ns == before.st_ctime_ns, "a sound one is left"
+    half = len(content) // 2
+    damaged = {"zeros": content[:half] + bytes(100) + content[half + 100 :], "torn": content[:half], "text": b"hello"}
+    path.write_bytes(damaged.get(damage, content))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if damage == "no record":
+        path.with_name(staging.RECORD).unlink()
+    staging.make_twin(samples.input)
+    assert path.read_bytes() == content
+
+
+def test_a_damaged_twin_beside_its_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
+    """A few values, which samples of its cells do not show."""
+    path = tmp_path / "0_data.npy"
+    published_twin(whole_file.input, path)
+    staging.make_twin(whole_file.input)
+    content = bytearray(path.read_bytes())
+    content[-40:-36] = bytes(4)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"0_data.npy: damaged: other values in the rows 0 to 12 than .*0.h5; remove"):
+        staging.make_twin(whole_file.input)
+    assert path.read_bytes() == content
 
 
 def test_twins_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ of a node makes it, others wait, and all who read it hold its lock, shared. The 
 one on a disk stays until another needs the room. A file without the size and time of its original is copied again.
 
 A damaged file may keep its size and time: a stage reads a file that no stage has verified, and compares its SHA-256
-with the manifest's. A record beside the manifest has size and times of sound files.
+with the manifest's. Records beside the manifest and beside the twins have size and times of sound files.
 """
 
 from __future__ import annotations
@@ -159,17 +159,39 @@ def make_twins(manifest: str | Path) -> None:
 
 
 def make_twin(field: BoxField) -> None:
-    """Make the twin of a field, whole or not at all, if there is none."""
-    made = twins.place(field)
-    if not made.own or made.path.exists():
+    """Make the twin of a field, whole or not at all, if there is none; verify one that changed since it was verified.
+
+    A damaged twin is made again. One beside its file, which somebody else made, is compared with that file.
+    """
+    made, record = twins.place(field), field.stem.parent / RECORD
+    if _is_known(made.path, record):
         return
     try:
-        made.path.parent.mkdir(exist_ok=True)
-        with turn(made.path.parent / "lock"):
-            if not made.path.exists():
-                _write_twin(made, field)
+        record.parent.mkdir(exist_ok=True)
+        with turn(record.parent / "lock"):
+            if _is_known(made.path, record):
+                return
+            digest = ""
+            if made.own:
+                digest, *_ = _entries(record).get(str(made.path), [""])
+                if not made.path.is_file() or sha256(made.path) != digest:
+                    _write_twin(made, field)
+                    digest = sha256(made.path)
+            elif what := twins.differs(made, field):
+                raise UserError(
+                    f"{made.path}: damaged: {what} than {field.readers[0].path}; remove it, and one is made, or "
+                    f"{twins.INSTEAD}"
+                )
+            with contextlib.suppress(UserError):
+                write_json(record, _entries(record) | {str(made.path): _state(made.path, digest)})
     except OSError as error:
         raise explained(error, made.path) from error
+
+
+def _is_known(path: Path, record: Path) -> bool:
+    """Return whether a twin is as it was when it was verified."""
+    known = _entries(record).get(str(path))
+    return bool(known) and path.is_file() and known == _state(path, known[0])
 
 
 def _write_twin(made: twins.Twin, field: BoxField) -> None:
@@ -193,7 +215,7 @@ def _write_twin(made: twins.Twin, field: BoxField) -> None:
 def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
     """Return the files of `splits` that no stage has read as they are now."""
     files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
-    record = _record(manifest)
+    record = _entries(manifest.folder / RECORD)
     return [file for file in files if record.get(file.path) != _seen(manifest, file)]
 
 
@@ -215,17 +237,21 @@ def remember(manifest: Manifest, files: Sequence[File]) -> None:
     if files:
         with contextlib.suppress(UserError):
             seen = {file.path: _seen(manifest, file) for file in files}
-            write_json(manifest.folder / RECORD, _record(manifest) | seen)
+            write_json(manifest.folder / RECORD, _entries(manifest.folder / RECORD) | seen)
 
 
-def _record(manifest: Manifest) -> dict[str, Any]:
+def _entries(record: Path) -> dict[str, Any]:
     found = {}
     with contextlib.suppress(UserError):
-        found = read_json(manifest.folder / RECORD)
+        found = read_json(record)
     return found if isinstance(found, dict) else {}
 
 
 def _seen(manifest: Manifest, file: File) -> list[Any]:
+    return _state(manifest.path(file), file.digest)
+
+
+def _state(path: Path, digest: str) -> list[Any]:
     """Return digest, size and both times of a file: who sets one back changes the other."""
-    status = manifest.path(file).stat()
-    return [file.digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    status = path.stat()
+    return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
 from dlscale.data.samples import BoxField
 
 #: Bytes that are written at a time, and cells that are compared of a twin that somebody else made.
@@ -70,10 +70,12 @@ def twin(field: BoxField) -> Twin:
 def difference(path: Path, field: BoxField) -> str:
     """Return what a file has that is not the twin of a field's only file, by its form and some of its cells."""
     expected = (*field.shape_of(0)[1:], field.shape[0])
+    if not path.is_file():
+        return "no such values (not a file)"
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        return f"no such values ({error})"
+    except Exception as error:  # of a damaged header Python's tokenizer raises its own, too
+        return f"no such values ({brief(error)})"
     if values.shape[:-1] == expected[:-1] and values.shape != expected:
         return OTHER
     if (values.shape, values.dtype) != (expected, field.dtype):
@@ -85,6 +87,15 @@ def difference(path: Path, field: BoxField) -> str:
         field.copy(0, cell, own)
         if values[tuple(cell)].tobytes() != own.tobytes():
             return f"other values in cell {tuple(cell.tolist())}"
+    return ""
+
+
+def differs(found: Twin, field: BoxField) -> str:
+    """Compare all values of a published twin with its HDF5 file; return the difference, empty if there is none."""
+    values = np.load(found.path, mmap_mode="r", allow_pickle=False)
+    for file, start, stop in slabs(found, field):
+        if values[start:stop].tobytes() != _slab(found, field, file, start, stop).tobytes():
+            return f"other values in the rows {start} to {stop - 1}"
     return ""
 
 
@@ -114,7 +125,12 @@ def write(found: Twin, field: BoxField, parts: Iterator[tuple[int, int, int]], o
     header = {"descr": np.lib.format.dtype_to_descr(field.dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(out, header)
     for file, start, stop in parts:
-        slab = np.zeros((stop - start, *shape[1:]), field.dtype)
-        _, height, width = found.edges[file].tolist()
-        field.copy(file, np.array([start, 0, 0]), np.moveaxis(slab[:, :height, :width], -1, 0))
-        out.write(slab.data)
+        out.write(_slab(found, field, file, start, stop).data)
+
+
+def _slab(found: Twin, field: BoxField, file: int, start: int, stop: int) -> np.ndarray:
+    """Return rows [start, stop) of a volume as they are in its twin, [rows, H, W, C]."""
+    slab = np.zeros((stop - start, *_shape(found, field)[1:]), field.dtype)
+    _, height, width = found.edges[file].tolist()
+    field.copy(file, np.array([start, 0, 0]), np.moveaxis(slab[:, :height, :width], -1, 0))
+    return slab
