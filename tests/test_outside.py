@@ -29,6 +29,7 @@ from dlscale.core.noise import interval
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs, steps, timed
 from dlscale.outside.measure import PLAN
+from dlscale.outside.printed import PER_STEP, Finder, plain, rate_of
 from dlscale.outside.running import HOOK
 from dlscale.report.results import read_run
 from dlscale.report.verdict import of
@@ -377,6 +378,60 @@ def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
 def test_a_pattern_has_one_number(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         steps.pattern(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1.2k", ("", 1200)),
+        ("3.4M samples/s", ("", 3.4e6)),
+        ("1.2 ksamples/s", ("", 1200)),
+        ("1,234.5", ("", 1234.5)),
+        ("1.234,5", ("", 1234.5)),
+        ("1,234", ("", 1234)),
+        ("12,5", ("", 12.5)),
+        ("0,125", ("", 0.125)),
+        ("1'234'567.5", ("", 1234567.5)),
+        ("123.4,", ("", 123.4)),
+        ("\x1b[1;31m1.5k\x1b[0m samples/s", ("", 1500)),
+        ("12.5it/s", (PER_STEP, 12.5)),
+        ("12.5 steps/s", (PER_STEP, 12.5)),
+        ("2.5s/it", (PER_STEP, 0.4)),
+        ("40 ms/step", (PER_STEP, 25)),
+        ("300 kg", ("", 300)),
+        *((text, None) for text in ("nan", "inf", "-3", "0", "1e300", "word", "0x10", "1.2.3", "", "12q")),
+    ],
+)
+@pytest.mark.parametrize("pattern", [r"rate (\S+)", r"rate ([\d.,'eE+-]+)"])
+def test_a_printed_rate_has_its_suffix_and_its_unit(
+    text: str, expected: tuple[str, float] | None, pattern: str
+) -> None:
+    match = re.search(pattern, plain(f"rate {text}"))
+    if expected or pattern == r"rate (\S+)":
+        found = match and rate_of(match)
+        assert (found and (found[0], pytest.approx(found[1]))) == expected
+
+
+def test_rates_in_steps_are_samples_with_a_batch_size() -> None:
+    printed = [(1.0 + number, 10.0) for number in range(8)]
+    plain, named = (steps.pace_of_rates(printed, 0.0, size, steps=True) for size in (None, 32))
+    assert plain and not plain.samples and plain.rates == [10.0] * 7
+    assert named and named.samples and named.rates == [320.0] * 7
+
+
+@pytest.mark.parametrize("pattern", [r"(\S+) samples/s", r"((?:a|aa)+)b"])
+def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
+    """Neither on long lines, nor if its time grows exponentially with them."""
+    finder, begin = Finder({"": re.compile(pattern)}, tmp_path / "record"), time.perf_counter()
+    finder.look(1.0, [b"x" * 60_000] * 20 + [b"a" * 60] * 10 + [b"3 samples/s"] * 5)
+    assert time.perf_counter() - begin < 1
+    finder.close()
+    assert time.perf_counter() - begin < 60
+    if pattern.startswith(r"(\S"):
+        assert finder.found[""] == [(1.0, 3.0)] * 5 and not finder.slow and not finder.missed
+        assert len((tmp_path / "record").read_text().splitlines()) == 5
+    else:
+        assert finder.slow[""] == 3 and not finder.found[""]
 
 
 def test_samples_of_a_batch_are_those_of_its_first_array() -> None:

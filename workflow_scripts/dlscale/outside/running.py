@@ -32,6 +32,7 @@ from dlscale.measure.telemetry import bus_ids
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.keeper import Kept
+from dlscale.outside.printed import MAX_SECONDS, PER_STEP, Finder
 from dlscale.outside.timed import EVERY, FOLDER
 from dlscale.parallel.records import Device
 
@@ -42,6 +43,9 @@ WAYS = {
     "log": "from its log",
     "rate": "as it prints them",
 }
+
+#: File of the numbers that a program printed, among its steps.
+PRINTED = "printed"
 
 HOOK = Path(__file__).with_name("hook")
 
@@ -68,6 +72,7 @@ class Outcome:
     losses: dict[str, list[tuple[float, float]]]  #: Other numbers that it printed, by what was looked for.
     stopped: bool = False  #: Whether it was ended since it had made enough steps.
     signals: tuple[int, ...] = ()  #: Passed on to it.
+    in_steps: bool = False  #: Whether printed rates are steps/s; else samples/s.
 
 
 def watched(
@@ -141,11 +146,12 @@ def run_command(
     """
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
-    found = {name: list[tuple[float, float]]() for name in ["", *looked]}
     # Python holds back what goes into a pipe.
     environment = {**({"PYTHONUNBUFFERED": "1"} if looked else {}), **(environment or {})}
+    finder = Finder(looked, steps / PRINTED) if looked else None
+    found = finder.found if finder else {"": [], PER_STEP: []}
     before = set(psutil.Process().children(recursive=True))
-    with _reaping():
+    with contextlib.closing(finder) if finder else contextlib.nullcontext(), _reaping():
         waits, begin, start = _waits(), time.time(), time.perf_counter()
         try:
             process = Kept(command, folder, watched(steps, environment, contained), pipe)
@@ -157,13 +163,13 @@ def run_command(
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
         with _forwarding(process) as signals, beside(process.pid) if beside else contextlib.nullcontext():
             copies = [
-                threading.Thread(target=_copy, args=(stream, out.fileno(), looked, found), daemon=True)
+                threading.Thread(target=_copy, args=(stream, out.fileno(), finder), daemon=True)
                 for stream, out in zip(process.streams, (sys.stdout, sys.stderr), strict=True)
                 if stream
             ]
             for copy in copies:
                 copy.start()
-            stopped = enough is not None and _wait(process, lambda: enough(len(found[""])))
+            stopped = enough is not None and _wait(process, lambda: enough(len(found[""]) + len(found[PER_STEP])))
             status = process.wait()
         seconds = time.perf_counter() - start
         _end_rest(before, told=not stopped)
@@ -173,8 +179,24 @@ def run_command(
             None if one is None or now is None else (now - one) / seconds
             for one, now in zip(waits, _waits(), strict=True)
         )
-    printed = found.pop("")
-    return Outcome(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals))
+    if finder:
+        _report_unread(finder, looked)
+    rates = {PER_STEP: found.pop(PER_STEP), "": found.pop("")}
+    # Rates of a progress bar may be among those of samples.
+    in_steps = not rates[""]
+    printed = rates[PER_STEP if in_steps else ""]
+    return Outcome(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals), in_steps)
+
+
+def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> None:
+    for name in finder.slow:
+        print(
+            f"dlscale measure: the pattern {looked[name].pattern} takes more than {MAX_SECONDS:.0f} s on some lines, "
+            "which were skipped; begin it with a fixed text",
+            file=sys.stderr,
+        )
+    if finder.missed:
+        print(f"dlscale measure: {many(finder.missed, 'line')} printed too fast to be read", file=sys.stderr)
 
 
 def _wait(process: Kept, enough: Callable[[], bool]) -> bool:
@@ -251,32 +273,18 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
         )
 
 
-def _copy(
-    stream: IO[bytes], out: int, looked: Mapping[str, re.Pattern[str]], found: Mapping[str, list[tuple[float, float]]]
-) -> None:
-    """Copy a stream as it comes, and note the numbers in it that are looked for; "" are rates."""
+def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
+    """Copy a stream as it comes, and have numbers looked for in its lines."""
     rest = b""
     while data := os.read(stream.fileno(), 65536):
         with contextlib.suppress(OSError):  # nobody reads it
             written = 0
             while written < len(data):
                 written += os.write(out, data[written:])
-        *whole_lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
-        _note(whole_lines, looked, found)
-        rest = rest[-65536:]
-    _note([rest], looked, found)
-
-
-def _note(
-    text: Sequence[bytes], looked: Mapping[str, re.Pattern[str]], found: Mapping[str, list[tuple[float, float]]]
-) -> None:
-    for line in text:
-        for name, pattern in looked.items():
-            match = pattern.search(line.decode(errors="replace"))
-            number = seen.number_in(match[1], rate=not name) if match and match[1] else None
-            if match and number is not None:
-                share = name and line[match.end(1) :].startswith(b"%")
-                found[name].append((time.time(), number / 100 if share else number))
+        *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+        finder.look(time.time(), lines)
+        rest = rest[:65536]
+    finder.look(time.time(), [rest])
 
 
 def _waits() -> list[float | None]:
@@ -376,7 +384,7 @@ def _pace_by(
     """Return the pace by a way, if profiled steps count for lack of others, and the number of trainings."""
     trainings = 1
     if way == "rate":
-        come_to = partial(seen.pace_of_rates, run.printed, run.begin, reading.batch_size)
+        come_to = partial(seen.pace_of_rates, run.printed, run.begin, reading.batch_size, steps=run.in_steps)
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
         found = logs.logged(reading.log, start, run.begin + run.seconds)

@@ -277,9 +277,6 @@ def _of_most(process: Process, training: set[str], mean: float) -> int:
 
 # ---- what the program prints, or logs ---------------------------------------------------------------
 
-#: No program trains on as many samples a second.
-MOST_SAMPLES = 1e12
-
 
 def pattern(text: str) -> re.Pattern[str]:
     """Return the pattern that `--rate` names, or is; a `UserError` where it has not one group."""
@@ -296,9 +293,16 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def pace_of_rates(
-    printed: Sequence[tuple[float, float]], begin: float, batch_size: int | None, apart: Sequence[Span] = ()
+    printed: Sequence[tuple[float, float]],
+    begin: float,
+    batch_size: int | None,
+    apart: Sequence[Span] = (),
+    steps: bool = False,
 ) -> Pace | None:
-    """Return the pace that a program printed, with the times of its lines; of more than three the first warms up."""
+    """Return the pace that a program printed, with the times of its lines; of more than three the first warms up.
+
+    Its rates are samples/s, or steps/s if `steps`.
+    """
     times = [begin, *(when for when, _ in printed)]
     skipped = 1 if len(printed) > 3 else 0
     spans = list(itertools.pairwise(times))
@@ -311,23 +315,14 @@ def pace_of_rates(
         first_step=times[1],
         processes=1,
         steps=len(kept),
-        samples=True,
+        samples=not steps or batch_size is not None,
         batch_size=batch_size,
-        rates=[printed[place][1] for place in kept],
+        rates=[printed[place][1] * ((batch_size or 1) if steps else 1) for place in kept],
         seconds=[max(spans[place][1] - spans[place][0], 1e-9) for place in kept],
         of_ranks=[],
         waiting=None,
         training=1.0,
     )
-
-
-def number_in(match: str, rate: bool = True) -> float | None:
-    """Return a number that was printed; None of what is none, or no rate where that is looked for."""
-    try:
-        found = float(match.replace(",", ""))
-    except ValueError:
-        return None
-    return found if not rate or 0 < found < MOST_SAMPLES else None
 
 
 def processes(folder: Path) -> list[str]:
