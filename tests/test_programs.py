@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
 from dlscale.outside import checkout, run_program, turns
-from dlscale.outside.program import SOURCES, epochs_of, steps_at
-from dlscale.outside.running import HOOK
+from dlscale.outside.program import SOURCES, earlier, epochs_of, steps_at
+from dlscale.outside.running import HOOK, PRINTED
 from dlscale.rules.jobs import Jobs
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program
@@ -215,6 +216,34 @@ def test_a_metric_is_of_the_validation_at_its_step() -> None:
     curves = {"loss/valid": valid, "valid/late": [(20.0, 8, 0.9)], "valid/epochs": [(10.0, 1, 0.1), (20.0, 2, 0.2)]}
     epochs = epochs_of(curves, [], found, begin=0.0)
     assert [each.metrics for each in epochs] == [{"epochs": 0.1}, {"epochs": 0.2, "late": 0.9}, {}]
+
+
+def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
+    """The first is killed after step 310 of steps of 10 ms, its last second unwritten; the second repeats some."""
+    ends = [1000 + step / 100 for step in range(1, 621)]
+    marks = [(1000 + step / 100 + 0.001, 1 / step) for step in range(50, 350, 50)]
+    for checkpoint in (300, 200, 230):
+        steps, keep = tmp_path / f"{checkpoint}/steps", tmp_path / f"{checkpoint}/out"
+        steps.mkdir(parents=True)
+        keep.mkdir()
+        lines = [f"s {end:.6f} 0.0 0\n" for end in ends[:240]]
+        (steps / "timed.host.1").write_text("".join(["begin 0.0 0.0 0\n", *lines, "s 10"]))
+        lines = [json.dumps(["loss/valid", time, value]) + "\n" for time, value in marks]
+        (steps / PRINTED).write_text("".join(lines))
+        (keep / "last").touch()
+        os.utime(keep / "last", (1000 + checkpoint / 100 - 0.004,) * 2)
+        program = Program(
+            command=["train", "{resume}"], resume=["--resume", "{out}/last"], losses={"val (.*)": "loss/valid"}
+        )
+        for _ in range(2):  # also after a try that was killed at its start
+            before = earlier(steps.parent, keep, program)
+            shutil.rmtree(steps, ignore_errors=True)
+        assert before.step in (checkpoint, checkpoint - 1)
+        later = [(2000.001 + step / 100, step / 1e3) for step in range(50, 450 - checkpoint, 50)]
+        found = before.merged({"loss/valid": later}, [time + 1000 for time in ends])["loss/valid"]
+        kept = range(50, checkpoint + 1, 50)
+        assert [step for _, step, _ in found] == [*kept, *range(before.step + 50, before.step + 450 - checkpoint, 50)]
+        assert [value for _, _, value in found] == [*(1 / step for step in kept), *(value for _, value in later)]
 
 
 # ---- their words -----------------------------------------------------------------------------------

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
+import itertools
+import json
 import logging
 import math
 import shutil
 import signal
 import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +32,16 @@ from dlscale.measure.records import Throughput
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
 from dlscale.outside.run_program import RunProgram
+from dlscale.outside.running import PRINTED
 
 #: A run's file of the digest of all that decided what is in its program's folder.
 SOURCES = "out.sha256"
 
 #: Of the losses that it logged, as `metrics.jsonl` has them.
 LOSSES = "program.jsonl"
+
+#: Of the losses that earlier tries printed.
+CURVES = "out.losses.json"
 
 #: Point of a curve: seconds since 1970-01-01 UTC, step, value.
 Point = tuple[float, int, float]
@@ -41,14 +51,17 @@ def main(args: argparse.Namespace) -> None:
     """Run the program of `args.config`; write `program.json`, and `program.jsonl` of the losses that it logged."""
     run, folder, keep = load_run(args.config, "program"), Path(args.out), Path(args.keep)
     steps = folder / "steps"
-    shutil.rmtree(steps, ignore_errors=True)
     known = folder / SOURCES
     resumed = resumes(run.program, keep) and known.exists() and read_text(known) == args.sources
     if keep.exists() and not resumed:
         logging.info("%s: nothing to go on from: the program begins afresh", keep)
         keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)
+    printed = bool(run.program.losses) and not run.program.log
+    before = earlier(folder, keep, run.program) if resumed and printed else Earlier()
+    shutil.rmtree(steps, ignore_errors=True)
     if not resumed:
         write_text(known, str(args.sources))
+        (folder / CURVES).unlink(missing_ok=True)
     begun = known.stat().st_mtime
     kept = folder / f"{keep.name}.log"
     go_on(kept, resumed)
@@ -65,10 +78,9 @@ def main(args: argparse.Namespace) -> None:
     found = program.record(ended, args.telemetry)
     found = found.model_copy(update={"compute": compute_digest(run.model_dump(mode="json"))})
     if run.program.losses:
-        curves = {
-            name: [(time, row, value) for row, (time, value) in enumerate(points, 1)]
-            for name, points in ended.losses.items()
-        }
+        own = seen.read(steps)[1]
+        ends = own[0].steps if own else []
+        curves = before.merged(ended.losses, ends) if resumed else _by_row(ended.losses)
         if program.log:
             percent, start = registry.study(run.study).published_log.percent, program.log_start
             writers = seen.processes(steps) if not resumed else ()
@@ -79,12 +91,11 @@ def main(args: argparse.Namespace) -> None:
                 curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]
         # A step that was made again, from the program's checkpoint, counts as it was made last.
         curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
-        own = seen.read(steps)[1]
-        epochs = epochs_of(curves, own[0].steps if own else [], found, ended.begin)
+        epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
     found.write(folder / "program.json")
-    for file in (known, kept):  # it is done: nothing goes on from here
+    for file in (known, kept, folder / CURVES):  # it is done: nothing goes on from here
         file.unlink(missing_ok=True)
 
 
@@ -94,6 +105,88 @@ def resumes(program: Any, keep: Path) -> bool:
     here = f"{keep.absolute()}/"
     named = [Path(word[word.index(here) :]) for word in words if here in word]
     return bool(words) and keep.is_dir() and all(each.exists() for each in named) and any(keep.iterdir())
+
+
+# ---- earlier tries -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Losses that earlier tries printed, and the step of the checkpoint that the program resumes from."""
+
+    step: int = 0
+    counted: bool = True  #: Whether steps are counted; else points are numbered.
+    curves: dict[str, list[Point]] = field(default_factory=dict)
+
+    def merged(self, losses: Mapping[str, list[tuple[float, float]]], ends: list[float]) -> dict[str, list[Point]]:
+        """Return the curves with the losses that a later try printed, whose steps ended at `ends`."""
+        if not (self.counted and ends):
+            both = {name: [(time, value) for time, _, value in points] for name, points in self.curves.items()}
+            return _by_row({name: [*both.get(name, []), *points] for name, points in losses.items()})
+        found = {name: [point for point in points if point[1] <= self.step] for name, points in self.curves.items()}
+        marks = [time for time, _ in losses.get("loss/valid", [])]
+        for name, points in losses.items():
+            new = [(time, self.step + steps_until(time, ends, marks), value) for time, value in points]
+            found[name] = [*found.get(name, []), *new]
+        return found
+
+
+def _by_row(losses: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[Point]]:
+    return {
+        name: [(time, row, value) for row, (time, value) in enumerate(points, 1)] for name, points in losses.items()
+    }
+
+
+def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
+    """Return what earlier tries printed, and keep it for later ones, before the last try's steps are removed.
+
+    Its points count until the checkpoint, whose time is that of the newest file that the words for resuming name.
+    """
+    file, steps = folder / CURVES, folder / "steps"
+    known = Earlier(**json.loads(read_text(file))) if file.exists() else Earlier()
+    known = replace(known, curves={name: [tuple(each) for each in points] for name, points in known.curves.items()})
+    losses = defaultdict[str, list[tuple[float, float]]](list)
+    with contextlib.suppress(FileNotFoundError):
+        for line in read_text(steps / PRINTED).splitlines():
+            name, time, value = json.loads(line)
+            losses[name].append((time, value))
+    own = seen.read(steps)[1]
+    if not (own or losses):  # a try that was ended at its start, or whose steps were kept already
+        return known
+    ends = own[0].steps if own else []
+    curves = known.merged({name: losses[name] for name in program.losses.values()}, ends)
+    names = [Path(word) for word in Words(program, str(keep.absolute()), resumed=True).resume]
+    files = [each for each in names if each.is_file()] or [each for each in keep.rglob("*") if each.is_file()]
+    saved = max((each.stat().st_mtime for each in files), default=0.0)
+    marks = [time for time, _ in losses["loss/valid"]]
+    # Most programs save with a validation: it may come just before or after.
+    spacing = min((b - a for a, b in itertools.pairwise(marks)), default=0.0)
+    near = [time for time in marks if abs(time - saved) < spacing / 4]
+    step = steps_until(near[-1] if near else saved, ends, marks) if ends else 0
+    found = Earlier(known.step + step, known.counted and bool(ends), curves)
+    write_text(file, json.dumps(asdict(found)))
+    return found
+
+
+def steps_until(time: float, ends: list[float], marks: list[float]) -> int:
+    """Return the steps that ended until a time.
+
+    A process that is killed leaves its last second of steps unwritten: there they are counted by the usual number
+    between validations (`marks`), or by the pace.
+    """
+    if time <= ends[-1] or len(ends) < 2:
+        return bisect.bisect_right(ends, time)
+    pace = (len(ends) - 1) / max(ends[-1] - ends[0], 1e-9)
+    guess = len(ends) + round((time - ends[-1]) * pace)
+    at = [bisect.bisect_right(ends, mark) for mark in marks if mark <= ends[-1]]
+    late = [mark for mark in marks if ends[-1] < mark <= time]
+    if not (at and late):
+        return guess
+    usual = statistics.mode([b - a for a, b in itertools.pairwise([0, *at])])
+    return min((len(ends), at[-1] + usual * len(late)), key=lambda count: abs(count - guess))
+
+
+# ---- the record --------------------------------------------------------------------------------------
 
 
 def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughput, begin: float) -> list[Epoch]:
