@@ -5,6 +5,7 @@ and the published plans, number by number.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import re
@@ -1099,6 +1100,26 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
 def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, Any]], page: str) -> None:
     assert config.report_page([{"results": "results", "targets": ["a", "b"]}, *layers]) == f"report/{page}.html"
     assert config.report_page([{"targets": ["c"]}, {}]) == "report/index.html", "without config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("layers", "title"),
+    [
+        ([], "dlscale demo"),
+        ([{"report": {"title": "Mine"}}], "Mine"),
+        ([{"targets": ["rates"]}], "Learning rates"),
+        ([{"targets": ["rates", "other"]}], "Learning rates, other"),
+        ([{"targets": ["rates"], "report": {"title": "Mine"}}], "Mine"),
+        ([{"report": {"title": "Mine"}}, {"targets": ["other"]}], "other"),
+        ([{"targets": ["demo"]}], "dlscale demo"),  # the same targets
+    ],
+)
+def test_a_page_of_own_targets_has_its_own_title(layers: list[dict[str, Any]], title: str) -> None:
+    """A title belongs to the targets that it was written with, or after."""
+    runs = {"study": "mnist_cnn", "runs": {"a": {}}}
+    plans = {"demo": runs, "rates": {**runs, "title": "Learning rates"}, "other": runs}
+    every = [{"targets": ["demo"], "report": {"title": "dlscale demo"}, "plans": plans}, *layers]
+    assert config.report_title(every, config.load(functools.reduce(config.merge, every))) == title
 
 
 def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None:

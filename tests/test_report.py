@@ -428,26 +428,62 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
         }
         measured.model_copy(update=modes).write(folder / "throughput.json")
     plan = read_plan(results.plan("p", {"a": "a", "b": "b", "quiet": "quiet"}))
-    said = disturbance(plan.runs)
+    found = disturbance(plan.runs)
     again = shlex.join(["snakemake", "--force", *(str(run.folder / "throughput.json") for run in plan.runs[:2])])
-    assert said and said.endswith(f": {again}")
-    assert "Other programs kept 45\u00a0% to 60\u00a0% of the cores busy while a; b were measured." in said
+    assert found and found.tag == "busy machine" and found.advice.endswith(f": {again}")
+    assert found.summary == "other programs used 45\u00a0% to 60\u00a0% of the cores while a; b were measured"
     assert disturbance(plan.runs[2:]) is None
-    assert "The machine was not quiet. Other programs" in Page(results.report()).text
+    page = Page(results.report()).text
+    assert "Other programs used 45 % to 60 % of the cores while a; b were measured. Rates of these runs" in page
+    assert sections.line(plan).endswith(f"; busy machine: {found.summary}")
+
+
+def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> None:
+    """The same rates twice: b is 4 times as fast as a, and another program kept 60 % of the cores busy beside b."""
+    for plan, others in (("quiet", 0.0), ("busy", 12.0)):
+        for name, triplet in (("a", (200.0, 60.0, 50.0)), ("b", (900.0, 220.0, 200.0))):
+            folder = results.run(plan, name, precision=name, triplet=triplet)
+            measured = Throughput.read(folder / "throughput.json")
+            used = Usage(
+                seconds=10.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=5.0 + (others if name == "b" else 0.0)
+            )
+            full = measured.full and measured.full.model_copy(update={"usage": used})
+            measured.model_copy(update={"full": full}).write(folder / "throughput.json")
+    quiet, busy = (
+        read_plan(results.plan(plan, {"a": "a", "b": "b"}, measure=("throughput",))) for plan in ("quiet", "busy")
+    )
+    assert re.match(r"quiet: b is fastest, 4.00× .* as fast as a, 200 samples/s$", sections.line(quiet))
+    assert sections.line(busy) == (
+        "busy: 200 samples/s (b), which run is faster is not known; "
+        "busy machine: other programs used 60\u00a0% of the cores while b was measured"
+    )
+    page = Page(results.report()).text
+    assert "Which run is faster is not known: busy machine." in page and page.count("b against a") == 1
 
 
 def test_a_training_has_neighbours_too(results: Results) -> None:
-    """Others kept half of the cores busy while it trained, and none was left; beside idle cores they disturb nobody."""
-    for name, used, others in (("busy", 0.97, 0.5), ("beside", 0.6, 0.5), ("quiet", 0.97, 0.01)):
+    """Others used half of the cores while it trained, and none was idle: foreign programs, or jobs of the same call."""
+    for name, used, others, call in (
+        ("busy", 0.97, 0.5, None),
+        ("mixed", 0.97, 0.5, 0.2),
+        ("own", 0.97, 0.5, 0.45),
+        ("beside", 0.6, 0.5, None),
+        ("quiet", 0.97, 0.01, 0.0),
+    ):
         folder = results.run("p", name, precision=name, triplet=None)
-        rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu=used, cpu_others=others) for n in range(20)]
+        rows = [telemetry.Sample(1.7e9 + n, 1.0, 4, cpu=used, cpu_others=others, cpu_call=call) for n in range(20)]
         (folder / "telemetry").mkdir(exist_ok=True)
         (folder / "telemetry/train.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
-    plan = read_plan(results.plan("p", {name: name for name in ("busy", "beside", "quiet")}, measure=("train",)))
-    said = disturbance(plan.runs)
-    assert said and "50\u00a0% of the cores busy while busy was measured. Times and rates" in said
-    assert "measure again with nothing else running. Trainings of one call" in said, "no throughput of it was measured"
-    assert disturbance(plan.runs[1:]) is None
+    names = ("busy", "mixed", "own", "beside", "quiet")
+    plan = read_plan(results.plan("p", {name: name for name in names}, measure=("train",)))
+    found = disturbance(plan.runs)
+    assert found and found.tag == "busy machine" and found.advice.endswith("Measure again on an idle machine.")
+    assert found.summary == "other programs used 30\u00a0% to 50\u00a0% of the cores while busy; mixed were measured"
+    own = disturbance(plan.runs[2:])
+    assert own and own.tag == "own jobs ran alongside" and "add `throughput`" in own.advice
+    assert own.summary == "other jobs of the same call used 50\u00a0% of the cores while own trained"
+    assert disturbance(plan.runs[3:]) is None
+    assert ">own jobs ran alongside<" not in results.report() and ">busy machine<" in results.report()
 
 
 def test_a_jobs_efficiency_is_the_trainings_in_whatever_order_stages_are_named(results: Results) -> None:

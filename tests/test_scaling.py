@@ -296,7 +296,7 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     assert len(view.tables[0].rows) == 3  # twins are no rows of their own
     said = scaling.glance(weak)
     assert said and said.replace("\u00a0", " ") == (
-        "FULL has 80 % ± 4 % of the ideal on 8 devices (16 samples a device); communication takes 20 % ± 4 % of a step"
+        "efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication takes 20 % ± 4 % of a step"
     )
 
 
@@ -392,6 +392,40 @@ def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -
     for row, each in zip(scaled.rows, efficiencies, strict=True):
         assert (row["high"] - row["low"]) / 2 == pytest.approx(100 * each.noise, rel=1e-4)
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
+
+
+def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
+    """80 % on 8 devices; the twin that averages no gradients shows that communication takes 20 % of a step of FULL."""
+    assert sections.line(weak).replace("\u00a0", " ") == (
+        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication takes 20 % ± 4 % of a step, "
+        "576 samples/s"
+    )
+    found = sections.fastest_bound(weak, "snakemake")
+    assert found and found["bound"].what == "communication" and "20\u00a0% ± 4\u00a0% of a step" in found["bound"].why
+    assert found["run"] == "b16_ddp_8 · b16 ddp 8"
+
+
+@pytest.mark.parametrize(
+    ("std", "busy", "why"), [(0.0, True, "busy machine"), (200.0, False, "too few or too noisy trials")]
+)
+def test_an_efficiency_of_noise_or_of_a_busy_machine_is_not_known(
+    weak: PlanResult, std: float, busy: bool, why: str
+) -> None:
+    """Seen: 307 % ± 149 % of the ideal."""
+    usage = Usage(seconds=9.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=15.0 if busy else 5.0)
+    changed = []
+    for run in weak.runs:
+        assert run.throughput and run.throughput.full
+        full = run.throughput.full.model_copy(update={"usage": usage, "std": std})
+        changed.append(replace(run, throughput=run.throughput.model_copy(update={"full": full})))
+    plan = PlanResult(weak.record, changed)
+    assert sections.line(plan).startswith(
+        f"plan: the efficiency on 8 devices (16 samples a device) is not known: {why}, 576 samples/s"
+    )
+    speed = sections.speed(plan)
+    assert speed and (speed["efficiency"]["ratio"], speed["efficiency"]["around"]) == ("not known", why)
+    found = sections.fastest_bound(plan, "snakemake")
+    assert found and found["bound"].what != "communication"
 
 
 def test_its_card_leaves_twins_out(weak: PlanResult) -> None:

@@ -255,6 +255,9 @@ def test_devices_that_share_a_model() -> None:
     alone = 12 * 4 * CLUSTER.all_reduce(8 * 4050 * 1024 * 2, 4)
     assert found.exposed - gradients.exposed == pytest.approx(alone)
     assert found.compute == pytest.approx(5e-3 + 8 * 1e-3 * 1.1**2 / 4)
+    # All devices wait for the slowest of all 16, not of the 4 copies.
+    assert found.waiting == pytest.approx(found.compute * 0.02 * expected_maximum(16))
+    assert expected_maximum(16) > 1.5 * expected_maximum(4)
     # The twin that averages nothing leaves out the exchanges of copies, not those of a model.
     assert model.seconds(CLUSTER, VIT, COSTS, job, Measure("ALONE")) == pytest.approx(found.compute + alone)
     assert model.seconds(CLUSTER, VIT, COSTS, Job(16, 8), Measure("ALONE")) == pytest.approx(13e-3)

@@ -312,17 +312,47 @@ def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
 def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an interval of 4 s, in which each counter grew by another number."""
     used = [processes.Used(1.0, 10, 20, 30, 40, 60), processes.Used(3.0, 410, 820, 1230, 1640, 600)]
+    call = [used[0]._replace(cpu_seconds=5.0), used[1]._replace(cpu_seconds=7.5)]  # the run's 2 s among them
     times = [psutil.cpu_times()._replace(**dict.fromkeys(psutil.cpu_times()._fields, 0.0))] * 2
     times[1] = times[1]._replace(user=2.0, system=1.0, steal=0.5, idle=4.0)
     clock = iter([1000.0, 1004.0])
-    monkeypatch.setattr(sampler, "processes", SimpleNamespace(used=lambda *_, **__: used.pop(0)))
+    monkeypatch.setattr(
+        sampler,
+        "processes",
+        SimpleNamespace(used=lambda root, **_: (used if root == 1 else call).pop(0), find_snakemake=lambda _: 2),
+    )
     monkeypatch.setattr(sampler.psutil, "cpu_times", lambda: times.pop(0))
     monkeypatch.setattr(sampler.psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(sampler.time, "monotonic", lambda: next(clock))
     found = sampler.Node(1, 1, 0).sample()
     assert (found.seconds, found.cpu, found.cpu_run, found.cpu_others) == (4, 3 / 8, 2 / 8, 1 / 8)
+    assert found.cpu_call == pytest.approx(0.5 / 4 / 2)
     assert (found.rss_bytes, found.read_bytes_per_second, found.reads_per_second) == (600, 100, 200)
     assert (found.disk_read_bytes_per_second, found.write_bytes_per_second) == (300, 400)
+
+
+def test_own_jobs_are_those_below_the_same_snakemake(tmp_path: Path) -> None:
+    """A program called snakemake starts two jobs; one asks for the process above both."""
+    job = (
+        "import os, sys; from dlscale.measure.processes import find_snakemake; "
+        "print(find_snakemake(os.getpid()), os.getppid())"
+    )
+    file = tmp_path / "snakemake"
+    file.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {job!r}], check=True)\n")
+    found, parent = subprocess.check_output([sys.executable, file], text=True).split()
+    assert found == parent
+    assert subprocess.check_output([sys.executable, "-c", job], text=True).split()[0] == "None"
+
+
+def test_telemetry_of_earlier_versions_has_no_own_jobs(tmp_path: Path) -> None:
+    rows = [telemetry.Sample(1.7e9, 1.0, 2, cpu=0.5, cpu_others=0.1, cpu_call=0.05)]
+    text = telemetry.header(0) + telemetry.line(rows[0])
+    (tmp_path / "new.csv").write_text(text)
+    table = [line.split(",") for line in text.splitlines()]
+    column = table[0].index("cpu_call")
+    (tmp_path / "old.csv").write_text("".join(",".join(row[:column] + row[column + 1 :]) + "\n" for row in table))
+    assert telemetry.read(tmp_path / "new.csv") == rows
+    assert [row.cpu_call for row in telemetry.read(tmp_path / "old.csv")] == [None]
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | 
     # 1/110 s of loading in 1/110 + 1/100 s.
     "overlap": (measured(110, full=52), None, {"loader": {"kind": "torch", "workers": 0}}, "overlap", 100 / 210),
     "straggler": (measured(nranks=4, alone=trials(100, ranks=(30, 30, 20, 30))), None, {}, "straggler", 1 / 3),
+    "straggler of two": (measured(nranks=2, alone=trials(100, ranks=(30, 20))), None, {}, "straggler", 1 / 3),
     "communication": (measured(nranks=4, alone=trials(150, ranks=(37,) * 4)), None, {}, "communication", 1 / 3),
     # Of 50 ms in a step of 100, a fifth is hidden.
     "communication in a graph": (measured(nranks=4), IN_GRAPH, {"cuda_graph": True}, "communication", 0.4),
@@ -316,6 +317,30 @@ def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
         said = " ".join(" ".join(lines("p.r", found)).split())
         assert "p.r: what bounds it is not known" in said and "beyond noise" in said and "within" not in said
         assert "Try next: Measure again" in said and said.endswith("none of these rates hold.")
+
+
+def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
+    """Loading takes 27 % of the time, in turn with computing; another program was at work."""
+    measured_ = measured(270, 100, 73, usage(1.0, 2.0))
+    found = verdict(Evidence({"loader": {"kind": "torch", "workers": 0}}, measured_))
+    assert [each.cause for each in found.findings] == ["neighbour", "overlap"]
+    assert found.bound and found.bound.what == "loading in turn"
+    assert found.findings[1].share == pytest.approx(0.27)
+    assert found.todo.startswith("Measure again on an idle machine") and "loader: {workers: 1} or more" in found.todo
+    assert found.rung == "loader: {workers: 1}"
+
+
+@pytest.mark.parametrize(
+    ("rates", "reached"),
+    [
+        ((1000.0, 686.0, 714.0), "FULL reaches 714: equal to SYNTHETIC within noise."),
+        ((100.0, 1000.0, 104.0), "FULL reaches 104: equal to IO within noise."),
+        ((1000.0, 100.0, 100.0), "FULL reaches 100 % of the slower one."),
+    ],
+)
+def test_full_above_its_slower_part_is_equal_within_noise(rates: tuple[float, float, float], reached: str) -> None:
+    found = module.bound(measured(*rates))
+    assert found and reached in found.why.replace("\u00a0", " ")
 
 
 def test_a_remark_takes_no_place_from_what_helps() -> None:

@@ -330,6 +330,19 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     return f"report/{name}.html"
 
 
+def report_title(layers: Iterable[Mapping[str, Any]], configuration: Configuration) -> str:
+    """Return the title of the targets' page: the one set with the targets or later, or else the targets' own."""
+    title, targets = None, None
+    for layer in layers:
+        if layer.get("targets", targets) != targets:
+            targets, title = layer["targets"], None
+        title = (layer.get("report") or {}).get("title", title)
+    workflow = configuration.workflow
+    names = [workflow.plans[name].title or name if name in workflow.plans else name for name in workflow.targets]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return title or f"{', '.join(names[:3])}{more}"
+
+
 def _plain(value: Any) -> Any:
     """Copy nested mappings to dicts; `--config` passes strings, and its null is one."""
     if isinstance(value, Mapping):

@@ -53,6 +53,8 @@ class Sample:
     cpu: float | None = None  #: Share of the machine's processor time that was used, 0 to 1.
     cpu_run: float | None = None  #: By the run's own processes.
     cpu_others: float | None = None  #: By all others.
+    #: By other jobs of the same call, part of `cpu_others`; None if Snakemake is not among the run's ancestors.
+    cpu_call: float | None = None
     rss_bytes: float | None = None  #: Memory of the run's processes; what they share counts in each.
     read_bytes_per_second: float | None = None  #: System calls of the run's processes asked for; not mapped files.
     reads_per_second: float | None = None  #: Such calls.
@@ -124,7 +126,7 @@ def _sample(row: Mapping[str, str]) -> Sample:
     }
     count = sum(name.endswith("_throttled") for name in row)
     gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
-    values.setdefault("joules", None)  # which earlier versions did not know
+    values = {"joules": None, "cpu_call": None} | values  # earlier versions lack these columns
     sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
     numbers = [value for value in values.values() if isinstance(value, float)]
     if not (all(map(math.isfinite, numbers)) and sample.seconds > 0 and sample.cores > 0):

@@ -54,6 +54,19 @@ def _used(process: psutil.Process) -> Used:
     return Used(seconds, io.read_chars, io.read_count, io.read_bytes, io.write_chars, rss)
 
 
+def find_snakemake(process: int) -> int | None:
+    """Return the outermost Snakemake process above `process`; None if there is none."""
+    found = None
+    for parent in psutil.Process(process).parents():
+        try:
+            words = parent.cmdline()
+        except psutil.Error:  # another user's
+            continue
+        if any(Path(word).name == "snakemake" or "from snakemake.cli import" in word for word in words[:4]):
+            found = parent.pid
+    return found
+
+
 def ranks_seen(root: int) -> int:
     """Return the number of `root`'s children that run the command of this process's parent: ranks in this container."""
     command = psutil.Process(os.getppid()).cmdline()

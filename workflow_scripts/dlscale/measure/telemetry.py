@@ -41,20 +41,25 @@ class Node:
 
     def __init__(self, root: int, ranks: int, gpus: int) -> None:
         self._root, self._ranks, self._cores = root, ranks, psutil.cpu_count() or 1
+        self._caller = processes.find_snakemake(root)
         self.gpus, self._meter = Gpus(gpus), None if gpus else Energy()
         self._time, self._machine, self._run = time.monotonic(), psutil.cpu_times(), self._used()
+        self._call = self._call_seconds()
 
     def sample(self) -> Sample:
         """Return what happened since the last call, or since this was made."""
-        now, machine, run = time.monotonic(), psutil.cpu_times(), self._used()
+        now, machine, run, call = time.monotonic(), psutil.cpu_times(), self._used(), self._call_seconds()
         seconds = max(now - self._time, 1e-6)
         busy = ("user", "nice", "system", "irq", "softirq")  # a guest's time is the user's already
         cpu = sum(getattr(machine, name) - getattr(self._machine, name) for name in busy) / seconds / self._cores
         # What a daemon took over is gone from the tree with all that it used before; so growth may be negative.
         rates = [max(0.0, after - before) / seconds for after, before in zip(run, self._run, strict=True)]
         cpu_run = rates[0] / self._cores
+        jobs = None
+        if call is not None and self._call is not None:
+            jobs = max(0.0, (call - self._call) / seconds / self._cores - cpu_run)
         seen = self._ranks == 1 or processes.ranks_seen(self._root) >= self._ranks
-        self._time, self._machine, self._run = now, machine, run
+        self._time, self._machine, self._run, self._call = now, machine, run, call
         return Sample(
             time=time.time(),
             seconds=seconds,
@@ -62,6 +67,7 @@ class Node:
             cpu=cpu,
             cpu_run=cpu_run,
             cpu_others=max(0.0, cpu - cpu_run) if seen else None,
+            cpu_call=jobs if seen else None,
             rss_bytes=run.rss,
             read_bytes_per_second=rates[1],
             reads_per_second=rates[2],
@@ -73,6 +79,13 @@ class Node:
 
     def _used(self) -> processes.Used:
         return processes.used(self._root, without=(os.getpid(),))
+
+    def _call_seconds(self) -> float | None:
+        """Return the processor time of all jobs of the call; None if it is unknown."""
+        try:
+            return processes.used(self._caller, without=(os.getpid(),)).cpu_seconds if self._caller else None
+        except psutil.Error:
+            return None
 
 
 def main() -> None:

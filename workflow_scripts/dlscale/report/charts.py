@@ -33,6 +33,15 @@ DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
 #: Seconds beyond which times are told in minutes, and minutes in hours.
 UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
+#: Ratio of the longest bar to the shortest above which their axis is logarithmic.
+WIDEST = 50.0
+
+#: Widths of the first line and the last: a line on top of an equal one leaves that visible at both sides.
+WIDTHS = (5.0, 1.5)
+
+#: Pixels between the marks and the frame, so that no point is cut.
+PADDING = 6
+
 #: A chart is as wide as its place, legend included.
 FIT = {"type": "fit", "contains": "padding"}
 
@@ -45,6 +54,8 @@ CONFIG: View = {
         **{"gridColor": GRID, "domainColor": GRID, "tickColor": GRID, "labelColor": MUTED, "titleColor": INK},
         "titleFontWeight": "normal",
     },
+    "axisX": {"titleLimit": {"expr": "width"}},
+    "axisY": {"titleLimit": {"expr": "height"}},
     "legend": {
         **{"labelColor": INK, "titleColor": INK, "title": None, "orient": "bottom", "columns": 3, "labelLimit": 200},
         "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
@@ -206,8 +217,16 @@ def lines(
     there = {*(key for row in kept for key in row), *(["settings"] if facts else [])}
     chosen = {"condition": {"param": "chosen", "value": 1}, "value": 0.12}
     encoding: View = {
-        "x": {"field": first_x[0], "title": first_x[1], "type": "quantitative", "scale": {"nice": False}},
-        "y": {"field": first_y[0], "title": first_y[1], "type": "quantitative", "scale": {"zero": zero}},
+        "x": {
+            "field": first_x[0],
+            "title": first_x[1],
+            "type": "quantitative",
+            "scale": {"nice": False, "padding": PADDING},
+        },
+        "y": {
+            **{"field": first_y[0], "title": first_y[1], "type": "quantitative"},
+            "scale": {"zero": zero, "padding": PADDING},
+        },
         "color": {**pair, "scale": _scale({key: colour for key, (colour, _) in looks.items()})},
         "shape": {**pair, "scale": _scale({key: shape for key, (_, shape) in looks.items()})},
         "opacity": chosen,
@@ -215,11 +234,11 @@ def lines(
     }
     if doubling:
         encoding["x"] |= {
-            "scale": {"type": "log", "base": 2, "nice": False},
+            "scale": {"type": "log", "base": 2, "nice": False, "padding": PADDING},
             "axis": {"values": sorted({row[first_x[0]] for row in kept}), "format": ","},
         }
     if logarithmic:
-        encoding["y"]["scale"] = {"type": "log"}
+        encoding["y"]["scale"] = {"type": "log", "padding": PADDING}
     if dashes:
         dashed = {"scale": {"domain": list(dashes), "range": DASHES[: len(dashes)]}, "legend": {"symbolType": "stroke"}}
         encoding["strokeDash"] = {"field": "what", "type": "nominal", **dashed}
@@ -230,8 +249,13 @@ def lines(
         {"name": "chosen", "select": {"type": "point", "fields": [by]}, "bind": "legend"},
         {"name": "view", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"},
     ]
+    width: View = {"value": 2}
+    if len(looks) > 1 and not dashes:
+        step = (WIDTHS[0] - WIDTHS[1]) / (len(looks) - 1)
+        widths = {key: round(WIDTHS[0] - place * step, 2) for place, key in enumerate(looks)}
+        width = {**pair, "scale": _scale(widths), "legend": None}
     layer: list[View] = [
-        {"mark": {"type": "line", "clip": True}, "params": params},
+        {"mark": {"type": "line", "clip": True}, "params": params, "encoding": {"strokeWidth": width}},
         {"mark": {"type": "point", "filled": True, "clip": True}, "encoding": {"size": size}},
     ]
     if "low" in there:
@@ -294,8 +318,14 @@ def bars(
     if not stacked and len(parts) > 1:
         place["yOffset"] = {"field": by, "sort": parts}
     greatest = max(row.get(key, 0.0) for row in kept for key in ("to", "high", marked or "to"))
+    least = min((row["to"] for row in kept if row["to"] > 0), default=greatest)
     axis: View = {"field": "from", "type": "quantitative", "title": length, "axis": {"tickCount": 8}}
     axis["scale"] = {"domain": [0, room * greatest]}
+    if not stacked and greatest > WIDEST * least:  # the least bar would have no pixel
+        start = least / 4
+        kept = [{**row, **{key: max(row[key], start) for key in ("from", "low") if key in row}} for row in kept]
+        axis["title"] = f"{length}, logarithmic"
+        axis["scale"] = {"type": "log", "domain": [start, greatest * (greatest / start) ** (room - 1)], "nice": False}
     ends = {"x": axis, "x2": {"field": "to"}}
     encoding = {
         **place,
@@ -310,7 +340,7 @@ def bars(
         }
     ]
     if any("low" in row for row in kept):
-        interval = {"x": {"field": "low", "type": "quantitative", "title": length}, "x2": {"field": "high"}}
+        interval = {"x": {"field": "low", "type": "quantitative", "title": axis["title"]}, "x2": {"field": "high"}}
         layer.append({"mark": "rule", "encoding": interval})
     if marked:
         layer.append(

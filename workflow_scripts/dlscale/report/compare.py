@@ -127,7 +127,9 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "environment": environment_changes(before, after),
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
         "busy": [
-            f"other programs kept {text.percent(run.crowd)} of the cores busy" if run.crowd else None
+            f"{'other programs' if run.foreign_load else 'own jobs'} used {text.percent(run.crowd)} of the cores"
+            if run.crowd
+            else None
             for run in (before, after)
         ],
     }

@@ -46,6 +46,9 @@ LOSSES = "program.jsonl"
 #: Least share of the time, or of the cores, that is told: two measurements of the same differ by as much.
 LEAST = 0.1
 
+#: Bound or ratio that noise or a busy machine hides.
+UNKNOWN = "not known"
+
 #: Least duration of a measurement of processor time, s; the system counts in hundredths.
 LEAST_SECONDS = 0.2
 
@@ -214,9 +217,14 @@ class RunResult:
     def hours(self) -> str:
         return "GPU-hours" if self.device.kind == "cuda" else "device-hours"
 
-    @property
+    @cached_property
     def crowd(self) -> float:
         return crowd(self.throughput, self.telemetry.get("train", []))
+
+    @cached_property
+    def foreign_load(self) -> float:
+        """Part of `crowd` that other jobs of the same call did not cause."""
+        return crowd(self.throughput, self.telemetry.get("train", []), own_jobs=False)
 
 
 def environment_changes(before: RunResult, after: RunResult) -> list[str]:
@@ -426,16 +434,21 @@ def took(run: RunResult, metric: Metric, value: float) -> Reached:
 # ---- other programs ----------------------------------------------------------------------------------
 
 
-def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]]) -> float:
-    """Return the share of the cores that others kept busy while a run was timed, or else trained.
+def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]], own_jobs: bool = True) -> float:
+    """Return the fraction of the cores that others kept busy while a run was timed, or else trained.
 
-    0 where it is too little to tell, or, of a training, where cores were left over.
+    0 if it is within the error, or, for a training, if cores were idle. Without `own_jobs`, a training's others are
+    only those that are not jobs of the same call; what is timed has the machine for itself.
     """
     if throughput:
         return _beside_trials([trials.usage for mode in MODES if (trials := throughput.mode(mode)) and trials.usage])
     shares = []
     for samples in training:
-        known = [(s.seconds, s.cpu, s.cpu_others) for s in samples if s.cpu is not None and s.cpu_others is not None]
+        known = [
+            (s.seconds, s.cpu, s.cpu_others - (0.0 if own_jobs else s.cpu_call or 0.0))
+            for s in samples
+            if s.cpu is not None and s.cpu_others is not None
+        ]
         seconds = sum(each for each, _, _ in known)
         if seconds >= LEAST_SECONDS:
             used, others = (sum(each[0] * each[column] for each in known) / seconds for column in (1, 2))

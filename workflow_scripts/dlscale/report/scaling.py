@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,30 +15,76 @@ from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.charts import MODE_COLOURS, SHAPES, Chart, View, lines
 from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, joules, table
-from dlscale.report.results import PlanResult, Reached, RunResult, asked, by_settings, took
+from dlscale.report.results import LEAST, UNKNOWN, PlanResult, Reached, RunResult, asked, by_settings, took
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
 #: The modes as this section has them.
 ORDER = tuple(reversed(MODES))
 
+#: Ratio of IO to the other rates above which it is left out of their chart.
+CLOSE = 10.0
+
 
 # ---- scaling -----------------------------------------------------------------------------------------
 
 
-def glance(plan: PlanResult) -> str | None:
-    """Return in a sentence how far the plan scales: FULL of the most devices, the best of several series."""
+@dataclass(frozen=True)
+class Headline:
+    """FULL on the most devices, of the best of several series."""
+
+    series: Series
+    point: Point
+    efficiency: Ratio
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both runs had a quiet machine, and noise is less than half of the efficiency."""
+        quiet = not (self.point.run.crowd or self.point.base.crowd)
+        return quiet and self.efficiency.noise < self.efficiency.value / 2
+
+    @property
+    def ratio(self) -> str:
+        """Efficiency in figures."""
+        return percent(self.efficiency.value) if self.is_known else UNKNOWN
+
+    @property
+    def around(self) -> str:
+        """Noise, or the reason why the efficiency is not known."""
+        if self.is_known:
+            same = abs(1 - self.efficiency.value) <= self.efficiency.noise
+            return self.efficiency.around + ", within noise of the ideal" * same
+        return "busy machine" if self.point.run.crowd or self.point.base.crowd else "too few or too noisy trials"
+
+    @property
+    def place(self) -> str:
+        """Devices and batch."""
+        return f"{self.point.devices} devices ({self.series.label})"
+
+    @property
+    def communication(self) -> Ratio | None:
+        """Fraction of a step of FULL for communication; None within noise, or if it is not known."""
+        found = self.point.communication("FULL") if self.is_known else None
+        return found if found and found.value >= LEAST and found.value > found.noise else None
+
+
+def headline(plan: PlanResult) -> Headline | None:
+    """Return the efficiency that a scaling plan reaches; None for other plans."""
     last = [(each, each.points[-1]) for each in series(plan) if len(each.points) > 1]
-    known = [(each, point, found) for each, point in last if (found := point.efficiency("FULL"))]
+    known = [Headline(each, point, found) for each, point in last if (found := point.efficiency("FULL"))]
     if plan.record.kind not in SCALING or not known:
         return None
-    of, point, efficiency = max(known, key=lambda one: (one[1].devices, one[2].value))
-    said = f"FULL has {_words(efficiency)} of the ideal on {point.devices} devices ({of.label})"
-    share = point.communication("FULL")
-    return f"{said}; communication takes {_words(share)} of a step" if share else said
+    return max(known, key=lambda each: (each.point.devices, each.efficiency.value))
 
 
-def _words(ratio: Ratio) -> str:
-    return f"{percent(ratio.value)} {ratio.around}"
+def glance(plan: PlanResult) -> str | None:
+    """Return the efficiency of a scaling plan and its communication in a sentence."""
+    if (found := headline(plan)) is None:
+        return None
+    if not found.is_known:
+        return f"the efficiency on {found.place} is not known: {found.around}"
+    told = f"efficiency {found.ratio} {found.around} on {found.place}"
+    share = found.point.communication("FULL")
+    return f"{told}; communication takes {percent(share.value)} {share.around} of a step" if share else told
 
 
 def section(plan: PlanResult) -> Section | None:
@@ -68,15 +114,15 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
     charts = [
         lines(
             f"{plan}-scaling{'-' * bool(place)}{place or ''}",
-            f"{each.label}: both together (FULL), computing (SYNTHETIC) and loading (IO). The ideal is dashed.",
-            [row for mode in ORDER for row in _rates(each, mode)],
+            f"{each.label}: both together (FULL), computing (SYNTHETIC) and loading (IO). The ideal is dashed."
+            + " IO is not drawn: it is far above the others." * (ORDER[-1] not in (modes := _drawn(each))),
+            [row for mode in modes for row in _rates(each, mode)],
             axis,
             {"value": "throughput (samples/s)"},
             by="mode",
-            looks={mode: (MODE_COLOURS[mode], shape) for mode, shape in zip(ORDER, SHAPES, strict=False)},
+            looks={mode: (MODE_COLOURS[mode], shape) for mode, shape in zip(modes, SHAPES, strict=False)},
             dashes=["measured", "ideal"],
             doubling=True,
-            logarithmic=True,
         )
         for place, each in enumerate(several)
     ]
@@ -102,6 +148,14 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
     y = {"value": "efficiency of FULL (%)"}
     more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False, "levels": [(100.0, "ideal")]}
     return [*charts, lines(f"{plan}-scaled", about, reached, axis, y, **more)]
+
+
+def _drawn(each: Series) -> list[str]:
+    """Return the modes of a series' chart: without IO if it would press the other lines together."""
+    least = {mode: min((rate for point in each.points if (rate := point.rate(mode))), default=0.0) for mode in ORDER}
+    *others, loading = ORDER
+    most = max((rate for mode in others for point in each.points if (rate := point.rate(mode))), default=math.inf)
+    return others if least[loading] > CLOSE * most else list(ORDER)
 
 
 def _energies(plan: PlanResult, several: Sequence[Series]) -> list[Chart]:

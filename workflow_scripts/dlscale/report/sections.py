@@ -10,7 +10,7 @@ import os
 import statistics
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference
 from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, some, table
 from dlscale.report.results import (
+    UNKNOWN,
     PlanResult,
     Reached,
     RunResult,
@@ -102,6 +103,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "scales": scaling.glance(plan),
         "tuned": tuning_verdicts(plan),
         "swept": sweep_view(plan),
+        "winner": tuned_winner(plan),
         "loss": plan.loss,
         "picture": thumbnail(plan),
         "sections": sections,
@@ -127,9 +129,15 @@ def line(plan: PlanResult) -> str:
     """Return a plan's fastest run, its best one and what tuning found in a line, for the end of a call."""
     several = len(plan.runs) > 1
     said = [f"{each['run']}: " * several + each["verdict"].rstrip(".") for each in tuning_verdicts(plan)]
+    if found := sweep_view(plan):
+        said.append(f"best of {found['of']} trials: {found['best']}, {found['metric']} {found['score']}")
     if found := speed(plan):
         told = f"{text.number(found['speed'])} samples/s"
-        if found["gain"]:
+        if found["efficiency"]:
+            told = f"{scaling.glance(plan)}, {text.number(found['efficiency']['speed'])} samples/s"
+        elif not found["known"]:
+            told += f" ({found['fastest']}), which run is faster is {UNKNOWN}"
+        elif found["gain"]:
             told = f"{found['fastest']} is fastest, {found['gain'].words} as fast as {found['first']}, {told}"
         elif several and not found["alone"]:
             told += ", no run is faster beyond noise"
@@ -143,7 +151,10 @@ def line(plan: PlanResult) -> str:
             told = f"{lead['metric'].full_title} {text.number(lead['value'])} {text.unit(lead['metric'].unit)}".strip()
         else:
             told = f"validation loss {text.number(found['last'].valid_loss)}"
-        said.append(f"{told} ({found['run']})" if several else told)
+        if not plan.record.sweep:
+            said.append(f"{told} ({found['run']})" if several else told)
+    if busy := disturbance(plan.runs):
+        said.append(f"{busy.tag}: {busy.summary}" if busy.tag not in busy.summary else busy.summary)
     return f"{plan.name}: {'; '.join(said) or 'nothing was measured'}"
 
 
@@ -183,6 +194,8 @@ def speed(plan: PlanResult) -> View | None:
         "range": (min(rates), max(rates)) if len(rates) > 1 else None,
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
+        "known": len(groups) == 1 or not any(run.crowd for group in groups for run in group.runs),
+        "efficiency": _efficiency(plan),
         "like": [_label(group) for group in like],
         "first": next((_label(group) for group in groups if first in group.runs), first.called),
         "bars": [
@@ -202,28 +215,47 @@ def speed(plan: PlanResult) -> View | None:
     }
 
 
+def _efficiency(plan: PlanResult) -> View | None:
+    """Return the headline of weak scaling; None for other plans."""
+    found = scaling.headline(plan) if plan.record.kind == "weak_scaling" else None
+    if found is None:
+        return None
+    own = {key: getattr(found, key) for key in ("ratio", "around", "place", "is_known")}
+    return {**own, "run": found.point.run.called, "speed": found.point.run.speed}
+
+
 def _label(group: Group) -> str:
     if len(group.runs) == 1:
         return group.runs[0].called
     labels = list(dict.fromkeys(map(without_seed, group.runs)))
-    return ", ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} like it"
+    return " and ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} like it"
 
 
 def fastest_bound(plan: PlanResult, call: str) -> View | None:
     """Return the bound of the run that `speed` calls the fastest; None if that was not measured."""
     if (found := _fastest(plan)) is None:
         return None
-    run = min(found[0].runs, key=slowness)
+    scaled = scaling.headline(plan)
+    run = scaled.point.run if scaled else min(found[0].runs, key=slowness)
     if (judged := of(run)).bound is None:
         return None
+    if scaled and (lost := scaled.communication):
+        why = (
+            f"Averaging gradients takes {text.percent(lost.value)} {lost.around} of a step of FULL, by the run that "
+            "does not average them."
+        )
+        judged = replace(judged, bound=replace(judged.bound, what="communication", key="both", why=why))
     means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
+    # A bar that is longer than four times the second longest is clipped: the others would have no pixel.
+    second, first = sorted([0.0, *means.values()])[-2:]
+    longest = min(first, 4 * second) or first
     return {
         "bound": judged.bound,
-        "finding": next(iter(judged.findings), None),
+        "findings": [each for each in judged.findings if each.share is not None or each.cause == "neighbour"],
         "todo": judged.todo,
         "command": judged.rung and next_plan(plan, run, judged.rung, call),
         "run": run.called,
-        "bars": [(mode, mean, mean / max(means.values())) for mode, mean in means.items()],
+        "bars": [(mode, mean, mean / longest) for mode, mean in means.items()],
     }
 
 
@@ -615,6 +647,22 @@ def _setting(value: Any) -> Cell:
 def tuning_verdicts(plan: PlanResult) -> list[View]:
     """Return the verdict of each tuned run."""
     return [{"run": r.called, "id": plan.anchor(r), "verdict": r.tuning.verdict()} for r in plan.runs if r.tuning]
+
+
+def tuned_winner(plan: PlanResult) -> View | None:
+    """Return the setting that tuning found for the first tuned run; None if none was tuned or compared."""
+    run = next((run for run in plan.runs if run.tuning), None)
+    if run is None or run.tuning is None:
+        return None
+    changes, duel = run.tuning.changes, run.tuning.duel
+    won = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "the run's own setting"
+    ratio = duel and {"ratio": duel.ratio, "around": f"± {text.number((duel.high - duel.low) / 2, 2)}"}
+    speeds = [rates[0 if changes else 1] for rates in duel.rates] if duel else []
+    return {
+        "settings": won,
+        "gain": ratio if changes else None,
+        "speed": statistics.geometric_mean(speeds) if speeds else _rate(run.tuning.candidates[0], -1),
+    }
 
 
 def tunings(plan: PlanResult, page: Page) -> Section | None:

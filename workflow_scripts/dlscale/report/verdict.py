@@ -12,7 +12,7 @@ import math
 import shlex
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,13 @@ from dlscale.core.telemetry import Summary, summary
 from dlscale.core.text import many, number, percent, size
 from dlscale.measure.profilers import Activity, Profile
 from dlscale.measure.records import MODES, Outside, Throughput, Trials, Usage
-from dlscale.report.results import LEAST, LEAST_SECONDS, RunResult, crowd, others, read_run, setting
+from dlscale.report.results import LEAST, LEAST_SECONDS, UNKNOWN, RunResult, crowd, others, read_run, setting
 from dlscale.report.speedup import between, spread
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
 # ---- what bounds a run -------------------------------------------------------------------------------
-
-#: Bound of a run that was disturbed.
-UNKNOWN = "not known"
 
 #: Rungs that several remedies name, as YAML.
 COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
@@ -87,17 +84,20 @@ def bound(throughput: Throughput | None) -> Bound | None:
     share = full / slower.mean
     serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
     loading = None
-    reaches = f"{percent(share)} of the slower one" if share <= 1 else "the slower one, within the noise"
+    reaches = f"{percent(share)} of the slower one"
     if full - slower.mean > max(ABOVE * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))):
         what, key, reaches = UNKNOWN, "both", f"{number(full)}, beyond noise"
         advice = (
             "It cannot be faster than its slower part: the machine was disturbed, so none of these rates hold. "
             "Measure again."
         )
+    elif share > 1:
+        reaches = f"{number(full)}: equal to {'IO' if slower is modes[0] else 'SYNTHETIC'} within noise"
     elif share < 0.8 and full < 0.9 * serial:
         advice = "That is less than one after the other would give: they compete for the same cores or memory."
     elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * slower.mean:
         loading = serial / io
+        what, key = "loading in turn", "both"
         advice = "That is what one after the other gives: they do not overlap."
     elif share < 0.8:
         advice = "They overlap only in part."
@@ -122,26 +122,48 @@ def _bound_outside(program: Outside) -> Bound | None:
 # ---- a quiet machine ---------------------------------------------------------------------------------
 
 
-def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> str | None:
-    """Return a warning, with the command that measures again, if other programs were at work; else None.
+@dataclass(frozen=True)
+class Disturbance:
+    """Foreign load while runs of a plan were measured."""
+
+    tag: str  #: Name, in a few words.
+    summary: str  #: Programs, cores and runs, in a sentence.
+    advice: str  #: Consequence and remedy.
+
+    @property
+    def text(self) -> str:
+        return f"{self.summary[0].upper()}{self.summary[1:]}. {self.advice}"
+
+
+def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturbance | None:
+    """Return the foreign load of some runs, with the command that measures again; None on a quiet machine.
 
     `call` are words of a shell that call the workflow.
     """
-    shares = {run: run.crowd for run in runs if run.crowd}
-    if not shares:
+    busy = {run: run.crowd for run in runs if run.crowd}
+    foreign = {run: run.foreign_load for run in runs if run.foreign_load}
+    if not busy:
         return None
-    ends = dict.fromkeys(map(percent, (min(shares.values()), max(shares.values()))))
-    labels = [run.called for run in shares]
-    which = "; ".join(labels) if len(labels) <= 3 else f"{len(labels)} of {len(runs)} runs"
-    files = [str(run.folder / "throughput.json") for run in shares if run.throughput and not run.throughput.outside]
-    again = f": {call} --force {shlex.join(files)}" if files else "."
-    if not all(run.throughput for run in shares):  # what others were at work is not known
-        again += " Trainings of one call that say their threads run side by side: call for this plan alone."
-    return (
-        f"The machine was not quiet. Other programs kept {' to '.join(ends)} of the cores busy while {which} "
-        f"{'was' if len(shares) == 1 else 'were'} measured. Times and rates of these runs mean little, and speed-ups "
-        f"what their intervals say: measure again with nothing else running{again}"
+    if not foreign:
+        return Disturbance(
+            "own jobs ran alongside",
+            _load(busy, len(runs), "other jobs of the same call", "trained"),
+            "Trainings with `threads` run side by side, so these speeds are lower than on an idle machine. For speeds, "
+            "add `throughput` to the plan's `measure`: it runs alone.",
+        )
+    files = [str(run.folder / "throughput.json") for run in foreign if run.throughput and not run.throughput.outside]
+    return Disturbance(
+        "busy machine",
+        _load(foreign, len(runs), "other programs", "was measured" if len(foreign) == 1 else "were measured"),
+        "Rates of these runs are too low, and speed-ups between them are not known. Measure again on an idle machine"
+        + (f": {call} --force {shlex.join(files)}" if files else "."),
     )
+
+
+def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> str:
+    ends = dict.fromkeys(map(percent, (min(runs.values()), max(runs.values()))))
+    which = "; ".join(run.called for run in runs) if len(runs) <= 3 else f"{len(runs)} of {of} runs"
+    return f"{programs} used {' to '.join(ends)} of the cores while {which} {did}"
 
 
 # ---- the verdict -------------------------------------------------------------------------------------
@@ -261,9 +283,15 @@ def verdict(evidence: Evidence) -> Verdict:
         found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
         again = "Measure again with nothing else running, or on nodes of your own: none of these rates hold."
         return Verdict(bounding, found, "", again)
-    costs = [finding for finding in found if finding.share is not None or finding.cause == "neighbour"]
-    todo, rung = (costs[0].todo, costs[0].rung) if costs else _next(evidence, bounding)
-    return Verdict(bounding, found, limit(evidence), todo if costs or not found else f"{found[0].todo} {todo}", rung)
+    # A neighbour's remedy precedes the next one and does not replace it.
+    before = [finding.todo for finding in found if finding.cause == "neighbour"]
+    costs = [finding for finding in found if finding.share is not None]
+    if costs:
+        todo, rung = costs[0].todo, costs[0].rung
+    else:
+        todo, rung = _next(evidence, bounding)
+        before = before or [finding.todo for finding in found[:1]]
+    return Verdict(bounding, found, limit(evidence), " ".join([*before, todo]), rung)
 
 
 # ---- causes: loading ---------------------------------------------------------------------------------
@@ -536,8 +564,8 @@ def neighbour(evidence: Evidence) -> Finding | None:
         "a busy neighbour",
         f"Programs that are not the run's kept {number(share * usage.cores, 2)} of the {usage.cores} cores busy that "
         "it may use, while it was measured.",
-        "Measure again with nothing else running, or on nodes of your own: what was measured is "
-        + ("not what it does alone." if evidence.outside else "too low."),
+        "Measure again on an idle machine: these rates are "
+        + ("not those of the program alone." if evidence.outside else "too low."),
         None,
     )
 

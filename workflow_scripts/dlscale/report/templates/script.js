@@ -23,14 +23,19 @@ addEventListener("pagehide", () => {
   try { sessionStorage.setItem(opened, JSON.stringify(ids)); } catch (error) { /* for this time only */ }
 });
 
-// Paper has no folds: printing opens them, and closes them again.
-let folded = [];
+// A closed plan is printed as its card alone: it is opened with its sections closed, and restored afterwards.
+let folded = [], sections = [];
 addEventListener("beforeprint", () => {
-  folded = Array.from(document.querySelectorAll("details:not([open], .values)"));
+  folded = Array.from(document.querySelectorAll('details.plan[id^="plan."]:not([open])'));
+  sections = folded.flatMap((fold) => Array.from(fold.querySelectorAll("details[open]")));
+  for (const section of sections) section.open = false;
   for (const fold of folded) fold.open = true;
-  for (const figure of document.querySelectorAll(".chart")) if (!figure.view) draw(figure);
+  for (const figure of document.querySelectorAll("details.plan[open] details[open] .chart")) if (!figure.view) draw(figure);
 });
-addEventListener("afterprint", () => { for (const fold of folded) fold.open = false; });
+addEventListener("afterprint", () => {
+  for (const fold of folded) fold.open = false;
+  for (const section of sections) section.open = true;
+});
 
 // A block of commands has a button that copies it.
 function copyable(block) {
