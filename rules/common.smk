@@ -105,7 +105,7 @@ except Exception as error:
 RESULTS = CONFIG.workflow.results
 #: The page of all targets.
 PAGE = f"{RESULTS}/{resolve.report_page(settings for settings, _ in LAYERS)}"
-CONFIG.workflow.report.title = resolve.report_title((settings for settings, _ in LAYERS), CONFIG)
+CONFIG = resolve.with_title(CONFIG, (settings for settings, _ in LAYERS))
 STUDIES = studies(CONFIG)
 ASKED_DATASETS = [name for name in CONFIG.workflow.datasets if any(name in each.datasets for each in ASKED)]
 ASKED_PLANS = [plan for plan in CONFIG.plans if any(plan in each.plans for each in ASKED)]

@@ -1119,7 +1119,8 @@ def test_a_page_of_own_targets_has_its_own_title(layers: list[dict[str, Any]], t
     runs = {"study": "mnist_cnn", "runs": {"a": {}}}
     plans = {"demo": runs, "rates": {**runs, "title": "Learning rates"}, "other": runs}
     every = [{"targets": ["demo"], "report": {"title": "dlscale demo"}, "plans": plans}, *layers]
-    assert config.report_title(every, config.load(functools.reduce(config.merge, every, {}))) == title
+    found = config.with_title(config.load(functools.reduce(config.merge, every, {})), every)
+    assert found.workflow.report.title == title
 
 
 def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None:

@@ -330,8 +330,8 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     return f"report/{name}.html"
 
 
-def report_title(layers: Iterable[Mapping[str, Any]], configuration: Configuration) -> str:
-    """Return the title of the targets' page: the one set with the targets or later, or else the targets' own."""
+def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]) -> Configuration:
+    """Set the title of the targets' page: the one set with the targets or later, or else the targets' own."""
     title, targets = None, None
     for layer in layers:
         if layer.get("targets", targets) != targets:
@@ -340,7 +340,8 @@ def report_title(layers: Iterable[Mapping[str, Any]], configuration: Configurati
     workflow = configuration.workflow
     names = [workflow.plans[name].title or name if name in workflow.plans else name for name in workflow.targets]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return title or f"{', '.join(names[:3])}{more}"
+    report = workflow.report.model_copy(update={"title": title or f"{', '.join(names[:3])}{more}"})
+    return replace(configuration, workflow=workflow.model_copy(update={"report": report}))
 
 
 def _plain(value: Any) -> Any:
