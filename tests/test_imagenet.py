@@ -35,7 +35,9 @@ from dlscale.datasets.imagenet import pack as packs_module
 from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples
 from dlscale.datasets.imagenet.pack import Pack
 from dlscale.datasets.imagenet.samples import RATIO, Images, random_crops
+from dlscale.parallel.world import World
 from dlscale.studies.imagenet_resnet50.study import ImagenetMetrics
+from dlscale.train.build import open_session
 from dlscale.train.schedule import learning_rate, peak_rate
 from tests.conftest import TINY, make_dataset, make_run, records, stage, train
 
@@ -602,6 +604,24 @@ def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
 
 #: Apex's levels by our names.
 APEX = {"O0": "fp32", "O1": "fp16", "O2": "fp16_master", "O3": "fp16_pure"}
+
+
+def test_training_accuracy_is_that_of_the_batches_before_they_are_learnt(
+    tmp_path: Path, tiny_data: Callable[[str], Path]
+) -> None:
+    """An epoch of one batch: that of the initial weights, with the batch's own statistics."""
+    over = {**TINY["imagenet_resnet50"]["run"], "batch_size": 40, "training": {"epochs": 1}}
+    config = make_run(tmp_path / "run", "imagenet_resnet50", over, TINY["imagenet_resnet50"]["dataset"])
+    manifest = tiny_data("imagenet_resnet50") / "manifest.json"
+    assert train(tmp_path / "run", manifest) == 0
+    session = open_session(load_run(config, "train"), manifest, World())
+    with closing(session.loader("train")) as own:
+        x, y = next(own.epoch(0))
+        best = session.step.network.train().predict(x).argsort(dim=1, descending=True)
+    expected = {f"top{n}": (best[:, :n] == y[:, None]).any(1).double().mean().item() for n in (1, 5)}
+    (record,) = records(tmp_path / "run")
+    assert record["train_metrics"] == pytest.approx(expected) and 0 < expected["top5"] < 1
+    assert record["valid_samples"] == 20 and record["valid_steps"] == 1
 
 
 @pytest.mark.slow

@@ -95,9 +95,14 @@ def test_another_loader_goes_on_bit_by_bit(
     assert {each["loader"]["kind"] for each in made if each} == {"direct" if poll > 0 else "torch"}
 
 
-@pytest.mark.parametrize(("ranks", "sums"), [(2, [1.0, 2.0]), (1, [3.0]), (3, [3.0, 0.0, 0.0])])
-def test_no_loss_is_lost_with_other_ranks(ranks: int, sums: list[float]) -> None:
-    assert [CheckpointRecord(loss_sums=[1.0, 2.0]).loss_sum(rank, ranks) for rank in range(ranks)] == sums
+@pytest.mark.parametrize(
+    ("ranks", "sums"), [(2, [[1.0, 5.0], [2.0, 7.0]]), (1, [[3.0, 12.0]]), (3, [[3.0, 12.0], [], []])]
+)
+def test_no_sum_is_lost_with_other_ranks(ranks: int, sums: list[list[float]]) -> None:
+    """Sums of losses, and of a training metric."""
+    record = CheckpointRecord(sums=[[1.0, 5.0], [2.0, 7.0]])
+    assert [record.rank_sums(rank, ranks) for rank in range(ranks)] == sums
+    assert CheckpointRecord().rank_sums(0, ranks) == [], "at the begin of an epoch"
 
 
 def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:
@@ -172,7 +177,7 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
     assert "asked to end: saved after step" in (stopped / "train.log").read_text()
     (folder,) = [path for path in (stopped / "checkpoints").iterdir() if path.is_dir()]
     saved = CheckpointRecord.read(max(folder.glob("step-*")) / "checkpoint.json")
-    assert saved.step < 1200 and len(saved.loss_sums) == 2
+    assert saved.step < 1200 and len(saved.sums) == 2
     train_by(2, stopped, era5_data)
     train_by(2, whole, era5_data)
     same(whole, stopped)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import sha256
 from dlscale.core.metrics import Epoch, Metric, Untrained
@@ -807,6 +808,31 @@ def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) ->
     assert one.steps() == [2] and other.steps() == [1]
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_scores_of_training_batches_are_those_before_the_update(parts: int) -> None:
+    """Means over samples, also of a batch in unequal parts; the weights equal those without scores bit by bit."""
+
+    def error(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (prediction - y).square().mean(1)
+
+    def scores(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.stack([prediction.argmax(1) == y.argmax(1), prediction[:, 0] > 0], dim=1).float()
+
+    run = settings("era5_vit", optimizer={"kind": "adam"}, accumulation_steps=parts, batch_size=12)
+    with_scores = build_step(run, lambda: nn.Linear(4, 4), error, scores=scores)
+    without = build_step(run, lambda: nn.Linear(4, 4), error)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x, y = (torch.randn(10, 4, generator=generator) for _ in range(2))
+        with torch.no_grad():
+            prediction = without.model(x)
+            expected = torch.cat([error(prediction, y)[:, None], scores(prediction, y)], dim=1).mean(0)
+        found = with_scores(x, y)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=0) and torch.allclose(without(x, y), found[0], rtol=1e-6)
+        assert 0 < found[1] < 1, "it tells something"
+    assert same(dict(with_scores.weights.state_dict()), dict(without.weights.state_dict()))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) -> None:
     def make() -> nn.Module:
@@ -965,6 +991,25 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     assert found["valid/top1"] == {0: pytest.approx(0.001), 80: 0.25, 160: 0.5}
     assert found["Loss/val"] == {0: pytest.approx(6.9), 1: 2.0, 2: 2.0} and found["loss/train"][0] == 7.0
     assert found["steps_per_second"] == {80: 40.0, 160: 40.0}
+
+
+def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> None:
+    """Mean times of a batch, samples/s of validation, scores of training in per cent, over epochs."""
+    record = Epoch(
+        **{"epoch": 3, "step": 80, "samples": 640, "learning_rate": 0.1, "train_loss": 3.0, "valid_loss": 2.0},
+        **{"epoch_seconds": 2.0, "samples_per_second": 320.0, "wall_time": 99.0},
+        **{"valid_seconds": 0.5, "valid_samples": 100, "valid_steps": 25},
+        metrics={"top1": 0.25, "top5": 0.5},
+        train_metrics={"top1": 0.125, "top5": 0.75},
+    )
+    RunLogs(tmp_path, [], registry.study("imagenet_resnet50").published_log).add(record)
+    found = scalars(tmp_path)
+    for tag, value in {
+        **{"Top1/train": 12.5, "Top5/train": 75.0, "Top1/val": 25.0, "Top5/val": 50.0},
+        **{"Time/train": 0.025, "Time/val": 0.02, "Throughput/train": 320.0, "Throughput/val": 200.0},
+    }.items():
+        assert found[tag] == {3: pytest.approx(value)}, tag
+    assert found["train/top1"] == {80: 0.125}
 
 
 def test_scores_before_the_first_step_are_logged_once(tmp_path: Path) -> None:

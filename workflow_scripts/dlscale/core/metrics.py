@@ -111,8 +111,11 @@ class Epoch(Record):
     epoch_seconds: Measured  #: Time of training alone, s.
     samples_per_second: Measured  #: Of training alone; the wait for the first batch is included.
     valid_seconds: Measured = 0.0  #: Time of validation, which follows, s.
+    valid_samples: int = 0  #: Validation samples; 0 if not known.
+    valid_steps: int = 0  #: Validation batches; 0 if not known.
     wall_time: float = 0.0  #: When the epoch's last training step was done, seconds since 1970-01-01 UTC.
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
+    train_metrics: dict[str, Number] = {}  #: Means over the epoch's training samples, before each update, by name.
     #: The run's geometry and loader, which decide its times; None if they changed within the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: Of the first epoch: what was before it, if that was looked at.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -115,10 +116,15 @@ def training(plan: PlanResult) -> Section | None:
     losses += [row for run in alone for row in curve(run, "training", lambda epoch: getattr(epoch, "train_loss", None))]
     both = ["validation", "training"]
     charts = _charts(plan, "loss", "Loss; training is dashed.", losses, first, plan.loss.label, both)
-    if metric := followed(plan):
-        rows = [row for run in runs for row in curve(run, "validation", lambda epoch: epoch.metrics.get(metric.name))]
-        about = f"{metric.full_title} on the validation data; {metric.better} is better."
-        charts += _charts(plan, "metric", about, rows, first, metric.label, levels=_levels(plan, metric))
+    for number, metric in enumerate(followed_metrics(plan)):
+        tested, learnt = partial(_validated, name=metric.name), partial(_trained, name=metric.name)
+        rows = [row for run in runs for row in curve(run, "validation", tested)]
+        trained = [row for run in alone for row in curve(run, "training", learnt)]
+        about = f"{metric.full_title}{'; training is dashed' * bool(trained)}; {metric.better} is better."
+        called = "metric" if number == 0 else f"metric{number + 1}"
+        dashes = both if trained else ()
+        levels = _levels(plan, metric)
+        charts += _charts(plan, called, about, [*rows, *trained], first, metric.label, dashes, levels=levels)
     rates = [row for run in alone for row in curve(run, "", lambda epoch: getattr(epoch, "learning_rate", None))]
     about = "Learning rate at the end of each epoch."
     charts += _charts(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False)
@@ -155,6 +161,23 @@ def _levels(plan: PlanResult, metric: Metric) -> list[tuple[float, str]]:
         if figure.metric == metric.name and figure.value is not None and mine.intersection(figure.runs)
     }
     return list(known.items())
+
+
+def _validated(epoch: Epoch | Untrained, name: str) -> float | None:
+    """Return a validation metric."""
+    return epoch.metrics.get(name)
+
+
+def _trained(epoch: Epoch | Untrained, name: str) -> float | None:
+    """Return a metric of the epoch's training samples; None before training, and if it was not computed."""
+    return epoch.train_metrics.get(name) if isinstance(epoch, Epoch) else None
+
+
+def followed_metrics(plan: PlanResult) -> list[Metric]:
+    """Return the metrics that are drawn: the followed one, and those that training batches have, too."""
+    names = {name: None for run in plan.trained for epoch in run.epochs for name in epoch.train_metrics}
+    found = [*filter(None, [followed(plan)]), *(plan.metrics[name] for name in names if name in plan.metrics)]
+    return list({metric.name: metric for metric in found}.values())
 
 
 def followed(plan: PlanResult) -> Metric | None:

@@ -75,6 +75,7 @@ class Study(ABC):
     #: Optional abilities of the model: of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
     published_log: ClassVar[PublishedLog] = PublishedLog()
+    train_metrics: ClassVar[tuple[str, ...]] = ()  #: Metrics that `train_scores` computes on training batches.
     programs: ClassVar[bool] = False  #: Whether all of its runs are other programs, of which no more is known.
 
     def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
@@ -106,6 +107,10 @@ class Study(ABC):
     @abstractmethod
     def loss(self, run: Any) -> SampleLoss:
         """Return the loss of each sample."""
+
+    def train_scores(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the `train_metrics` of each training sample [B, n], from its prediction in training mode."""
+        raise NotImplementedError
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> Metrics:
         """Return the validation metrics."""

@@ -39,11 +39,12 @@ def build_step(
     world: World | None = None,
     sharding: Callable[[nn.Module], Sharding] = lambda model: Sharding(),
     draws: bool = False,
+    scores: SampleLoss | None = None,
 ) -> Step:
     """Build the step of a run.
 
     `make` makes the model and draws its weights from torch's random state; `loss` is that of each sample [B];
-    `sharding` and `draws` are the study's.
+    `sharding`, `draws` and `scores` (`train_scores`) are the study's.
     """
     world = world or World()
     device = world.device
@@ -75,7 +76,7 @@ def build_step(
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
     # 4. and 5. Its number format, its loss, the other ranks, the optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
-    step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs)
+    step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs, scores)
     # 6. Compiled, or recorded: what the parts above have become.
     if run.compile.mode != "none":
         logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
@@ -94,11 +95,12 @@ def assemble(
     partition: Sharding | None = None,
     divided: ModelParallel | None = None,
     graphs: CudaBackend | None = None,
+    scores: SampleLoss | None = None,
 ) -> Step:
     """Return the step of a model that is on its device, in its layout; it is not compiled."""
     exact = convert(model, run.precision)
     # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
-    network = Network(model, loss, run.precision, memory_format(model, run.memory_format))
+    network = Network(model, loss, run.precision, memory_format(model, run.memory_format), scores)
     strategy = strategy_of(run, world)
     strategy.wrap(network, partition or Sharding(), graphs.aside if graphs else contextlib.nullcontext)
     # 5. The optimiser, of the weights as they are placed.
@@ -231,7 +233,8 @@ def open_session(
         except Refused as error:
             raise UserError(str(error)) from None
     make, loss = partial(study.model, run, data), _each(study.loss(run), run.study)
-    step = build_step(run, make, loss, world, study.sharding, study.draws(run))
+    scores = study.train_scores if study.train_metrics else None
+    step = build_step(run, make, loss, world, study.sharding, study.draws(run), scores)
     if world.data_rank:  # the same weights everywhere, but each its own drop-out
         torch.manual_seed(random_seed(run.seed, world.data_rank))
     return Session(run, data, world, study, step)

@@ -57,7 +57,8 @@ class CheckpointRecord(Record):
 
     step: int = 0  #: optimiser steps done
     history: list[Epoch] = []  #: epochs done
-    loss_sums: list[Number] = [0.0]  #: sums of the epoch under way, of each rank of different samples
+    #: Sums of the epoch under way, of each rank of different samples: losses, then training metrics.
+    sums: list[list[Number]] = []
     seconds: float = 0.0  #: time spent on its steps in all tries
     wall_time: float = 0.0  #: end of its steps, seconds since 1970-01-01 UTC; 0 before
     #: Settings that decide times and no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
@@ -75,11 +76,11 @@ class CheckpointRecord(Record):
         text = self.model_copy(update={"own": ""}).text()
         return self.model_copy(update={"own": hashlib.sha256(text.encode()).hexdigest()})
 
-    def loss_sum(self, rank: int, ranks: int) -> float:
-        """Return a rank's sum of losses; if the number of ranks has changed, the first one gets the sum of all."""
-        if len(self.loss_sums) == ranks:
-            return self.loss_sums[rank]
-        return 0.0 if rank else sum(self.loss_sums)
+    def rank_sums(self, rank: int, ranks: int) -> list[float]:
+        """Return a rank's sums, [] for zeros; if the number of ranks has changed, the first one gets all."""
+        if len(self.sums) == ranks:
+            return self.sums[rank]
+        return [] if rank else [sum(values) for values in zip(*self.sums, strict=True)]
 
 
 #: Checkpoints kept of a run, the newest.

@@ -107,8 +107,19 @@ def quantities(record: Epoch, steps: int) -> dict[str, float]:
         "learning_rate": record.learning_rate,
         "samples_per_second": record.samples_per_second,
         "steps_per_second": steps / record.epoch_seconds,
+        **{f"train/{name}": value for name, value in record.train_metrics.items()},
         **validation(record),
+        **_times(record, steps),
     }
+
+
+def _times(record: Epoch, steps: int) -> dict[str, float]:
+    """Return the mean times of an epoch's `steps` and validation batches, by TensorBoard's tags."""
+    times = {"seconds_per_step": record.epoch_seconds / steps} if steps else {}
+    if record.valid_steps and record.valid_seconds:
+        times["valid_samples_per_second"] = record.valid_samples / record.valid_seconds
+        times["valid_seconds_per_step"] = record.valid_seconds / record.valid_steps
+    return times
 
 
 def validation(record: Epoch | Untrained) -> dict[str, float]:

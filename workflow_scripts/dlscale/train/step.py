@@ -31,21 +31,35 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Network(nn.Module):
-    """Model and loss as one module, to be wrapped and compiled; `layout` is the order in memory of its inputs."""
+    """Model and loss as one module, to be wrapped and compiled; `layout` is the order in memory of its inputs.
 
-    def __init__(self, model: nn.Module, loss: SampleLoss, precision: str, layout: torch.memory_format) -> None:
+    `scores`: from prediction and target to metrics of each training sample [B, n].
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: SampleLoss,
+        precision: str,
+        layout: torch.memory_format,
+        scores: SampleLoss | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model, self.loss, self._scores = model, loss, scores
         self._precision, self._input_dtype = precision, weight_dtype(precision)
         self._layout, self._layout_axes = layout, AXES.get(layout)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch, a float32 scalar; without samples 0, with gradients of 0."""
-        return self.losses(x, y).mean() if len(x) else 0.0 * self.predict(x).sum()
+        """Return the mean of `losses` over a batch; without samples a scalar 0, with gradients of 0."""
+        return self.losses(x, y).mean(dim=0) if len(x) else 0.0 * self.predict(x).sum()
 
     def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, float32 [B]."""
-        return self.loss(self.predict(x), self._arranged(y, y.dtype))
+        """Return the loss of each sample, float32 [B]; with scores [B, 1 + n], the loss first."""
+        prediction, target = self.predict(x), self._arranged(y, y.dtype)
+        loss = self.loss(prediction, target)
+        if self._scores is None:
+            return loss
+        return torch.cat([loss[:, None], self._scores(prediction.detach(), target)], dim=1)
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Return the prediction of inputs [B, ...], float32."""
@@ -107,7 +121,7 @@ class Step:
         self._train = Graphed(self._train_eagerly, graphs, steps)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """Train on one batch and return its loss, a scalar on the device, detached.
+        """Train on one batch and return its loss on the device, detached: a scalar, or with scores [1 + n].
 
         `weight` is that of this rank's loss among those of all ranks: its samples over the mean of all ranks' samples.
         """
@@ -148,23 +162,24 @@ class Step:
             self._backward(a, b, len(a) / max(len(x), 1), weight, last=number == parts)
             for number, (a, b) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1)
         ]
-        return torch.stack(losses).sum()
+        return sum(losses[1:], losses[0])
 
     def _backward(
         self, x: torch.Tensor, y: torch.Tensor, fraction: float, weight: float, last: bool = True
     ) -> torch.Tensor:
         """Add the gradients of `fraction` times `weight` times the loss; return `fraction` times the loss."""
-        alone = nullcontext() if last else self.strategy.accumulating()
+        unsynchronised = nullcontext() if last else self.strategy.accumulating()
         weight *= self._gradients.loss_weight
         # Of a small last batch a rank may have no sample: the others wait for its gradients all the same. No code is
         # compiled for that, and a kernel that was chosen may not know how to attend to nothing.
-        with self.attention() if len(x) else nullcontext(), alone:
+        with self.attention() if len(x) else nullcontext(), unsynchronised:
             with mark("forward"):
                 loss = self._loss_of(x, y) if len(x) else self.strategy.wrapped(x, y)
             if fraction != 1.0:
                 loss = loss * fraction
             with mark("backward"):
-                self.scaler.scale(loss * weight if weight != 1.0 else loss).backward()
+                alone = loss[0] if loss.dim() else loss  # without the scores
+                self.scaler.scale(alone * weight if weight != 1.0 else alone).backward()
         return loss.detach().clone() if self._overwritten else loss.detach()
 
     @torch.no_grad()

@@ -297,7 +297,7 @@ class _Latest:
 
     def values(self) -> dict[str, float]:
         """Return the loss and the samples/s by name; this waits for the device."""
-        loss, now = float(self._loss), time.perf_counter()
+        loss, now = float(self._loss.reshape(-1)[0]), time.perf_counter()
         before, steps = self._before
         self._before = now, self._steps
         rate = (self._steps - steps) * self._samples / (now - before)

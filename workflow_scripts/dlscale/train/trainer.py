@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dlscale.config.run import Run
-from dlscale.core import ranges
+from dlscale.core import ranges, registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.metrics import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
@@ -193,7 +193,8 @@ class Trainer:
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
         before, self._resumed = self._resumed, CheckpointRecord()  # only the first epoch goes on within itself
         first = max(before.step - done, 0)  # not 0 where an earlier try was stopped within this epoch
-        sums = _EpochSums(before, done + first, self.world, self.step.device)
+        scored = registry.study(self.run.study).train_metrics
+        sums = _EpochSums(before, done + first, self.world, self.step.device, 1 + len(scored))
         made_with = self._made_with if not before.seconds or before.made_with == self._made_with else None
         requests = Hook(before_step=lambda number: self._obey(poll(), sums, made_with))
         batches = self.train_loader.epoch(epoch, first)
@@ -201,7 +202,7 @@ class Trainer:
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
         numbers = range(done + first, done + steps)
         run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
-        train_loss = sums.total() / samples  # waits, so the time below is that of finished work
+        train_loss, *scores = (total / samples for total in sums.total())  # waits: the time is that of finished work
         sums.finish()
         requests.before_step(done + steps)  # a request that came during the last step
         batches.close()
@@ -221,8 +222,11 @@ class Trainer:
             epoch_seconds=sums.seconds,
             samples_per_second=samples / sums.seconds,
             valid_seconds=time.perf_counter() - start,
+            valid_samples=self.valid_loader.samples,
+            valid_steps=len(self.valid_loader),
             wall_time=sums.wall_time,
             metrics=metrics,
+            train_metrics=dict(zip(scored, scores, strict=True)),
             made_with=made_with,
             untrained=None if self.history else self._with_first_loss(sums),
         )
@@ -296,7 +300,7 @@ class Trainer:
             return
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
-        self._save(sums.step, loss_sums=sums.by_rank(), untrained=untrained, **times)
+        self._save(sums.step, sums=sums.by_rank(), untrained=untrained, **times)
         self.checkpoints.wait()  # who asked may end this process as soon as the log says so
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
@@ -359,21 +363,21 @@ class Trainer:
 
 
 class _EpochSums:
-    """Losses and time of the epoch under way on this rank, from step `first` of the training."""
+    """Losses, `count - 1` training metrics and time of the epoch on this rank, from step `first` of the training."""
 
-    def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device) -> None:
+    def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device, count: int) -> None:
         self.step, self._world = first, world
-        loss_sum = before.loss_sum(world.data_rank, world.data_size)
-        self._loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=device)
+        sums = before.rank_sums(world.data_rank, world.data_size) or [0.0] * count
+        self._sums = torch.tensor(sums, dtype=torch.float64, device=device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
         self._seconds = before.seconds  # once the steps are done
         self.first_loss: torch.Tensor | None = None  #: sum of the losses of the training's first step
 
-    def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
-        loss = loss * len(batch[0])  # stays on the device: no step waits
-        self._loss_sum += loss
+    def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:
+        sums = means * len(batch[0])  # stays on the device: no step waits
+        self._sums += sums
         if number == 0:
-            self.first_loss = loss
+            self.first_loss = sums.reshape(-1)[0]
         self.step = number + 1
 
     @property
@@ -386,11 +390,12 @@ class _EpochSums:
         if not self.wall_time:
             self._seconds, self.wall_time = self.seconds, time.time()
 
-    def total(self) -> float:
-        """Return the sum of all ranks' losses; this rank's own stays, as it may yet be saved."""
-        return float(self._world.sum(self._loss_sum.clone()))
+    def total(self) -> list[float]:
+        """Return the sums of all ranks; this rank's own stay, as they may yet be saved."""
+        sums: list[float] = self._world.sum(self._sums.clone()).tolist()
+        return sums
 
-    def by_rank(self) -> list[float]:
-        """Return the sum of the losses of each rank of different samples."""
-        sums = dict(self._world.gather((self._world.data_rank, float(self._loss_sum))))
+    def by_rank(self) -> list[list[float]]:
+        """Return the sums of each rank of different samples."""
+        sums = dict(self._world.gather((self._world.data_rank, self._sums.tolist())))
         return [sums[rank] for rank in sorted(sums)]

@@ -95,12 +95,18 @@ class ImagenetResNet50(Study):
             "Loss/val": "loss/valid",
             "Top1/val": "valid/top1",
             "Top5/val": "valid/top5",
+            "Top1/train": "train/top1",
+            "Top5/train": "train/top5",
             "Throughput/train": "samples_per_second",
+            "Throughput/val": "valid_samples_per_second",
+            "Time/train": "seconds_per_step",
+            "Time/val": "valid_seconds_per_step",
             "Lr": "learning_rate",
         },
         over="epoch",
-        percent=frozenset({"Top1/val", "Top5/val"}),
+        percent=frozenset({"Top1/train", "Top1/val", "Top5/train", "Top5/val"}),
     )
+    train_metrics = ("top1", "top5")
 
     def check(self, run: Any) -> None:
         if run.samples.size <= 32:
@@ -145,6 +151,12 @@ class ImagenetResNet50(Study):
         from dlscale.studies.imagenet_resnet50.model import cross_entropy
 
         return cross_entropy
+
+    def train_scores(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        best = prediction.topk(min(BEST, prediction.shape[1]), dim=1).indices == target[:, None]
+        return torch.stack([best[:, 0], best.any(dim=1)], dim=1).float()
 
     def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> ImagenetMetrics:
         return ImagenetMetrics(manifest, device)
