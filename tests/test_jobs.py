@@ -23,7 +23,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.process import LAUNCHED
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
-from dlscale.preflight import cost
+from dlscale.preflight import cost, doctor
 from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
@@ -71,6 +71,49 @@ def test_secrets_of_addresses_are_kept_from_programs(tmp_path: Path) -> None:
     found.configuration.secrets["https://h.org/x?sig=***"] = "https://h.org/x?sig=s3cret"
     for words in (found.run_launch(RUN, []), found.checkout_launch(RUN, [])):
         assert words[:3] == ["env", "-u", "DLSCALE_URLS"]
+
+
+def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
+    """Asked for by a file, such as a program's metrics.jsonl."""
+    found = jobs(tmp_path, {"program": {"command": ["true"]}})
+    with pytest.raises(AssertionError, match="profile: a run of a program has no such stage; ask for the files of"):
+        found.run_params("profile")(RUN)
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["python", "train.py"], "train.py"),
+        (["python3", "-m", "torch.distributed.launch", "--nproc_per_node=4", "train.py", "--x=a.py"], "train.py"),
+        (["./train.sh"], "train.sh"),
+        (["bash", "train.sh", "there.py"], "train.sh"),
+        (["torchrun", "train.py", "there.py"], "train.py"),
+        (["python", "there.py", "--config", "mine.py"], None),
+        (["python", "-m", "mine", "-c"], None),
+        (["python", "{out}/made.py"], None),
+        (["true"], None),
+    ],
+)
+def test_a_missing_script_is_a_failure(tmp_path: Path, command: list[str], missing: str | None) -> None:
+    """Of a dry run and of doctor, not only of the job."""
+    (tmp_path / "there.py").touch()
+    found = jobs(tmp_path / "results", {"program": {"command": command, "folder": str(tmp_path)}})
+    said: list[Finding] = []
+    found.say = said.append
+    found.program_files(RUN)
+    found.program_files(RUN)
+    expected = [("FAIL", f"{tmp_path}/{missing}: no such file")] if missing else []
+    assert [(each.status, each.text) for each in said] == expected
+    names = [each.text for each in doctor.probe_scripts(found.configuration) if each.name.startswith("run p.a")]
+    assert names == [text for _, text in expected]
+
+
+@pytest.mark.parametrize("trials", [{"warmup": 1, "trials": 2, "batches": 1}, {"warmup": 0, "trials": 4, "batches": 1}])
+def test_trials_that_are_too_short_for_a_program_are_refused(tmp_path: Path, trials: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=r"throughput: \(warmup \+ trials\) \* batches is [34]; a program's rate needs"):
+        jobs(tmp_path, {"program": {"command": ["true"]}, "throughput": trials})
+    jobs(tmp_path, {"throughput": trials})
+    jobs(tmp_path, {"program": {"command": ["true"]}, "throughput": {**trials, "batches": 2}})
 
 
 def test_ranks_of_the_calling_shell_reach_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -970,6 +970,29 @@ def test_it_runs_as_if_alone(tmp_path: Path) -> None:
         ast.parse(file.read_text(), feature_version=(3, 8))
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -> None:
+    """Also with PYTHONUNBUFFERED, as images set it, with which `print` writes each of its arguments by itself."""
+    code = """
+        import os, sys
+        rank = int(os.environ["RANK"])
+        for number in range(3000):
+            print("rank", rank, "of", 2, "met at", number, "x" * 50)
+            print("error", rank, "of", 2, "at", number, "y" * 50, file=sys.stderr)
+    """
+    path, log = program(tmp_path, code), tmp_path / "log"
+    start = f'for rank in 0 1; do RANK=$rank "{sys.executable}" "{path}" & done; wait'
+    call = [sys.executable, "-P", "-m", "dlscale", "measure", "--rate", "nersc", "--", "sh", "-c", start]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "WORLD_SIZE": "2"}
+    environment["PYTHONUNBUFFERED"] = unbuffered
+    with log.open("a") as out:
+        subprocess.run(call, cwd=tmp_path, env=environment, stdout=out, stderr=out, check=True)
+    expected = [f"rank {rank} of 2 met at {number} {'x' * 50}" for rank in (0, 1) for number in range(3000)]
+    expected += [f"error {rank} of 2 at {number} {'y' * 50}" for rank in (0, 1) for number in range(3000)]
+    lines = [line for line in log.read_text().splitlines() if not line.startswith("dlscale")]
+    assert sorted(lines) == sorted(expected)
+
+
 def test_its_own_words_stay(tmp_path: Path) -> None:
     """A PYTHONPATH of its command leaves the hook out, which is reported with the remedies."""
     path = program(tmp_path, "import os, sys; print(os.environ['PYTHONPATH'], sys.argv[1:])")

@@ -56,7 +56,8 @@ COMMANDS = {
         "imagenet_published.gpu4",
     ),
     "imagenet_published_program_single": (
-        "python imagnet_nd.py -a resnet50 /home/shared/imagenet/raw/",
+        "python imagenet_ddp.py -a resnet50 --batch-size 256 --workers 5 --dist-url file://OUT/meet "
+        "--dist-backend nccl --world-size 1 --rank 0 /home/shared/imagenet/raw/",
         "imagenet_published_ladder.single",
     ),
 }
@@ -282,6 +283,7 @@ def test_in_turns_on_one_page(tmp_path: Path) -> None:
     def snakemake(*words: str) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SLURM"))}
         environment |= {"PYTHONPATH": str(tree / "workflow_scripts"), "OMP_NUM_THREADS": "1"}
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         command = [sys.executable, "-m", "snakemake", "plan_starter_published_program", "--configfile", "mine.yaml"]
         return subprocess.run([*command, *words], cwd=tree, env=environment, capture_output=True, text=True)
 

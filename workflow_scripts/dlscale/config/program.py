@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
@@ -35,6 +36,9 @@ MADE = ("gpus", "local_batch_size", *LATER)
 
 #: Patterns of what published programs print, by name: samples/s of all processes.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
+
+#: Steps that a program's rate needs: two warm up, and their neighbours may be cut.
+MIN_STEPS = 5
 
 #: Our names of what a program logs.
 OURS = re.compile(r"loss/(train|valid)|learning_rate|valid/.+")
@@ -176,6 +180,12 @@ def check(run: Any) -> str | None:
             return f"program.values.{name}: dots are those of settings; choose another name"
         if name not in used:
             return f"program.values.{name}: nothing in the command, environment or log has {{{name}}}"
+    timed = run.throughput
+    if not run.program.rate and (steps := (timed.warmup + timed.trials) * timed.batches) < MIN_STEPS:
+        return (
+            f"throughput: (warmup + trials) * batches is {steps}; a program's rate needs at least {MIN_STEPS} steps; "
+            "raise batches"
+        )
     known = {**settings, **run.program.values}
     for name in sorted(used - set(LATER)):
         if name not in known:
@@ -193,6 +203,22 @@ def check(run: Any) -> str | None:
     if any("\0" in text for text in found.texts()):
         return "program: a NUL character, which no command can have"
     return None
+
+
+def missing_script(program: Program, contained: bool = False) -> str | None:
+    """Return the path of a command's script if it is missing; None if it exists or cannot be known yet.
+
+    `contained`: whether the program runs in a container, whose own files are not visible here.
+    """
+    words, folder = Words(program, "{out}"), Path(program.folder)
+    first, *rest = words.command
+    python = re.fullmatch(r"(.*/)?(python[\d.]*|sh|bash)", first) and rest and not rest[0].startswith("-")
+    own = [first] if "/" in first else rest[:1] if python else [word for word in rest if word.endswith(".py")][:1]
+    script = next((word for word in own if "{out}" not in word), None)
+    if script is None or not folder.is_dir() or (program.revision and not program.repository):
+        return None
+    there = (contained and script.startswith("/")) or (folder / script).exists()
+    return None if there else str(folder / script)
 
 
 def filled(run: Any) -> Program:

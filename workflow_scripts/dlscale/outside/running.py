@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import signal
+import stat
 import statistics
 import subprocess
 import sys
@@ -274,17 +275,26 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
 
 
 def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
-    """Copy a stream as it comes, and have numbers looked for in its lines."""
-    rest = b""
+    """Copy a stream as it comes, into a file line by line, and have numbers looked for in its lines."""
+    rest, kept = b"", b""
+    in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # a log, to which the program's other stream is copied, too
     while data := os.read(stream.fileno(), 65536):
-        with contextlib.suppress(OSError):  # nobody reads it
-            written = 0
-            while written < len(data):
-                written += os.write(out, data[written:])
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if in_lines and len(kept) < 65536 else len(data)
+        if end:
+            _write(out, kept + data[:end])
+        kept = data[end:] if end else kept + data
         *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
         finder.look(time.time(), lines)
         rest = rest[:65536]
+    _write(out, kept)
     finder.look(time.time(), [rest])
+
+
+def _write(out: int, data: bytes) -> None:
+    """Write all bytes; an error, such as a reader that has ended, is ignored."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(out, data) :]
 
 
 def _waits() -> list[float | None]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.places import check_plans
+from dlscale.config.program import missing_script
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Job, Nodes, Scheduler, Site
@@ -315,6 +316,18 @@ def _has(cpus: int, gpus: int, memory: int) -> str:
 # ---- all of it -------------------------------------------------------------------------------------
 
 
+def probe_scripts(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
+    """Report each run whose program's script is missing; those of a repository are fetched later."""
+    workflow, remedy = configuration.workflow, "correct program.command, or get the program's files"
+    return [
+        Finding(f"run {plan}.{name}", "FAIL", f"{script}: no such file", remedy)
+        for plan in (workflow.targets if plans is None else plans)
+        for name, resolved in configuration.plans[plan].items()
+        if (program := resolved.run.program) and not program.repository
+        if (script := missing_script(program, workflow.site.engine != "none"))
+    ]
+
+
 def check(
     configuration: Configuration | None,
     stages_wanted: Collection[Job] = ("data", *RUN_STAGES),
@@ -362,7 +375,7 @@ def check(
         samples = [run.samples for run in runs if run.dataset == name]
         look = functools.partial(probe.probe_data, name, workflow.datasets[name], results, samples)
         probes.append((f"data {name}", look))
-    return probe.ask([*probes, ("quota", probe.probe_quota), space])
+    return [*probe_scripts(configuration, plans), *probe.ask([*probes, ("quota", probe.probe_quota), space])]
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:

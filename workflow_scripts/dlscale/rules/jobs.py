@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from dlscale.config import program, resolve
 from dlscale.config.compute import compute_settings
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.program import Words
+from dlscale.config.program import Words, missing_script
 from dlscale.config.records import Rung
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
@@ -243,6 +243,11 @@ class Jobs:
         return lambda wildcards: self._run_params(stage, self.run(wildcards), ())
 
     def _run_params(self, stage: str, run: Run, loaders: Iterable[str]) -> Params:
+        if run.program and not STAGES[stage].program:
+            self.refuse(
+                f"{stage}: a run of a program has no such stage; ask for the files of "
+                f"{', '.join(name for name, row in STAGES.items() if row.program)}, or for its plan"
+            )
         if run.program:  # what it takes from other settings is in its command
             seen = run.slice(stage)
             own = ("program", "geometry", "dataset", *STAGES[stage].settings)
@@ -311,6 +316,11 @@ class Jobs:
         if program and not program.repository and here not in self._looked and not Path(program.folder).is_dir():
             remedy = f"get the program's files (git clone), or name their folder in {here}.program.folder"
             self.say(Finding(f"run {wildcards.run}", "FAIL", f"{program.folder}: no such folder", remedy))
+        placed = self._placed(run).program
+        contained = self.site.engine != "none" or bool(program and program.image)
+        if placed and here not in self._looked and (script := missing_script(placed, contained)):
+            remedy = f"correct {here}.program.command, or get the program's files"
+            self.say(Finding(f"run {wildcards.run}", "FAIL", f"{script}: no such file", remedy))
         self._looked.add(here)
         return self._named_files(run)
 

@@ -154,6 +154,19 @@ def let_look() -> None:
     ctypes.CDLL(None).prctl(0x59616D61, int(os.environ["DLSCALE_PROFILE"]), 0, 0, 0)  # PR_SET_PTRACER
 
 
+def write_whole_lines() -> None:
+    """Let a process of several write each line at once: they share a log, in which parts of lines would mix."""
+    sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+    if all(os.environ.get(name, "1") in ("", "1") for name in sizes):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or replaced
+            if not stream.isatty():
+                stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+
+
+if os.environ.get("DLSCALE_STEPS"):
+    write_whole_lines()
 if os.environ.get("DLSCALE_PROFILE"):
     let_look()
     os.register_at_fork(after_in_child=let_look)
