@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -123,8 +122,7 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
     )
     (tree.path / "own.py").write_text("import neighbour\nneighbour.note_environment()\n")
     (tree.path / "bin").mkdir()
-    (tree.path / "bin/python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    (tree.path / "bin/python").chmod(0o755)
+    (tree.path / "bin/python").symlink_to(sys.executable)
     path = os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if not Path(each, "python").exists())
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
     given = {**tree.environment, "PATH": f"{tree.path / 'bin'}{os.pathsep}{path}", "MINE": "a=b c", "TMPDIR": "/tmp/"}
