@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from bench.bottlenecks import outside
 from dlscale.core.errors import UserError
 from dlscale.core.noise import interval
 from dlscale.measure.records import Throughput
-from dlscale.outside import logs, steps, timed
+from dlscale.outside import logs, running, steps, timed
 from dlscale.outside.measure import PLAN
 from dlscale.outside.printed import PER_STEP, Finder, plain, rate_of
 from dlscale.outside.running import HOOK
@@ -916,6 +917,42 @@ def test_a_fifo_is_no_log(tmp_path: Path) -> None:
         tmp_path, "--steps", "log", "--", sys.executable, program(tmp_path, LOOP + "import os; os.mkfifo('log')")
     )
     assert ended.returncode == 0 and "log: a link, pipe or device" in ended.stderr and found(tmp_path).outside
+
+
+def test_a_program_without_a_step_is_warned_of_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its options are those of the framework that it loaded: here a file mapped from a folder of that name."""
+    monkeypatch.setattr(running, "UNSEEN_SECONDS", 1.0)
+    (tmp_path / "jaxlib").mkdir()
+    (tmp_path / "jaxlib/xla.so").write_bytes(bytes(4096))
+    (tmp_path / "steps").mkdir()
+    code = "import mmap, time; f = open('jaxlib/xla.so', 'r+b'); m = mmap.mmap(f.fileno(), 0); time.sleep(6)"
+    ended = running.run_command([sys.executable, "-c", code], tmp_path / "steps", None, folder=str(tmp_path))
+    told = capsys.readouterr().err
+    assert told.count("no training step was seen in 1.00") == 1 and "the program continues. It uses JAX: use" in told
+    assert ended.frameworks == {"JAX"} and ended.users == {os.getuid()} and ended.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"users": frozenset({4242})}, "ran as another user (uid 4242)"),
+        ({"status": 137}, "it ended with status 137 after 30.0\xa0s, before a step was seen"),
+        ({"frameworks": frozenset({"Keras or TensorFlow"})}, "It uses Keras or TensorFlow: use a callback"),
+        ({}, "ends by `os._exit` or a signal within a second"),
+        ({"full": True}, "is full: no step could be written"),
+    ],
+)
+def test_each_reason_for_no_step_has_its_own_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "hook").touch()
+    if change.pop("full", False):
+        monkeypatch.setattr(running, "MIN_FREE_BYTES", 1 << 62)
+    ended = replace(running.Outcome(0, 1.7e9, 30.0, None, None, [], {}), **change)
+    with pytest.raises(UserError, match=re.escape(message)):
+        running.measured(["train"], tmp_path, tmp_path / "none.csv", ended, running.Reading())
 
 
 def test_rates_between_nonsense(tmp_path: Path) -> None:

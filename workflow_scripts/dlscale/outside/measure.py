@@ -59,7 +59,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             warn_of_lost_hook(args.command, reading)
             with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
                 run = run_command(
-                    args.command, steps, pattern, environment=more, beside=profilers.beside if profilers else None
+                    *(args.command, steps, pattern),
+                    environment=more,
+                    beside=profilers.beside if profilers else None,
+                    warn=not args.steps,
                 )
             throughput, processes = measured(
                 args.command, steps, rows, run, reading, profilers.apart if profilers else []

@@ -144,7 +144,10 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     """
     file, steps = folder / CURVES, folder / "steps"
     known = Earlier(**json.loads(read_text(file))) if file.exists() else Earlier()
-    known = replace(known, curves={name: [tuple(each) for each in points] for name, points in known.curves.items()})
+    known = replace(
+        known,
+        curves={name: [(time, step, value) for time, step, value in points] for name, points in known.curves.items()},
+    )
     losses = defaultdict[str, list[tuple[float, float]]](list)
     with contextlib.suppress(FileNotFoundError):
         for line in read_text(steps / PRINTED).splitlines():

@@ -76,6 +76,7 @@ class RunProgram:
             *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
             losses=None if enough else self.losses,
             contained=self.command is not self.words,
+            warn=not self.log,
         )
 
     def _reading(self) -> Reading:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import signal
 import stat
 import statistics
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,9 @@ from dlscale.outside.keeper import Kept
 from dlscale.outside.printed import MAX_SECONDS, PER_STEP, Finder
 from dlscale.outside.timed import EVERY, FOLDER
 from dlscale.parallel.records import Device
+
+#: Free space below which a disk counts as full, bytes.
+MIN_FREE_BYTES = 65536
 
 #: How steps were seen, in words.
 WAYS = {
@@ -73,6 +77,8 @@ class Outcome:
     losses: dict[str, list[tuple[float, float]]]  #: Other numbers that it printed, by what was looked for.
     stopped: bool = False  #: Whether it was ended since it had made enough steps.
     signals: tuple[int, ...] = ()  #: Passed on to it.
+    frameworks: frozenset[str] = frozenset()  #: Those of FRAMEWORKS that it loaded.
+    users: frozenset[int] = frozenset()  #: Numbers of the users that its processes ran as.
     in_steps: bool = False  #: Whether printed rates are steps/s; else samples/s.
 
 
@@ -123,6 +129,7 @@ def run_command(
     losses: Mapping[str, re.Pattern[str]] | None = None,
     beside: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
     contained: bool = False,
+    warn: bool = True,
 ) -> Outcome:
     """Run a command with this process's input, output and signals; nothing that it started stays behind.
 
@@ -144,6 +151,8 @@ def run_command(
         From its process's number to a context that lasts as long as the program.
     contained
         Whether it may be in a container of its own.
+    warn
+        Whether to warn after a minute without a step, unless rates are looked for.
     """
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
@@ -168,10 +177,12 @@ def run_command(
                 for stream, out in zip(process.streams, (sys.stdout, sys.stderr), strict=True)
                 if stream
             ]
-            for copy in copies:
-                copy.start()
+            watch = Watch(process.pid, steps, warn and "" not in looked)
+            for thread in [*copies, watch]:
+                thread.start()
             stopped = enough is not None and _wait(process, lambda: enough(len(found[""]) + len(found[PER_STEP])))
             status = process.wait()
+            watch.close()
         seconds = time.perf_counter() - start
         _end_rest(before, told=not stopped)
         for copy in copies:
@@ -186,7 +197,72 @@ def run_command(
     # Rates of a progress bar may be among those of samples.
     in_steps = not rates[""]
     printed = rates[PER_STEP if in_steps else ""]
-    return Outcome(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals), in_steps)
+    return Outcome(
+        *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
+        frameworks=frozenset(watch.frameworks),
+        users=frozenset(watch.users),
+        in_steps=in_steps,
+    )
+
+
+#: Libraries that do not train by PyTorch's optimisers: names in the paths of their files, and how their steps are seen.
+FRAMEWORKS = {
+    "Keras or TensorFlow": ("/tensorflow/", "a callback that calls dlscale.outside.timed.begun and ended"),
+    "JAX": ("/jaxlib/", "`for batch in dlscale.timed(loader)`"),
+}
+
+#: Time without a step after which a warning is printed, s.
+UNSEEN_SECONDS = 60.0
+
+
+class Watch(threading.Thread):
+    """Looks at a program until its first step is seen, and warns after a minute without one."""
+
+    def __init__(self, pid: int, steps: Path, warn: bool) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._steps, self._warn, self._ended = pid, steps, warn, threading.Event()
+        self.frameworks, self.users = set[str](), set[int]()
+
+    def run(self) -> None:
+        begin = time.monotonic()
+        while not self._ended.wait(LOOK):
+            if any(each for way in seen.WAYS for each in self._steps.glob(f"{way}.*")):
+                return
+            self._look()
+            if self._warn and time.monotonic() - begin > UNSEEN_SECONDS:
+                print(
+                    f"dlscale measure: no training step was seen in {duration(UNSEEN_SECONDS)}; the program continues. "
+                    f"{options(self.frameworks)}",
+                    file=sys.stderr,
+                )
+                return
+
+    def close(self) -> None:
+        self._ended.set()
+        self.join(GRACE)
+
+    def _look(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            program = psutil.Process(self._pid)
+            for each in [program, *program.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error, OSError):
+                    self.users.add(each.uids().effective)
+                    files = Path(f"/proc/{each.pid}/maps").read_text(errors="replace")
+                    self.frameworks |= {name for name, (path, _) in FRAMEWORKS.items() if path in files}
+
+
+def options(frameworks: Collection[str]) -> str:
+    """Return how steps can be seen that are not of PyTorch's optimisers."""
+    if frameworks:
+        return " ".join(
+            f"It uses {name}: use {FRAMEWORKS[name][1]}, a log of its steps (--steps FILE; in a plan program.log), or "
+            "what it prints (--rate PATTERN; program.rate)."
+            for name in sorted(frameworks)
+        )
+    return (
+        "Any other loop's are by `for batch in dlscale.timed(loader)`, by a log of its steps (--steps FILE; in a plan "
+        "program.log), or by what it prints (--rate 'avg (\\S+) samples/sec'; program.rate)"
+    )
 
 
 def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> None:
@@ -416,7 +492,8 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         asked = f"it was asked to end by {names}, and did with status {run.status}"
         return f"{asked} after {duration(run.seconds)}, before it trained"
     if run.status:
-        return f"it ended with status {run.status} after {duration(run.seconds)}, before it trained"
+        ended = f"it ended with status {run.status} after {duration(run.seconds)}"
+        return f"{ended}, before a step was seen; steps are written once a second"
     if way == "rate":
         return f"nothing that it printed has a rate that fits {reading.rate}"
     if way == "log":
@@ -426,6 +503,14 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         return f"it made {many(count, 'step')}, too few for a rate: the first {seen.FEWEST} warm up"
     if not folder.exists():
         return "it removed the folder of results, to which its steps were written"
+    if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
+        return f"the disk of {folder.parent} is full: no step could be written. Make space, or use another folder"
+    if foreign := run.users - {os.getuid()}:
+        users = ", ".join(map(str, sorted(foreign)))
+        return (
+            f"the program ran as another user (uid {users}), who cannot write its steps to {folder.parent}: call "
+            "`dlscale measure` as that user"
+        )
     hidden = not (folder / "hook").exists()
     why = (
         "no Python there had dlscale's hook, which PYTHONPATH brings: a script that sets it, `python -I`, `-E`, `-S`, "
@@ -433,11 +518,8 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         if hidden
         else "steps of PyTorch's optimisers are seen, unless they are compiled"
     )
-    return (
-        f"no training step was seen in {duration(run.seconds)}: {why}. Any other loop's are by `for batch in "
-        "dlscale.timed(loader)`, by a log of its steps (--steps FILE; in a plan program.log), or by what it prints "
-        "(--rate 'avg (\\S+) samples/sec'; program.rate)"
-    )
+    quick = "" if hidden else ". Steps of a process that ends by `os._exit` or a signal within a second are not written"
+    return f"no training step was seen in {duration(run.seconds)}: {why}{quick}. {options(run.frameworks)}"
 
 
 def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
