@@ -209,3 +209,14 @@ def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int)
     make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": epochs}, "loader": {"workers": 0}}, shipped)
     assert train(tmp_path / "run", folder / "manifest.json", "--threads", 2) == 0
     assert records(tmp_path / "run")[-1]["metrics"]["accuracy"] >= (0.98 if epochs == 14 else 0.96)
+
+
+def test_labels_of_qmnist_are_named(tmp_path: Path) -> None:
+    """32-bit integers [N, 8]: not images in place of labels."""
+    (labels := tmp_path / "labels.idx").write_bytes(struct.pack(">HBBII", 0, 12, 2, 3, 8) + bytes(3 * 8 * 4))
+    with pytest.raises(
+        UserError, match=r"IDX file of 32-bit integers with 2 axes, expected .* with 1; QMNIST's extended"
+    ):
+        read_idx(labels, 1)
+    with pytest.raises(UserError, match="a folder; expected an IDX file"):
+        read_idx(tmp_path, 1)

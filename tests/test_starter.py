@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -244,8 +245,40 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             opened(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="'group/x' lies in another file, which is not read"):
+    with pytest.raises(UserError, match=r"'group/x' lies in other files.*a link to 'inputs' in .*x.h5; copy its"):
         opened(linked, input={"array": "group/x"})
+    with h5py.File(linked, "a") as file:
+        file["group/gone"] = h5py.ExternalLink("gone.h5", "x")
+        file["soft"] = h5py.SoftLink("/nowhere")
+        file["group/own"] = x
+        file["half"] = x
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plan.set_chunk((4, 6, 5))
+        plan.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, ())
+        h5py.h5d.create(file.id, b"packed", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4, 6, 5)), plan)
+    for array, message in (
+        ("group/gone", "a link to 'x' in gone.h5, which is missing; copy its values"),
+        ("soft", "'soft' is a link to '/nowhere', which is missing; name another"),
+        ("group", "'group' is a group; name one of its arrays in `array`: group/own"),
+        ("packed", r"'packed' is compressed by the filter 32001 \(blosc\), which is missing.*HDF5_PLUGIN_PATH"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(linked, input={"array": array})
+    opened(linked, input={"array": "group/own"})
+    (folder := tmp_path / "folder.h5").mkdir()
+    with pytest.raises(UserError, match=r"folder.h5: a folder; expected a file, name the files in it"):
+        opened(folder)
+    (short := tmp_path / "short.h5").write_bytes(h5.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"short.h5: incomplete or still being written \(truncated file\); wait for"):
+        opened(short)
+    (marked := tmp_path / "marked.h5").touch()
+    with h5py.File(marked, "w", libver="latest") as file:
+        file["input"] = x
+        file.swmr_mode = True
+        file.flush()
+        shutil.copy(marked, busy := tmp_path / "busy.h5")  # as a killed writer leaves it
+    with pytest.raises(UserError, match=r"busy.h5: incomplete or still being written \(.*h5clear -s"):
+        opened(busy)
     with pytest.raises(UserError, match=r"source.input.channels: 2 names for 1 channels"):
         opened(good, input={"channels": ["a", "b"]})
 

@@ -191,7 +191,7 @@ def make_twin(field: BoxField) -> None:
 def _is_known(path: Path, record: Path) -> bool:
     """Return whether a twin is as it was when it was verified."""
     known = _entries(record).get(str(path))
-    return bool(known) and path.is_file() and known == _state(path, known[0])
+    return known is not None and path.is_file() and known == _state(path, known[0])
 
 
 def _write_twin(made: twins.Twin, field: BoxField) -> None:

@@ -12,7 +12,9 @@ import itertools
 import json
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -24,6 +26,12 @@ from dlscale.data.manifest import IDENTITY, Transform
 
 #: Bytes of a data stage's buffers, whatever its input's size; a row may have more.
 MEMORY = 512_000_000
+#: Names of HDF5's registered filters.
+FILTERS = {
+    **{4: "szip", 307: "bzip2", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32010: "fpzip"},
+    **{32013: "zfp", 32015: "zstd", 32017: "sz", 32018: "fcidecomp", 32022: "bitgroom", 32023: "granular bitround"},
+    **{32024: "sz3", 32026: "blosc2", 32028: "sperr"},
+}
 #: Values of which statistics are taken at a time.
 BLOCK = 2**16
 
@@ -86,8 +94,18 @@ class Field:
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """Open an HDF5 file for reading; one that is missing, torn, or leads to other files is a `UserError`."""
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder; expected a file, name the files in it")
     with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
-        file = h5py.File(path, "r")
+        try:
+            file = h5py.File(path, "r")
+        except OSError as error:
+            if unfinished := re.search("already open|consistency flags|unable to lock|truncated file", str(error)):
+                raise UserError(
+                    f"{path}: incomplete or still being written ({unfinished[0]}); wait for its writer, fetch it "
+                    "again, or, if its writer was killed, clear its flags with `h5clear -s`"
+                ) from None
+            raise
         _check_own(file)
     return file
 
@@ -95,20 +113,60 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 def _check_own(file: h5py.File) -> None:
     """Refuse a file whose values lie in other files: they could be any of this machine."""
     for name in file:
-        outside = isinstance(file.get(name, getlink=True), h5py.ExternalLink)
-        item = None if outside else file.get(name)
-        if outside or (isinstance(item, h5py.Dataset) and (item.external or item.is_virtual)):
+        if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
+            check_link(file, name)
+        item = file.get(name)
+        if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
             raise UserError(
                 f"{file.filename}: '{name}' lies in other files, which are not read: copy its values into this one, "
                 "e.g. with h5repack"
             )
 
 
+def check_link(file: h5py.File, name: str) -> None:
+    """Refuse a name that leads to another file, or nowhere."""
+    parts = name.strip("/").split("/")
+    for path in ("/".join(parts[: count + 1]) for count in range(len(parts))):
+        link = file.get(path, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            target = Path(file.filename).parent / link.filename
+            missing = "" if target.exists() else ", which is missing"
+            raise UserError(
+                f"{file.filename}: '{path}' lies in other files, which are not read: it is a link to '{link.path}' in "
+                f"{link.filename}{missing}; copy its values into this file, e.g. with h5repack, or name that file"
+            )
+        if isinstance(link, h5py.SoftLink) and file.get(path) is None:
+            raise UserError(f"{file.filename}: '{path}' is a link to '{link.path}', which is missing; name another")
+
+
+def names(file: h5py.File) -> list[str]:
+    """Return the names of all datasets of a file, those in groups included."""
+    found = list[str]()
+    file.visititems(lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None)
+    return found
+
+
+def check_filters(values: h5py.Dataset) -> None:
+    """Refuse values that a missing filter compressed."""
+    plan = values.id.get_create_plist()
+    for code, _, _, own in (plan.get_filter(number) for number in range(plan.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            name = FILTERS.get(code, own.decode(errors="replace") or "unknown")
+            raise UserError(
+                f"{values.file.filename}: '{values.name.strip('/')}' is compressed by the filter {code} ({name}), "
+                "which is missing here; run `pip install hdf5plugin`, and set HDF5_PLUGIN_PATH to what `python -c "
+                "'import hdf5plugin; print(hdf5plugin.PLUGIN_PATH)'` prints; or repack the file with gzip"
+            )
+
+
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
     """Return dataset `name` of numbers; with `ndim`, of floats with so many axes, `channels` along the first."""
     with reading(file.filename):
+        check_link(file, name)
         if name not in file or not isinstance(values := file[name], h5py.Dataset):
-            raise UserError(f"{file.filename}: no dataset '{name}'; it holds: {', '.join(file) or 'nothing'}")
+            what = f"'{name}' is a group" if name in file else f"no dataset '{name}'"
+            raise UserError(f"{file.filename}: {what}; it holds: {', '.join(names(file)[:20]) or 'nothing'}")
+        check_filters(values)
         values.dtype, values.shape  # noqa: B018 - a damaged one has none
     good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
     if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):

@@ -162,6 +162,9 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     """Return the fault of the first local raw file that has one."""
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else kind.origins(dataset)
+    for raw in parts.raws(dataset).values():
+        if not parts.acquired(dataset, raw) and Path(raw.origin).is_dir():
+            return f"{raw.origin}: a folder; expected a file, name the files in it"
     for path in [Path(file) for file in files if "://" not in file]:
         if not path.is_file() and not path.is_dir():
             return f"{path}: no such file or folder"

@@ -110,13 +110,18 @@ def open_variables(
     path: Path, wanted: Collection[str], stack: contextlib.ExitStack
 ) -> tuple[list[Variable], list[str]]:
     """Open a GRIB or NetCDF file, closed by `stack`; return its `wanted` variables and the names of all."""
+    if path.is_dir():
+        raise UserError(f"{path}: a folder; expected a file, name the files in it (a Zarr store has source kind zarr)")
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
     if b"GRIB" in head:  # bulletins may have a heading before it
         return _open_grib(path, wanted)
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
         engine = "h5netcdf"
-        store.open_file(path).close()  # refuses what leads to other files
+        with reading(path), store.open_file(path) as opened:  # refuses what leads to other files
+            for name, values in opened.items():
+                if base(name) in wanted and hasattr(values, "shape"):
+                    store.check_filters(values)
     elif head.startswith((b"CDF\x01", b"CDF\x02")):
         engine = "scipy"
     else:

@@ -17,6 +17,8 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 
 CLASSES = 10
+#: IDX's other types of values.
+TYPES = {9: "signed bytes", 11: "16-bit integers", 12: "32-bit integers", 13: "32-bit floats", 14: "64-bit floats"}
 #: Bytes of a file, unpacked.
 LARGEST = 10**9
 
@@ -29,6 +31,8 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> IdxSource:
 
 def read_idx(path: Path, ndim: int) -> np.ndarray:
     """Return the unsigned bytes of an IDX file of `ndim` axes and at most `LARGEST` bytes."""
+    if path.is_dir():
+        raise UserError(f"{path}: a folder; expected an IDX file")
     with reading(path), open(path, "rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
@@ -36,6 +40,11 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
         data = (gzip.GzipFile(fileobj=raw) if zipped else raw).read(LARGEST + 1)
     if len(data) > LARGEST:
         raise UserError(f"{path}: more than the {LARGEST / 1e9:g} GB of which it is read as a whole; split it")
+    if data[:2] == b"\0\0" and len(data) > 3 and data[2] in TYPES:
+        raise UserError(
+            f"{path}: an IDX file of {TYPES[data[2]]} with {data[3]} axes, expected unsigned bytes with {ndim}; "
+            "QMNIST's extended labels are such: keep the first column, the digit, as bytes"
+        )
     if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * ndim or data[3] != ndim:
         raise UserError(
             f"{path}: not an IDX file of unsigned bytes with {ndim} axes (it begins with {data[:4].hex()}, expected "

@@ -102,10 +102,17 @@ class FileSource(Source):
 def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
     """Return an array that is read on demand; one of a .npz file is read as a whole."""
     names, values = [name], None
+    if path.is_dir():
+        raise UserError(f"{path}: a folder; expected a file, name the files in it")
     if path.suffix in HDF5:
         file = stack.enter_context(store.open_file(path))
         with reading(path):
-            values, names = file.get(name), list(file)
+            store.check_link(file, name)
+            values, names = file.get(name), store.names(file)
+            if isinstance(values, h5py.Group):
+                raise UserError(
+                    f"{path}: '{name}' is a group; name one of its arrays in `array`: {', '.join(names[:20])}"
+                )
             own = not isinstance(values, h5py.Dataset) or values.file.filename == file.filename
             if not own or getattr(values, "external", None) or getattr(values, "is_virtual", False):
                 raise UserError(
@@ -129,6 +136,8 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
     if not isinstance(values, h5py.Dataset | np.ndarray):
         raise UserError(f"{path}: {unknown('array', name, names)}; name it in `array` of the source")
     with reading(path):
+        if isinstance(values, h5py.Dataset):
+            store.check_filters(values)
         dtype, shape = values.dtype, values.shape
     if dtype.kind not in "fiub" or not shape or not math.prod(shape):
         raise UserError(f"{path}: '{name}' has type {dtype}, shape {shape}; expected numbers, with a sample a row")
