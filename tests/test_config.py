@@ -1205,6 +1205,24 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
     assert found.secrets == {"https://h.org/x.npy?sig=***": "https://me:s3cret@h.org/x.npy?sig=s3cret"}
 
 
+def test_a_mistake_in_an_outside_study_is_reported_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_added", {})  # other tests know the shipped studies alone
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("waves", "waves_data"):
+        (tmp_path / f"{name.replace('waves', 'ripples')}.py").write_text(
+            (TEMPLATE / f"{name}.py").read_text().replace("waves", "ripples")
+        )
+    given = yaml.safe_load((TEMPLATE / "waves.yaml").read_text().replace("waves", "ripples"))
+    given["settings"]["dataset"] = "cosmo_demo"
+    file = tmp_path / "ripples.yaml"
+    file.write_text(yaml.safe_dump(given))
+    with pytest.raises(UserError) as caught:
+        load(studies={"ripples": str(tmp_path / "ripples.py")})
+    assert str(caught.value).startswith(f"configuration: {file}: settings.dataset: ")
+
+
 @pytest.mark.parametrize(("here", "seen"), [(".", "its place/"), ("its place", ""), ("elsewhere", "{tmp}/its place/")])
 def test_paths_count_from_the_file_that_they_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, seen: str

@@ -46,6 +46,7 @@ from dlscale.measure.scaling.model import (
     buckets,
     expected_maximum,
     finish,
+    for_device,
     named,
     rate,
     shipped,
@@ -449,6 +450,13 @@ def test_priors_and_machines_say_where_they_are_from() -> None:
     assert set(PRIORS) == {field.name for field in fields(Costs)}
     assert all(prior.source and prior.factor > 1 for prior in PRIORS.values())
     assert all(each.source and each.machine.levels for each in shipped().values())
+    found = {
+        "CPU": "processes",
+        "NVIDIA A100-SXM4-40GB": "perlmutter",
+        "Tesla V100-SXM2-32GB": "hal",
+        "RTX A6000": None,
+    }
+    assert {device: for_device(device) for device in found} == found
 
 
 # ---- dlscale predict ------------------------------------------------------------------------------------------
@@ -694,6 +702,13 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
         (["cosmo_unet.three"], "cosmo_unet.three: no such run; expected PLAN.RUN"),
         (["cosmo_unet.one", "era5_vit.one"], "model.kind differs from that of"),
         (["cosmo_unet.one", "--machine", "perlmuter"], "did you mean 'perlmutter'"),
+        *(
+            (
+                ["cosmo_unet.one", "--machine", name],
+                f"--machine {name}: has {device}, but the runs were measured on CPU",
+            )
+            for name, device in (("perlmutter", "A100"), ("summit", "V100"), ("dgx_h100", "H100, H200"))
+        ),
         (["cosmo_unet.one", "--machine", "mine.yaml"], "mine.yaml: levels.0.latency"),
         (["cosmo_unet.one", "--machine", "none.yaml"], "none.yaml: no such file"),
         (["cosmo_unet.one", "--devices", "0"], "--devices: got 0; expected more than 0"),

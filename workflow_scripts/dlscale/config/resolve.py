@@ -108,7 +108,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     for name, file in files.items():
         study = registry.added().get(name)
         datasets = placed({"datasets": file.datasets}, study.yaml.parent)["datasets"] if study else file.datasets
-        datasets = hide(datasets, f"(shipped) {name}: datasets", secrets)
+        datasets = hide(datasets, f"{written_in(name)}: datasets", secrets)
         own = {"datasets": datasets, "plans": file.plans}
         if twice := [
             f"{each}.{key}" for each in own for key, value in own[each].items() if merged[each].get(key, value) != value
@@ -283,6 +283,12 @@ def study_files() -> dict[str, StudyFile]:
     return {name: _study_file(study.yaml) for name, study in registry.studies().items()}
 
 
+def written_in(study: str) -> str:
+    """Return the place of a study's own settings as messages name it: the path of a file from outside."""
+    outside = registry.added().get(study)
+    return str(outside.yaml) if outside else f"(shipped) {study}"
+
+
 @functools.cache
 def _study_file(path: Path) -> StudyFile:
     return validate(StudyFile, read_yaml(path), where=str(path))
@@ -442,7 +448,10 @@ class _Resolver:
             layers = self.layers(*self._reference(f"{here}.from", plan.from_, plan))[1]
         else:
             user = self._settings(f"studies.{plan.study}", self.workflow.studies.get(plan.study, {}))
-            layers = [(f"(shipped) {plan.study}", self.files[plan.study].settings), (f"studies.{plan.study}", user)]
+            layers = [
+                (f"{written_in(plan.study)}: settings", self.files[plan.study].settings),
+                (f"studies.{plan.study}", user),
+            ]
         if plan.kind in ("sweep", "convergence"):  # the others go on where one diverges
             layers = [*layers, (f"{here}.kind", {"training": {"on_divergence": "stop"}})]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
@@ -491,7 +500,7 @@ class _Resolver:
         used = {program.SHORT.get(name, name) for name in found.run.program.placeholders()}
         used |= {"batch_size", "local_batch_size"} if used & {"batch_size", "local_batch_size"} else set()
         for where, layer in self.layers(found.plan, found.name)[1]:
-            for key in flat(layer) if not where.startswith("(shipped)") else ():
+            for key in flat(layer) if not where.startswith(written_in(plan.study)) else ():
                 said = key.split(".")[0] in DESCRIBING or key.endswith((".kind", ".on_divergence"))
                 if not said and key not in used:
                     raise UserError(

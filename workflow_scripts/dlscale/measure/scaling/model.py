@@ -139,6 +139,10 @@ class MachineSettings(Strict):
     devices: list[str] = Field([], description="Parts of the names of devices that are taken to be in such a machine.")
     levels: list[LevelSettings] = Field(min_length=1, description="The nearest first.")
 
+    def has(self, device: str) -> bool:
+        """Return whether a device of this name is taken to be in such a machine."""
+        return any(part in device for part in self.devices)
+
     @property
     def machine(self) -> Machine:
         return Machine(
@@ -165,9 +169,9 @@ def named(name: str) -> MachineSettings:
     return machines[name]
 
 
-def for_device(device: str) -> str:
-    """Return the name of the first shipped machine that has such devices."""
-    return next(name for name, each in shipped().items() if any(part in device for part in each.devices))
+def for_device(device: str) -> str | None:
+    """Return the name of the first shipped machine that has such devices, if any."""
+    return next((name for name, each in shipped().items() if each.has(device)), None)
 
 
 # ---- what is trained, and on which devices -------------------------------------------------------------
