@@ -96,6 +96,46 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
     assert found["alone"]["p"] == ["first", "faster"]
 
 
+def test_two_runs_are_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """By PLAN.RUN or their folders, of one plan or two; a run also with the run of its name in a plan or a folder."""
+    machine.measure("results", SPEEDS, spread=0)
+    machine.measure("before", {"first": 50.0, "fast": 50.0}, spread=0)
+    results = Results(machine.root / "results")
+    results.run("q", "else", loader={"kind": "torch", "workers": 4})
+    results.plan("q", {"else": "else"})
+    for names, row, speeds in (
+        (("p.first", "p.fast"), "p.first -> p.fast", [100, 150]),
+        (("p.fast", "results/plans/p/first"), "p.fast -> p.first", [150, 100]),
+        (("p.fast", "p.fast"), "p.fast", [150, 150]),
+        (("p.first", "q.else"), "p.first -> q.else", [100, 22]),
+        (("before", "p.fast"), "p.fast", [50, 150]),
+        (("before/plans/p/fast", "p"), "p.fast", [50, 150]),
+    ):
+        assert main(["compare", *names, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [each["run"] for each in found["runs"]] == [row]
+        assert found["runs"][0]["samples_per_second"] == pytest.approx(speeds)
+        assert found["runs"][0]["speed"]["ratio"] == pytest.approx(speeds[1] / speeds[0])
+        assert found["alone"] == {}
+
+
+def test_runs_of_other_studies_are_refused(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where plans, or runs in two folders, have one name; with --force they are compared."""
+    for folder, study in (("results", "forecast"), ("elsewhere", "gas")):
+        results = Results(machine.root / folder)
+        for plan, its in (("p", study), ("same", "forecast"), ("q", "gas")):
+            results.run(plan, "a", its)
+            results.plan(plan, {"a": "a"}, study=its)
+    for names in (("p.a", "q.a"), ("p", "q"), ("results", "elsewhere"), ("p.a", "elsewhere/plans/p/a")):
+        assert main(["compare", *names]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"dlscale compare: {' and '.join(names)}: of different studies (forecast and gas)")
+        assert "--force" in line
+        assert main(["compare", *names, "--force"]) == 0
+        assert "study forecast -> gas" in capsys.readouterr().out
+    assert main(["compare", "same", "elsewhere/plans/same"]) == 0
+
+
 def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [machine.measure("before", SPEEDS), machine.measure("after", SPEEDS)]
     after = BEFORE.model_copy(update={"versions": {**BEFORE.versions, "driver": "580.2"}})
@@ -122,11 +162,16 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("p", "nowhere"), "nowhere: neither a folder of results nor of a plan; no plan is called 'nowhere'"),
+        (
+            ("p", "nowhere"),
+            "nowhere: neither a run nor a folder of results, a plan or a run; no plan is called 'nowhere'",
+        ),
+        (("p.first", "p.frist"), "p.frist: no such run; expected PLAN.RUN, or a run's folder; there are: other.else"),
+        (("p.first", "other.empty"), "other.empty: no stage of it is finished"),
         (("p", "other"), "no run of one is in the other; name plans with runs in common"),
         (("results", "elsewhere"), "no run of one is in the other; name plans with runs in common"),
-        (("p", "./p"), "./p: neither a folder of results nor of a plan"),
-        (("p", "empty"), "empty: neither a folder of results nor of a plan"),
+        (("p", "./p"), "./p: neither a run nor a folder of results"),
+        (("p", "empty"), "empty: neither a run nor a folder of results"),
     ],
 )
 def test_what_cannot_be_compared_is_one_message(
@@ -136,6 +181,7 @@ def test_what_cannot_be_compared_is_one_message(
     results = Results(machine.root / "results")
     results.run("other", "else")
     results.plan("other", {"else": "else"})
+    results.run("other", "empty", epochs=0, triplet=None)
     elsewhere = Results(machine.root / "elsewhere")
     for plan in ("q", "r"):  # of other studies, it may be
         elsewhere.run(plan, "fast")

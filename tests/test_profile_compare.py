@@ -117,6 +117,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "no such run; expected PLAN.RUN, or a run's folder" in capsys.readouterr().err
 
 
+def test_profiles_of_other_studies_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", 4e-3), write(tmp_path / "b", 3e-3)
+    for folder, study in ((a, "cosmo_unet"), (b, "era5_vit")):
+        (folder / "config.yaml").write_text(f"study: {study}\n")
+    assert stage("compare", "--profiles", a, b) == 2
+    assert "of different studies (cosmo_unet and era5_vit)" in capsys.readouterr().err
+    assert stage("compare", "--profiles", a, b, "--force") == 0
+
+
 def published(folder: Path, forward: int, version: str = "2022") -> Path:
     """Write a report as the published programs leave them: 3 steps with their names of ranges, in ms."""
     ms, recording = 1_000_000, Recording()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from dlscale import cli
 from dlscale.config.reference import schema
@@ -26,6 +29,58 @@ def surface() -> Iterator[str]:
 
 def test_keys_commands_and_options_are_those_that_were_decided_on() -> None:
     assert sorted(surface()) == FROZEN.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("{} --configfile a.yaml b.yml TARGETS", {"configfile": ["a.yaml", "b.yml"]}),
+        ("{} --configfile=a.yaml TARGETS --json", {"configfile": ["a.yaml"], "json": True}),
+        ("{} TARGETS --configfile a.yaml --configfile b.yaml", {"configfile": ["a.yaml", "b.yaml"]}),
+        ("{} --config seed=2 plans.p.kind=set TARGETS", {"config": ["seed=2", "plans.p.kind=set"]}),
+        ("{} --profile slurm TARGETS --config a=1", {"profile": "slurm", "config": ["a=1"]}),
+        ("{} --json -- TARGETS", {"json": True}),
+    ],
+)
+def test_options_stand_before_and_after_targets(words: str, expected: dict[str, Any]) -> None:
+    commands = {
+        **{"status": "plans", "why": "targets", "explain": "runs", "history": "results", "doctor": "plans"},
+        **{"cost": "plans", "predict": "runs", "evaluate": "runs"},
+    }
+    parser = cli.parser()
+    for command, dest in commands.items():
+        found = vars(parser.parse_args(words.format(command).replace("TARGETS", "p.a q").split()))
+        assert {key: found[key] for key in (dest, *expected)} == {dest: ["p.a", "q"], **expected}
+    two = vars(parser.parse_args(words.format("compare").replace("TARGETS", "p q").split()))
+    assert {key: two[key] for key in ("results", *expected)} == {"results": ["p", "q"], **expected}
+    one = vars(parser.parse_args(words.format("crate").replace("TARGETS", "p").split()))
+    assert {key: one[key] for key in ("plan", *expected)} == {"plan": "p", **expected}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("why a --json b --profile s c", {"targets": ["a", "b", "c"], "json": True, "profile": "s"}),
+        ("compare p --gate q", {"results": ["p", "q"], "gate": True}),
+        ("predict --devices 8 16 p.a --tp 2 4 q.b", {"runs": ["p.a", "q.b"], "devices": [8, 16], "tp": [2, 4]}),
+        ("import --plans p q ./log --as n --study s", {"events": "./log", "plans": ["p", "q"], "name": "n"}),
+        ("measure --batch-size 4 -- a.py --name x -- y", {"command": ["a.py", "--name", "x", "--", "y"], "name": None}),
+        ("new-study --images n --at f", {"name": "n", "at": "f", "images": True}),
+        ("predict --price -1 p.a", {"runs": ["p.a"], "price": -1.0}),
+        ("status", {"plans": []}),
+    ],
+)
+def test_options_take_the_words_that_fit_them(words: str, expected: dict[str, Any]) -> None:
+    found = vars(cli.parser().parse_args(words.split()))
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_the_nearest_command_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, near in (("rn", "run"), ("compaer", "compare"), ("new_study", "new-study"), ("statsu", "status")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([word, "mnist_demo"])
+        line = f"dlscale: no command is called '{word}' (did you mean '{near}'?); see dlscale --help\n"
+        assert (ended.value.code, capsys.readouterr().err) == (2, line)
 
 
 if __name__ == "__main__":

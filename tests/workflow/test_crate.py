@@ -48,18 +48,18 @@ LACKING = {
 
 
 def pack(tree: Tree, plan: str, file: Path, *more: str) -> Any:
-    """Pack a plan of the tree as a ZIP archive."""
-    words = ["python", "-P", "-m", "dlscale", "crate", plan, "--configfile", "tiny.yaml", "--zip", str(file), *more]
-    return tree.shell(shlex.join(words))
+    """Pack a plan of the tree as a ZIP archive, with the citation beside that."""
+    (citation := file.with_name("CITATION.cff")).write_text(yaml.safe_dump(CITATION))
+    words = ["python", "-P", "-m", "dlscale", "crate", "--configfile", "tiny.yaml", plan, "--citation", str(citation)]
+    return tree.shell(shlex.join([*words, "--zip", str(file), *more]))
 
 
 @pytest.fixture(scope="module")
 def crate(finished: tuple[Tree, Outcome], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the crate of the plan cosmo, from its ZIP archive."""
     tree, folder = finished[0], tmp_path_factory.mktemp("crate")
-    (folder / "CITATION.cff").write_text(yaml.safe_dump(CITATION))
     for file in (folder / "one.zip", folder / "other.zip"):
-        done = pack(tree, "cosmo", file, "--citation", str(folder / "CITATION.cff"))
+        done = pack(tree, "cosmo", file)
         assert done.returncode == 0, done.stderr
     assert (folder / "one.zip").read_bytes() == (folder / "other.zip").read_bytes(), "made twice it is the same"
     with zipfile.ZipFile(folder / "one.zip") as archive:
@@ -123,6 +123,30 @@ def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, 
     assert timed["startTime"] <= timed["endTime"] <= known["./"]["datePublished"]
     assert known["./"]["license"]["@id"].endswith("CC-BY-4.0")
     assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), "which is not the results' own"
+
+
+def test_authors_and_licence_of_results_are_the_users(crate: Path) -> None:
+    """The workflow's own files keep theirs."""
+    known = entities(crate)
+    root, workflow = known["./"], known["Snakefile"]
+    assert root["license"] == {"@id": "https://spdx.org/licenses/CC-BY-4.0"}
+    assert root["author"] == {"@id": CITATION["authors"][0]["orcid"]}
+    ours = {each["@id"] for each in (workflow["license"], workflow["author"])}
+    holders = {name for name, each in known.items() if ours & {one["@id"] for one in _references(each)}}
+    assert holders == {"Snakefile"}
+
+
+def _references(entity: dict[str, Any]) -> list[dict[str, str]]:
+    values = [one for value in entity.values() for one in (value if isinstance(value, list) else [value])]
+    return [value for value in values if isinstance(value, dict)]
+
+
+def test_without_a_citation_nothing_is_packed(finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
+    file = tmp_path / "crate.zip"
+    refused = finished[0].shell(f"python -P -m dlscale crate cosmo --configfile tiny.yaml --zip {file}")
+    (line,) = refused.stderr.splitlines()
+    assert refused.returncode == 2 and "your `authors` and `license`" in line and "--citation" in line
+    assert not file.exists()
 
 
 def test_its_data_are_described_by_croissant(crate: Path, finished: tuple[Tree, Outcome]) -> None:

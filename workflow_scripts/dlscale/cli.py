@@ -11,19 +11,21 @@ import importlib
 import io
 import logging
 import os
+import re
 import shutil
 import signal
 import site
 import sys
 import textwrap
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dlscale.core import environment, process, progress, registry, telemetry
-from dlscale.core.errors import PeerLost, Stopped, UserError
+from dlscale.core.errors import PeerLost, Stopped, UserError, nearest
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
 from dlscale.core.process import Ranks, ranks
@@ -125,8 +127,12 @@ QUERIES = {
         "dlscale.report.compare",
         "Compare runs of two results folders, or plans: speed with its noise, loss, settings. Or compare two profiles.",
         (
-            ("results", {"nargs": 2, "metavar": "RESULTS", "help": "before, after: plans, folders (./NAME), runs"}),
+            (
+                "results",
+                {"nargs": 2, "metavar": "RESULTS", "help": "before, after: plans, runs (PLAN.RUN), folders (./NAME)"},
+            ),
             option("--profiles", "compare the profiles of two runs, or reports of nsys", False, action="store_true"),
+            option("--force", "compare runs of different studies, too", False, action="store_true"),
             option("--gate", "exit with 1 if a run became slower beyond noise", False, action="store_true"),
         ),
     ),
@@ -214,7 +220,7 @@ QUERIES = {
         (
             ("plan", {"metavar": "PLAN", "help": "a finished plan"}),
             option(
-                "--citation", "CITATION.cff of the results: who made them, and their licence", False, metavar="FILE"
+                "--citation", "CITATION.cff of the results: their authors and licence; needed", False, metavar="FILE"
             ),
             option("--zip", "ZIP archive to write; a folder beside the results if absent", False, metavar="FILE"),
         ),
@@ -275,8 +281,18 @@ QUERIES = {
 #: Options of each query that reads the configuration.
 _CONFIGURED = (
     option("--profile", "site: profiles/NAME/site.yaml, or its path", False, metavar="NAME"),
-    option("--configfile", "YAML files, over config.yaml", False, nargs="+", default=[], metavar="FILE"),
-    option("--config", "settings (YAML), over the files", False, nargs="+", default=[], metavar="KEY=VALUE"),
+    option(
+        "--configfile", "YAML files, over config.yaml", False, nargs="+", default=[], action="extend", metavar="FILE"
+    ),
+    option(
+        "--config",
+        "settings (YAML), over the files",
+        False,
+        nargs="+",
+        default=[],
+        action="extend",
+        metavar="KEY=VALUE",
+    ),
     option("--json", "print JSON", False, action="store_true"),
 )
 
@@ -304,9 +320,60 @@ def _overview(texts: Mapping[str, str]) -> str:
     return "\n".join([*lines, textwrap.fill(stages, width)])
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest command; takes a query's positional words before, between and after its options."""
+
+    reorders = False
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.exit(
+                2, f"dlscale: no command is called '{value}'{nearest(value, action.choices)}; see dlscale --help\n"
+            )
+        super()._check_value(action, value)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(self._ordered(args) if self.reorders else args, namespace)
+
+    def _ordered(self, words: Sequence[str]) -> list[str]:
+        """Return the options first, each with the words that fit it, then `--` and all other words."""
+        options, others, rest = list[str](), list[str](), deque(words)
+        while rest and rest[0] != "--":
+            word = rest.popleft()
+            if not _is_option(word):
+                others.append(word)
+                continue
+            options.append(word)
+            name, equals, _ = word.partition("=")
+            found = [self._option_string_actions[each] for each in self._option_string_actions if each.startswith(name)]
+            action = self._option_string_actions.get(name) or next(iter(found), None)
+            if action is None or equals or action.nargs == 0 or not rest or _is_option(rest[0]):
+                continue
+            options.append(rest.popleft())
+            while action.nargs == "+" and rest and not _is_option(rest[0]) and _fits(action, rest[0]):
+                options.append(rest.popleft())
+        others += list(rest)[1:]
+        return [*options, "--", *others] if others else options
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not re.fullmatch(r"-(\d.*)?", word)
+
+
+def _fits(action: argparse.Action, word: str) -> bool:
+    """Return whether a word is a further value of an option that takes several, rather than a positional one."""
+    if action.dest == "configfile":
+        return word.endswith((".yaml", ".yml", ".json"))
+    if action.dest == "config":
+        return "=" in word
+    if action.type is int:
+        return word.isdecimal()
+    return "/" not in word and not Path(word).exists()
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands: `run`, the queries, and the stages, which `--help` names in its last line."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="dlscale",
         description="Measured, reproducible scaling studies of PyTorch models.",
         epilog=_overview({"run": RUN, **{name: row.text for name, row in QUERIES.items()}}),
@@ -329,6 +396,7 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
         of_runs = isinstance(row, Stage) and row.scope == "run"
         configured = isinstance(row, Query) and row.configured
+        added.reorders = isinstance(row, Query)
         for flag, keywords in (*RUN_OPTIONS * of_runs, *row.options, *_CONFIGURED * configured):
             added.add_argument(flag, **keywords)
     return top

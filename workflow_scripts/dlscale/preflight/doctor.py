@@ -75,7 +75,7 @@ Facts = dict[str, Any]
 
 #: Oldest versions that work: those of pyproject.toml's ranges. Early builds of a version count as it.
 LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
-#: Seconds for which `squeue` must remember ended jobs: three times slurm-init-seconds-before-status-checks of the profiles.
+#: Seconds for which `squeue` must remember ended jobs: thrice the profiles' slurm-init-seconds-before-status-checks.
 MIN_JOB_AGE = 120
 #: First and last cuDNN whose 3D convolutions in bf16 give wrong values.
 BAD_CUDNN = 90_800, 91_099

@@ -1,8 +1,8 @@
 """`dlscale compare`: what got faster, slower, better.
 
-`compare BEFORE AFTER` takes two plans, or results folders (`./NAME` where a plan has that name, too); with `--gate` it
-returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER` takes the profiles of two runs, or
-reports of Nsight Systems, of whatever program.
+`compare BEFORE AFTER` takes two plans, runs (`PLAN.RUN`), or folders of results, plans or runs (`./NAME` where a plan
+has that name, too); with `--gate` it returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER`
+takes the profiles of two runs, or reports of Nsight Systems, of whatever program.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import argparse
 import csv
 import json
 import math
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,10 @@ from dlscale.core import text
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
+from dlscale.core.settings import read_yaml
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.report.figures import Cell, Table, cell, show, table
-from dlscale.report.results import RunResult, changes, environment_changes, read_plan
+from dlscale.report.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 
 if TYPE_CHECKING:
@@ -48,17 +50,25 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def of_results(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the comparison of the runs that both results have; with `args.gate` return 1 if one became slower."""
-    before, after = (finished(name, results_of(configuration)) for name in args.results)
+    before, after = (finished(name, configuration) for name in args.results)
+    named_runs = [is_run(name, results_of(configuration)) for name in args.results]
+    if all(named_runs):
+        ((one, first), (other, second)) = (*before.items(), *after.items())
+        key = one if one == other else f"{one} -> {other}"
+        before, after = {key: first}, {key: second}
     plans = [{key.partition(".")[0] for key in each} for each in (before, after)]
     if before.keys().isdisjoint(after) and len(plans[0]) == len(plans[1]) == 1:
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
         raise UserError(f"{' and '.join(args.results)}: no run of one is in the other; name plans with runs in common")
+    apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
+    if apart and not args.force:
+        raise other_studies(args.results, *apart.pop())
     # Two figures of each run, in however many plans it is: with more looks, chance finds more losses.
     looks = 2 * len({before[key].folder for key in both}) if args.gate else 1
     found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
-    lone = {name: [key for key in one if key not in other] for name, one, other in sides}
+    lone = {name: [key for key in one if key not in other] for name, one, other in sides if not any(named_runs)}
     slower = [each["run"] for each in found if each["slower"]]
     if args.gate and not any(each["held"] for each in found):
         names = " and ".join(args.results)
@@ -145,15 +155,42 @@ def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:
     return Cell() if values == [None, None] else cell(" -> ".join(words))
 
 
-def finished(name: str, results: Path) -> dict[str, RunResult]:
-    """Return the finished runs, by `PLAN.RUN`, of a plan by its name, else of a results folder or a plan's folder."""
+def other_studies(names: Sequence[str], *studies: str) -> UserError:
+    """Return the refusal of runs whose studies differ."""
+    return UserError(
+        f"{' and '.join(names)}: of different studies ({' and '.join(studies)}), so neither speed nor loss compares; "
+        "name runs of one study, or add --force"
+    )
+
+
+def is_run(name: str, results: Path) -> bool:
+    """Return whether a name is that of a run, or its folder, rather than of a plan or of results."""
+    path = Path(name)
+    if _plan_files(name, results) or (path / "plans").is_dir():
+        return False
+    return bool(re.fullmatch(r"[\w-]+\.[\w-]+", name)) or (path / "config.yaml").is_file()
+
+
+def _plan_files(name: str, results: Path) -> list[Path]:
+    """Return `plan.yaml` of a plan by its name, else of a plan's folder, else of all plans in a results folder."""
     plan = results / "plans" / name
     path = plan if "/" not in name and (plan / "plan.yaml").exists() else Path(name)
-    plans = [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/*/plan.yaml"))
-    if not plans:
+    return [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/*/plan.yaml"))
+
+
+def finished(name: str, configuration: Configuration | None) -> dict[str, RunResult]:
+    """Return the finished runs, by `PLAN.RUN`, that a plan, a run, or a folder of either or of results has."""
+    results, lacking = results_of(configuration), list[str]()
+    if is_run(name, results):
+        run = read_run(folder := run_folder(name, configuration))
+        if not any(records.exists() for records in (folder / file for file in RECORDS.values())):
+            raise UserError(f"{name}: no stage of it is finished")
+        return {name if "/" not in name else run.owner.replace("/", "."): run}
+    if not (plans := _plan_files(name, results)):
         known = [file.parent.name for file in results.glob("plans/*/plan.yaml")]
-        raise UserError(f"{name}: neither a folder of results nor of a plan; {unknown('plan', name, known)}")
-    lacking = list[str]()
+        raise UserError(
+            f"{name}: neither a run nor a folder of results, a plan or a run; {unknown('plan', name, known)}"
+        )
     found = {f"{file.parent.name}.{run.name}": run for file in plans for run in read_plan(file, lacking=lacking).runs}
     if not found:
         raise UserError(f"{name}: no run is finished; {lacking[0]}")
@@ -172,11 +209,14 @@ class Summary:
     rows: list[TopEntry]
     steps: dict[str, int]  #: Steps by profiler.
     batch: float | None = None  #: Samples a step of one process.
+    study: str | None = None  #: Study of a run; None for a report of another program.
 
 
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print what changed from the profile of the first run to that of the second."""
     before, after = (_profile(name, configuration) for name in args.results)
+    if None not in (before.study, after.study) and before.study != after.study and not args.force:
+        raise other_studies(args.results, str(before.study), str(after.study))
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:
         said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"
@@ -195,7 +235,9 @@ def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -
 def _profile(name: str, configuration: Configuration | None) -> Summary:
     path = Path(name)
     if path.suffix not in (".sqlite", ".nsys-rep", ".qdrep"):
-        return read(run_folder(name, configuration) / "profile")
+        folder = run_folder(name, configuration)
+        study = read_yaml(folder / "config.yaml").get("study")
+        return replace(read(folder / "profile"), study=study)
     if not path.is_file():
         raise UserError(f"{name}: no such file")
     from dlscale.measure.profilers.nsys import of_report  # with PyTorch

@@ -104,11 +104,16 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         import rocrate  # noqa: F401
     except ImportError as error:
         raise UserError(f"crates cannot be written ({error}); pip install 'dlscale[crate]'") from None
+    if not args.citation:
+        raise UserError(
+            "records do not say who made the results, and under which licence they are; write a CITATION.cff with your "
+            "`authors` and `license` (docs/crate.md has one), and name it with --citation"
+        )
     (name,), results = check_plans([args.plan], configuration), results_of(configuration)
     record = results / "plans" / name / "plan.yaml"
     if not record.exists():
         raise UserError(f"{name} has no results yet: snakemake plan_{name}")
-    made = Crate(results, read_plan(record), Path(args.citation) if args.citation else None)
+    made = Crate(results, read_plan(record), Path(args.citation))
     made.fill()
     if args.zip:
         with tempfile.TemporaryDirectory() as folder, whole(target := Path(args.zip)) as temporary:
@@ -124,17 +129,16 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 class Crate:
     """The crate of a plan. Its files lie as in the folder of results; the workflow's lie beside them."""
 
-    def __init__(self, results: Path, plan: PlanResult, citation: Path | None) -> None:
-        """Begin a crate; `citation` is of the results, and names who made them: without it nobody is named."""
+    def __init__(self, results: Path, plan: PlanResult, citation: Path) -> None:
+        """Begin a crate; `citation` is the CITATION.cff of the results: their authors and licence."""
         from rocrate.rocrate import ROCrate
 
         self.results, self.plan = results, plan
         self.crate = ROCrate(gen_preview=True, version=RO_CRATE)
         self.crate.metadata.extra_contexts.append(f"{TERMS}/context")
         self.software = _read_citation(WORKFLOW / "CITATION.cff")
-        self.citation = _read_citation(citation) if citation else self.software
+        self.citation = _read_citation(citation)
         self.authors = self._authors(self.citation)
-        self.agents = self.authors if citation else []
         self.times = list[tuple[str, str]]()  #: Begin and end of the stages whose records tell them.
         self.actions, self.controls = list[Any](), list[Any]()
         self.tools, self.steps = dict[str, Any](), dict[str, Any]()
@@ -223,7 +227,7 @@ class Crate:
             result=results,
             startTime=begun,
             endTime=ended,
-            agent=self.agents,
+            agent=self.authors,
             environment=[self._value(key, value) for key, value in flat(_environment(told, met)).items()],
             containerImage=self._image(met.image if met else None),
         )
@@ -363,13 +367,13 @@ class Crate:
             result=results,
             startTime=begun,
             endTime=ended,
-            agent=self.agents,
+            agent=self.authors,
         )
         packages = [package for run in self.plan.runs if run.environment for package in run.environment.packages]
         engine = next((each.partition("==")[2] for each in packages if each.startswith("snakemake==")), None)
         home = "https://snakemake.github.io"
         snakemake = self.add(home, "SoftwareApplication", name="Snakemake", url=home, softwareVersion=engine)
-        about = {"name": f"Snakemake, plan {self.plan.name}", "instrument": snakemake, "agent": self.agents}
+        about = {"name": f"Snakemake, plan {self.plan.name}", "instrument": snakemake, "agent": self.authors}
         self.add("#snakemake-run", "OrganizeAction", **about, object=self.controls, result=done)
         root = self.crate.root_dataset
         root["name"] = self.plan.title

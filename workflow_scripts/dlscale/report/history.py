@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the history of `args.results`, and draw it if `args.out` names a file; return the exit status."""
     results = results_of(configuration)
-    found = history(args.results or [str(results)], results, _day(args.since))
+    found = history(args.results or [str(results)], configuration, _day(args.since))
     if found.empty:
         raise UserError(f"history: nothing was timed{f' since {args.since}' * bool(args.since)}; measure a plan first")
     if args.out:
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     return 0
 
 
-def history(names: list[str], results: Path, since: str = "") -> pd.DataFrame:
+def history(names: list[str], configuration: Configuration | None, since: str = "") -> pd.DataFrame:
     """Return a row for each measurement since a day, by run and time.
 
     Columns: run, time (ISO 8601), results, device, samples_per_second, interval (half of the 95 % interval, samples/s;
@@ -66,7 +66,7 @@ def history(names: list[str], results: Path, since: str = "") -> pd.DataFrame:
     runs = [
         (_time(run), run.owner.replace("/", "."), name, run)
         for name in names
-        for run in finished(name, results).values()
+        for run in finished(name, configuration).values()
         if run.speed
     ]
     by_work = dict[tuple[str, str, str], list[tuple[str, str, str, RunResult]]]()

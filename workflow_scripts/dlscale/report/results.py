@@ -86,6 +86,10 @@ class RunResult:
     program: Throughput | None = None  #: Of another program, as its whole run had it.
 
     @property
+    def study(self) -> str:
+        return str(self.setting("study", ""))
+
+    @property
     def called(self) -> str:
         """Name, which commands take, and label."""
         return self.name if self.label == self.name else f"{self.name} · {self.label}"
