@@ -25,9 +25,6 @@ configfile: "config.yaml"
 include: "rules/site.smk"
 
 
-check_report()
-
-
 wildcard_constraints:
     dataset=NAME,
     plan=NAME,

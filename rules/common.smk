@@ -68,17 +68,8 @@ def rung_file(name, rung):
 
 
 def asked_targets():
-    """The targets that are named on the command line; a job of a scheduler is a call of its own, and names none."""
-    found, settings = [], [os.path.abspath(path) for path in workflow.config_settings.configfiles]
-    # A file of settings is none, though it may be a plan's tuned.yaml.
-    words = [word for word in sys.argv[1:] if os.path.abspath(word) not in settings]
-    for word in words if workflow.is_main_process else []:
-        try:
-            found.append(read_target(word, CONFIG))
-        except UserError:
-            # An option's file or folder, of such a name, is none.
-            if not Path(word).exists() or Path(word).is_relative_to(CONFIG.workflow.results):
-                raise
+    """Return the targets of the command line that are results, plans, datasets or studies."""
+    found = [read_target(word, CONFIG) for word in asked_names()]
     return [target for target in found if target]
 
 

@@ -3,15 +3,17 @@
 #
 #   the name of the site     `workflow.resource_settings`: of a profile, default resources alone reach the processes that
 #                            Snakemake starts for its jobs.
-#   the plans asked for      `sys.argv`: the targets are not known before the rules are read, and a run that the machine
-#                            cannot do is said before; so is a target that is misspelt.
-#   looking, or running      `sys.argv`: jobs of an earlier controller have to be waited for before Snakemake looks which
-#                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for nobody.
+#   the plans asked for      `snakemake.cli.get_argument_parser`: the targets are not known before the rules are read, and a
+#                            run that the machine cannot do is refused before; so is a misspelt target.
+#   looking, or running      `workflow.execute`, `create_report` and others: Snakemake's parsed settings choose one of these
+#                            methods. Jobs of an earlier controller have to be waited for before Snakemake looks which
+#                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for
+#                            nothing.
 #   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made; what hooks
 #                            say of a failure is not the last word; and a dry run ends well whatever is said in it.
 #   a quiet dry run          `workflow.output_settings.quiet`, `snakemake.logging`: it is no profile's own.
 #   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all.
-#   a page that fills        `snakemake.logging`: it wonders at an output that is there before its job begins.
+#   remarks                  `snakemake.logging`: on an output that exists before its job begins, and on file systems.
 #   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
 #   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
 #   whether it keeps going   `workflow.execution_settings`: then a broken dataset must not end the call.
@@ -22,10 +24,10 @@
 #   a page that failed       `PersistenceBase.restore_output`: the one before is put back with the time of now, and would
 #                            pass for the new one.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
+import functools
 import gc
 import logging
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -36,7 +38,8 @@ from dlscale.core.files import OLDEST
 from dlscale.core.process import only_writer
 from dlscale.launch import slurm
 from dlscale.preflight import status, why
-from dlscale.preflight.run import LOOKING, LOUD, answer
+from dlscale.preflight.run import answer
+from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 from snakemake.persistence import PersistenceBase
@@ -50,9 +53,18 @@ if not workflow.is_main_process:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
+#: The command line of the call, without what its profile adds; a job of a scheduler is a call of its own.
+COMMAND_LINE = get_argument_parser().parse_args(sys.argv[1:]) if workflow.is_main_process else None
+
+
+def is_verbosity_given():
+    """Return whether the command line says how much Snakemake prints."""
+    return bool(COMMAND_LINE.printshellcmds or COMMAND_LINE.quiet or COMMAND_LINE.verbose or COMMAND_LINE.debug_dag)
+
+
 def be_quiet_in_a_dry_run():
-    """Have a dry run show no jobs one by one, unless it is asked how much it says: its end says what would run."""
-    if workflow.output_settings.dryrun and not any(re.fullmatch(LOUD, word) for word in sys.argv[1:]):
+    """Leave out the jobs of a dry run, one by one, unless its verbosity is given: its end says what would run."""
+    if workflow.output_settings.dryrun and not is_verbosity_given():
         # With these two, and no other, Snakemake leaves out what it says after the jobs, too.
         workflow.output_settings.quiet = {Quietness.RULES, Quietness.PROGRESS}
         for each in [each for handler in logger.handlers for each in handler.filters if hasattr(each, "quiet")]:
@@ -70,9 +82,13 @@ def before_an_interrupt(record):
     return not INTERRUPTED or record in INTERRUPTED
 
 
-def is_no_page_to_come(record):
-    """Whether what Snakemake logs is not its wonder at a page that was filled before its job began."""
-    return "were not present when the DAG was created" not in str(record.msg)
+#: Remarks of Snakemake that are left out: on a page that was filled before its job began, and on file systems.
+REMARKS = ("were not present when the DAG was created", "Assuming unrestricted shared filesystem usage")
+
+
+def is_no_remark(record):
+    """Return whether a record of Snakemake's log is to be shown."""
+    return not any(words in str(record.msg) for words in REMARKS)
 
 
 def is_no_lock_of_others(record):
@@ -92,15 +108,34 @@ def is_wrong(record):
     return record.levelno >= logging.WARNING and not told
 
 
+def shown_handlers():
+    """Return the handlers of Snakemake's log that a user sees; its file has all."""
+    return [handler for handler in logger.handlers if not isinstance(handler, logging.FileHandler)]
+
+
+def is_dry(executor_plugin=None, **_):
+    """Return whether a call is a dry run: by its option, or by its executor."""
+    return workflow.output_settings.dryrun or bool(executor_plugin and executor_plugin.common_settings.dryrun_exec)
+
+
+def be_shown(**named):
+    """Send the output to the process that shows this call, except in a dry run or if the verbosity is given."""
+    if not status.asked():
+        return
+    if is_dry(**named) or is_verbosity_given():
+        status.speak()
+        return
+    status.be_shown()
+    for handler in shown_handlers():
+        handler.addFilter(is_wrong)
+
+
 if workflow.is_main_process:
     be_quiet_in_a_dry_run()
-    for handler in logger.handlers:
-        if not isinstance(handler, logging.FileHandler):  # its file has all
-            handler.addFilter(before_an_interrupt)
-            handler.addFilter(is_no_page_to_come)
-            handler.addFilter(is_no_lock_of_others)
-            if status.asked():
-                handler.addFilter(is_wrong)
+    for handler in shown_handlers():
+        handler.addFilter(before_an_interrupt)
+        handler.addFilter(is_no_remark)
+        handler.addFilter(is_no_lock_of_others)
 
 
 def site_name():
@@ -110,17 +145,30 @@ def site_name():
     return str(text).strip("'\"") if text else None
 
 
-#: Snakemake's own report shows what is there, and makes nothing.
-REPORTING = any(re.fullmatch(r"--report(=.*)?", word) for word in sys.argv)
-
-
-def check_report():
-    """Refuse `--report` before all is made that it shows: Snakemake names one file, without what to do."""
-    if not REPORTING:
+def prepare(name, prepared):
+    """Call `prepared` before the method `name` of `workflow`, which Snakemake's parsed settings choose."""
+    if not workflow.is_main_process:
         return
+    method = getattr(workflow, name)
+
+    @functools.wraps(method)
+    def after_it(*args, **named):
+        prepared(**named)
+        return method(*args, **named)
+
+    setattr(workflow, name, after_it)
+
+
+#: Holds an entry when Snakemake's own report is being made: it shows what is there, and makes nothing.
+REPORTING = []
+
+
+def check_report(**_):
+    """Refuse `--report` before all is made that it shows: Snakemake names one file, without what to do."""
+    REPORTING.append(True)
     if CONFIG.secrets:  # it would show the files that the addresses stand in
         workflow.configfiles.clear()
-    shown = {f"plan {name}": JOBS.shown_files(name, f"plan_{name}" in sys.argv) for name in ASKED_PLANS}
+    shown = {f"plan {name}": JOBS.shown_files(name, f"plan_{name}" in asked_names()) for name in ASKED_PLANS}
     for name in [*JOBS.plan_datasets(ASKED_PLANS), *ASKED_DATASETS]:
         shown[f"data {name}"] = [f"{RESULTS}/data/{name}/preview.png"]
     if not ASKED:
@@ -138,6 +186,14 @@ def keeps_going():
     """Whether a broken dataset fails in its own jobs only; a job's own process leaves it to its stage."""
     settings = workflow.execution_settings
     return not workflow.is_main_process or bool(settings and settings.keep_going)
+
+
+def asked_names():
+    """Return the targets of the command line: also those of options, which Snakemake adds to them."""
+    if not workflow.is_main_process:
+        return []
+    named = (COMMAND_LINE.targets, COMMAND_LINE.prioritize, COMMAND_LINE.forcerun, COMMAND_LINE.until)
+    return list(dict.fromkeys(str(word) for words in named for word in words or ()))
 
 
 def asked_files():
@@ -242,17 +298,12 @@ def have_the_last_word(looked, nothing, failed):
         workflow.execute = process.with_last_word(workflow.execute, ended, wrong)
 
 
-def looking():
-    """Whether this call makes nothing."""
-    return any(re.fullmatch(LOOKING, word) for word in sys.argv)
-
-
 HELD = []
 
 
 def be_the_only_writer(folder, what=""):
     """Refuse to start where another call of Snakemake writes into `folder`; the lock is held until this one ends."""
-    if workflow.is_main_process and not looking():
+    if workflow.is_main_process:
         lock = only_writer(Path(folder))
         try:
             lock.__enter__()
@@ -271,3 +322,21 @@ def be_the_only_controller():
             slurm.wait_for_left_running(os.getcwd())
         except KeyboardInterrupt:
             refuse("Interrupted: nothing was begun, and the jobs of the earlier call go on.")
+
+
+def lock_results(**named):
+    """Refuse to change results while another call does; a dry run changes nothing."""
+    if is_dry(**named) or HELD:
+        return
+    if SITE.scheduler:
+        be_the_only_controller()
+    # Snakemake's own lock is of this folder; another checkout may have the same `results`.
+    be_the_only_writer(RESULTS)
+
+
+def prepare_methods():
+    """Have each method that changes results, or shows them, begin with what it needs."""
+    for name in ("execute", "delete_output", "cleanup_metadata", "cleanup_shadow"):
+        prepare(name, lock_results)
+    prepare("execute", be_shown)
+    prepare("create_report", check_report)

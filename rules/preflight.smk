@@ -67,10 +67,7 @@ def show_failures():
 
 
 have_the_last_word(looked, show_end, show_failures)
-if SITE.scheduler:
-    be_the_only_controller()
-# Snakemake's own lock is of this folder; another checkout may have the same `results`.
-be_the_only_writer(RESULTS)
+prepare_methods()
 
 
 onstart:

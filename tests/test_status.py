@@ -543,6 +543,8 @@ def test_what_is_drawn(tmp_path: Path) -> None:
 
 CALL = """
 import json, os, pathlib, signal, sys, time
+from dlscale.preflight import status
+status.be_shown()
 seen = []
 signal.signal(signal.SIGINT, lambda *_: seen.append(1))
 folder = pathlib.Path(sys.argv[1])
@@ -562,6 +564,8 @@ sys.exit(7)
 
 LONG = """
 import pathlib, signal, sys, time
+from dlscale.preflight import status
+status.be_shown()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path("asked").touch()))
 pathlib.Path("ready").touch()
 for number in range(6000):
@@ -610,6 +614,16 @@ def test_nothing_goes_on_unseen(tmp_path: Path, how: str) -> None:
     shown.wait(timeout=PATIENCE)
     if how != "closed pipe":
         shown.stderr.close()
+
+
+def test_a_call_that_makes_nothing_prints_by_itself(tmp_path: Path) -> None:
+    """To standard output, which may be a file, and standard error; as it does if its verbosity is given."""
+    said = (
+        "import sys; from dlscale.preflight.status import speak; speak(); print('rows'); print('word', file=sys.stderr)"
+    )
+    code = f"import sys; from dlscale.preflight import status; sys.exit(status.shown({[sys.executable, '-c', said]!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rows\n", "word\n")
 
 
 def test_a_call_that_is_killed(tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     assert ["4711" in each.stdout + each.stderr for each in told] == [False, True], told
     again = tree.shell(run)
     assert again.returncode == 0 and "Nothing to be done" in again.stderr and lines[-1] in again.stderr
+    listed = tree.shell(f"{run} --cores 1 --summary")  # it makes nothing, and prints by itself
+    assert listed.returncode == 0 and listed.stdout.startswith("output_file\t"), listed
     told = tree.shell(f"{run} -p --forcerun preview")
     assert told.returncode == 0 and "Finished jobid" in told.stderr
     assert f"Shell command: {sys.executable} -P -m dlscale " in told.stderr

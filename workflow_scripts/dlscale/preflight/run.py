@@ -59,15 +59,11 @@ OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|config|configfile
 KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
 #: Variable with the file to which a dry run writes its answer.
 ASKED = "DLSCALE_ASKED"
-#: Options of Snakemake with which it makes nothing.
-LOOKING = r"-\w*n\w*|--(dry-?run|unlock|lint|report|summary|detailed-summary|list.*|.*dag|rulegraph|filegraph)(=.*)?"
 #: Program that is Snakemake, but for what it says of a mistaken option.
 SNAKEMAKE = (
     "import argparse; from dlscale.preflight.run import refuse_option; from snakemake.cli import main; "
     "argparse.ArgumentParser.error = refuse_option; main()"
 )
-#: Options that say how much it says.
-LOUD = r"-\w*[pq]\w*|--(printshellcmds|quiet|verbose|debug-dag)(=.*)?"
 
 
 # ---- targets ---------------------------------------------------------------------------------------
@@ -293,7 +289,7 @@ def main(words: Sequence[str]) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
         signal.signal(number, signal.SIG_DFL)
     words = command(call, [target.name for target in asked], over)
-    if call.dry or call.commands or any(re.fullmatch(f"{LOOKING}|{LOUD}", word) for word in call.rest):
+    if call.dry or call.commands:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(words[0], words, given())  # its status, and the signals that it gets, are its own

@@ -52,6 +52,8 @@ EVERY = 5.0
 IDLE = 60.0
 #: Variable with the file into which a call writes its jobs: then Snakemake itself says no more than what is wrong.
 TOLD = "DLSCALE_TOLD"
+#: Variable with the descriptor of a pipe to the process that shows a call.
+PIPE = "DLSCALE_PIPE"
 #: Seconds between two looks at a call, and between two lines where there is no terminal.
 LOOK_EVERY, LINE_EVERY = 0.5, 20.0
 #: Rest of a job that takes longer than expected, as a share of its time so far.
@@ -269,6 +271,19 @@ def asked() -> bool:
     return TOLD in os.environ
 
 
+def be_shown() -> None:
+    """Send the output of this call to the process that shows it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(int(os.environ[PIPE]), stream)
+
+
+def speak() -> None:
+    """Leave the terminal to this call: no other process shows its progress."""
+    del os.environ[TOLD]
+
+
 def tell(jobs: Iterable[Job]) -> None:
     """Write the jobs of this call for the process that shows it."""
     write_json(os.environ[TOLD], [vars(job) for job in jobs])
@@ -363,7 +378,7 @@ def drawn(progress: CallProgress, now: float) -> RenderableType:
 
 
 def shown(command: Sequence[str]) -> int:
-    """Run Snakemake and show its progress; return its status.
+    """Run Snakemake and show its progress; return its status. Until it calls `be_shown` its output is its own.
 
     In a group of its own Snakemake, with its jobs, hears no terminal: Ctrl-C is passed on, and when this process ends
     before, as with its terminal, Snakemake is asked to end.
@@ -375,14 +390,12 @@ def shown(command: Sequence[str]) -> int:
     bar = Live(console=console, auto_refresh=False, transient=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         told, progress = Path(folder, "jobs.json"), CallProgress(time.time())
+        reading, writing = os.pipe()
         child = subprocess.Popen(
             command,
-            env={**machine.given(), TOLD: str(told)},
+            env={**machine.given(), TOLD: str(told), PIPE: str(writing)},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            pass_fds=[writing],
             process_group=0,
             preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),
         )
@@ -396,12 +409,11 @@ def shown(command: Sequence[str]) -> int:
             (signal.SIGTERM, lambda *_: child.terminate()),
         ):
             stack.callback(signal.signal, number, signal.signal(number, handler))
-        assert child.stdout
-        reader = threading.Thread(target=lambda lines: said.extend(map(str.rstrip, lines)), args=[child.stdout])
+        os.close(writing)
+        output = stack.enter_context(os.fdopen(reading, encoding="utf-8", errors="replace"))
+        reader = threading.Thread(target=lambda lines: said.extend(map(str.rstrip, lines)), args=[output])
         reader.daemon = True
         reader.start()
-        if console.is_terminal:
-            stack.enter_context(bar)
         while True:
             ended, now = child.poll() is not None, time.time()
             if ended:
@@ -413,14 +425,16 @@ def shown(command: Sequence[str]) -> int:
             while said:
                 text = said.popleft()
                 colour = "red" if text.startswith(("FAILED", "FAIL ")) else ""
-                if progress.jobs or not text.startswith("Using "):  # profiles, before Snakemake reads our rules
-                    console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
-            if progress.jobs and bar.is_started:
+                console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
+            if progress.jobs and console.is_terminal:
+                if not bar.is_started:
+                    stack.enter_context(bar)
                 bar.update(drawn(progress, now), refresh=True)
             elif progress.jobs and now - last >= LINE_EVERY and not ended:
                 last = now
                 console.print(line(progress, now), markup=False, highlight=False, soft_wrap=True)
             if ended:
                 break
-            time.sleep(LOOK_EVERY)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(LOOK_EVERY)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode

@@ -1,0 +1,98 @@
+"""Whether a call of Snakemake makes anything, by its parsed settings; one that does is refused beside another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlscale.core.process import only_writer
+from tests.conftest import ROOT, once
+from tests.waiting import PATIENCE
+
+#: Words of calls that change results.
+CHANGING = [
+    *("--cores 1", "-c1 -sSnakefile", "-sSnakefile -kj1", "-c1 -dnew/../", "-c1 --config name=n", "-c1 --until all"),
+    *("-c1 --touch", "-tj1", "-c1 --report own.html --report-after-run", "-c1 --rerun-triggers input"),
+    *("--delete-all-output", "--delete-temp-output", "--cleanup-metadata x", "--cleanup-shadow"),
+]
+#: Words of calls that change nothing.
+LOOKING = [
+    *("-n", "-kn", "-nj1", "-nc1 -sSnakefile", "--dry-run", "--dryrun", "-n --touch", "-nq", "-n --delete-all-output"),
+    *("--unlock", "--lint", "--report own.html", "--summary", "--detailed-summary", "--list-rules"),
+    *("--list", "-l", "--list-target-rules", "--dag", "--rulegraph", "--filegraph", "--d3dag", "--list-changes code"),
+    *("--list-input-changes", "--list-params-changes", "--list-untracked", "--print-compilation", "--profile dry"),
+    "--executor dryrun",
+]
+
+SNAKEFILE = f"""
+include: "{ROOT}/rules/controller.smk"
+from types import SimpleNamespace
+SITE, RESULTS, ASKED, ASKED_PLANS, ASKED_DATASETS = SimpleNamespace(scheduler=None), "results", [1], [], []
+CONFIG, JOBS = SimpleNamespace(secrets=None), SimpleNamespace(plan_datasets=lambda plans: [])
+prepare_methods()
+rule all:
+    output: "results/made"
+    shell: "touch {{output}}"
+"""
+
+#: Makes the calls of its standard input, each in a fork: what all of them import takes most of their time.
+CALLS = """
+import json, os, sys, tempfile
+import snakemake.cli
+from dlscale.launch import slurm
+from dlscale.preflight import run, status, why
+snakemake.cli.get_argument_parser()
+for words in json.load(sys.stdin):
+    with tempfile.TemporaryFile() as output:
+        if not (child := os.fork()):
+            os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+            sys.argv[1:] = words.split()
+            try:
+                snakemake.cli.main(sys.argv[1:])
+            except SystemExit as ended:
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(ended.code if isinstance(ended.code, int) else 1)
+        status_ = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        print(json.dumps([words, status_, output.read().decode()]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, int]]:
+    """Return status, output and process of the lock's holder of each call beside a writer into its results."""
+
+    def call(folder: Path) -> None:
+        (folder / "new").mkdir(parents=True)
+        (folder / "Snakefile").write_text(SNAKEFILE)
+        (folder / "dry").mkdir()
+        (folder / "dry/profile.yaml").write_text("dry-run: true\ncores: 1\n")
+        with only_writer(folder / "results"):
+            done = subprocess.run(
+                [sys.executable, "-c", CALLS],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")},
+                input=json.dumps(CHANGING + LOOKING),
+                capture_output=True,
+                text=True,
+                timeout=2 * PATIENCE,
+            )
+        assert done.returncode == 0, done.stderr
+        assert [path.name for path in (folder / "results").iterdir()] == [".lock"]
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        (folder / "outcomes.json").write_text(json.dumps({words: (*row, os.getpid()) for words, *row in rows}))
+
+    return json.loads((once(tmp_path_factory, "calls", call) / "outcomes.json").read_text())
+
+
+@pytest.mark.parametrize("words", CHANGING + LOOKING)
+def test_whether_a_call_makes_anything(outcomes: dict[str, tuple[int, str, int]], words: str) -> None:
+    status, output, holder = outcomes[words]
+    refused = status == 2 and output.splitlines()[-1].startswith(f"results: in use by process {holder} on ")
+    assert refused == (words in CHANGING), output
+    assert ("in use by" in output) == (words in CHANGING) and "Traceback" not in output, output
