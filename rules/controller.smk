@@ -24,7 +24,6 @@
 #   a page that failed       `PersistenceBase.restore_output`: the one before is put back with the time of now, and would
 #                            pass for the new one.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
-import functools
 import gc
 import logging
 import os
@@ -38,7 +37,7 @@ from dlscale.core.files import OLDEST
 from dlscale.core.process import only_writer
 from dlscale.launch import slurm
 from dlscale.preflight import status, why
-from dlscale.preflight.run import answer
+from dlscale.preflight.run import answer, in_turn
 from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
@@ -83,7 +82,11 @@ def before_an_interrupt(record):
 
 
 #: Remarks of Snakemake that are left out: on a page that was filled before its job began, and on file systems.
-REMARKS = ("were not present when the DAG was created", "Assuming unrestricted shared filesystem usage")
+REMARKS = (
+    "were not present when the DAG was created",
+    "Assuming unrestricted shared filesystem usage",
+    "is extended by additional config specified via the command line",
+)
 
 
 def is_no_remark(record):
@@ -147,16 +150,8 @@ def site_name():
 
 def prepare(name, prepared):
     """Call `prepared` before the method `name` of `workflow`, which Snakemake's parsed settings choose."""
-    if not workflow.is_main_process:
-        return
-    method = getattr(workflow, name)
-
-    @functools.wraps(method)
-    def after_it(*args, **named):
-        prepared(**named)
-        return method(*args, **named)
-
-    setattr(workflow, name, after_it)
+    if workflow.is_main_process:
+        setattr(workflow, name, in_turn(prepared, getattr(workflow, name)))
 
 
 #: Holds an entry when Snakemake's own report is being made: it shows what is there, and makes nothing.

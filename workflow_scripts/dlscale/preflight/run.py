@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -259,6 +259,19 @@ def answer(reasons: Any) -> bool:
     if ASKED in os.environ:
         write_json(os.environ[ASKED], reasons)
     return ASKED in os.environ
+
+
+def in_turn(first: Callable[..., object], method: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that calls `first` with the keywords of `method`, then `method`.
+
+    (Of an error, Snakemake shows the line of each function of the Snakefile that it passes.)
+    """
+
+    def both(*args: object, **named: object) -> object:
+        first(**named)
+        return method(*args, **named)
+
+    return both
 
 
 def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
