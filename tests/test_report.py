@@ -36,6 +36,7 @@ from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epoc
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import MODES, OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
+from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
 from dlscale.report.figures import joules
@@ -1495,3 +1496,47 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     assert {"loader.workers", "precision", "Throughput (samples/s): FULL"} <= set(found["changed"]), "first to last"
     assert "Run: batch size" not in found["changed"] and found["kept"] == ["bf16"]
     assert found["cells"][1] < found["cells"][0], "a group of columns is left out"
+
+
+# ---- marks that one can see ----------------------------------------------------------------------------
+
+
+def test_every_bar_is_visible() -> None:
+    """Seen: IO of 2,700,000 samples/s next to 700. The axis is logarithmic beyond a ratio of 50, linear below."""
+    for rates, scale in (((2.7e6, 700.0), "log"), ((8000.0, 400.0), None)):
+        rows = [
+            {"run": "a", "mode": mode, "from": 0.0, "to": rate, "low": 0.9 * rate, "high": 1.1 * rate}
+            for mode, rate in zip(("IO", "FULL"), rates, strict=True)
+        ]
+        chart = charts.bars("n", "about", rows, "samples/s", colours={"IO": "red", "FULL": "blue"}, by="mode", shown={})
+        axis = chart.spec["layer"][0]["layer"][0]["encoding"]["x"]
+        assert axis["scale"].get("type") == scale and ("logarithmic" in axis["title"]) == (scale == "log")
+        start, end = axis["scale"]["domain"]
+        assert end > 1.1 * max(rates)
+        least = min(rates)
+        length = math.log(least / start) / math.log(end / start) if scale else least / end
+        assert length > 0.03, "the least bar, relative to the axis"
+        assert all(row["from"] == (175.0 if scale else 0.0) for row in chart.rows)
+
+
+def test_equal_curves_and_points_at_the_frame_are_visible() -> None:
+    rows = [{"run": run, "x": x, "y": 1.0} for run in ("a", "b", "c") for x in (1, 2)]
+    chart = charts.lines("n", "about", rows, {"x": "epoch"}, {"y": "loss"})
+    main = chart.spec["layer"][0]
+    widths = main["layer"][0]["encoding"]["strokeWidth"]["scale"]["range"]
+    assert widths == sorted(widths, reverse=True) and len({*widths}) == 3, "later lines leave the first ones visible"
+    assert all(main["encoding"][axis]["scale"]["padding"] > 0 for axis in "xy")
+    assert charts.CONFIG["axisY"]["titleLimit"] == {"expr": "height"}
+
+
+def test_a_tuned_plan_shows_what_won(results: Results) -> None:
+    """Two workers won a duel by 1.5; without a winner it is the run's own setting."""
+    results.run("p", "a", triplet=None, epochs=0)
+    plan = read_plan(results.plan("p", {"a": "a"}, measure=()))
+    tried = [Tried(changes={}, rates=[[100.0]]), Tried(changes={"loader.workers": 2}, rates=[[150.0]])]
+    for low, settings, speed in ((1.4, "loader.workers: 2", 150.0), (0.9, "the run's own setting", 100.0)):
+        duel = Duel(challenger=1, rates=[(150.0, 100.0)] * 2, ratio=1.5, low=low, high=1.6)
+        run = replace(plan.runs[0], tuning=Tuning(candidates=tried, duel=duel))
+        found = sections.tuned_winner(replace(plan, runs=[run]))
+        assert found and found["settings"] == settings and found["speed"] == pytest.approx(speed)
+        assert (found["gain"] and found["gain"]["ratio"]) == (1.5 if low > 1 else None)
