@@ -26,7 +26,7 @@ from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import IDENTITY
 from dlscale.datasets.era5 import zarr as era5_zarr
 from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import Era5Source, open_source
+from dlscale.datasets.era5.source import Era5Source, _regular, gridded, open_source
 from dlscale.datasets.era5.zarr import acquire
 from tests.conftest import served
 
@@ -646,3 +646,14 @@ def test_no_network_or_no_package_is_one_message(tmp_path: Path, address: str) -
     assert str(caught.value).startswith(address)
     assert "compute nodes have no network" in str(caught.value) or "pip install" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
+    west = np.array([*range(352, 360), *range(8)], float)
+    assert _regular(np.arange(3.0), west, "f")[1].tolist() == [*range(352, 368)]
+    with pytest.raises(UserError, match="longitudes leap back over the meridian"):
+        _regular(np.arange(3.0), np.array([*range(8), *range(352, 360)], float), "f")
+    axes = {"time": [0, 1], "expver": [1, 5], "latitude": [1.0, 0.0], "longitude": [0.0, 1.0]}
+    array = xr.DataArray(np.zeros((2, 2, 2, 2)), axes, [*axes], "t2m")
+    with pytest.raises(UserError, match=r"`expver` holds ERA5 and ERA5T.*t2m.max"):
+        gridded(array.to_dataset(), "f", {"t2m"})

@@ -161,6 +161,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(map(str, array.coords)))
     if not dated or sorted(map(str, dims)) != sorted(map(str, array.dims)):
         sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
+        if "expver" in array.dims:  # ERA5 and its preliminary form, each with gaps where the other has values
+            raise UserError(
+                f"{origin}: '{name}' has the dimensions {sizes}: `expver` holds ERA5 and ERA5T, each with the times "
+                f"that the other lacks; join both with xarray, `{name}.max('expver')`, which skips missing values"
+            )
         raise UserError(
             f"{origin}: '{name}' has the dimensions {sizes}; expected one each of {', '.join(AXES['time'])} (of a "
             f"forecast `valid_time`), of {', '.join(AXES['latitude'])}, of {', '.join(AXES['longitude'])}, perhaps of "
@@ -206,6 +211,11 @@ def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[n
     latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
     if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
         longitude = np.unwrap(longitude, period=360.0)
+        if (np.diff(longitude) < 0).any():
+            raise UserError(
+                f"{where}: longitudes leap back over the meridian (0, …, 359), so they are in two pieces; sort them, "
+                "e.g. with `cdo sellonlatbox,-180,180,-90,90 IN OUT`"
+            )
     south_first = bool(latitude[0] < latitude[-1])
     latitude = latitude[::-1] if south_first else latitude
     # Also false of what is not a number.
