@@ -1286,3 +1286,10 @@ def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
     }
     found = load(plans={"mine": {**own, "runs": {"first": {}, "next": {"loader": {"workers": 4}}}}})
     assert [each.run.seed for each in found.plans["mine"].values()] == [5, 5]
+
+
+def test_a_plan_is_not_called_as_the_results_of_measure() -> None:
+    """They would be in one folder."""
+    plan = {"study": "starter_cnn", "runs": {"a": {}}}
+    with pytest.raises(UserError, match=r"plans\.measured: `dlscale measure` uses this name; choose another"):
+        config.load({"targets": ["measured"], "plans": {"measured": plan}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -26,13 +27,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 from bench.bottlenecks import outside
 from dlscale.core.errors import UserError
+from dlscale.core.files import explained
 from dlscale.core.noise import interval
+from dlscale.core.settings import read_yaml
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs, running, steps, timed
+from dlscale.outside import measure as outside_measure
 from dlscale.outside.measure import PLAN
 from dlscale.outside.printed import PER_STEP, Finder, plain, rate_of
 from dlscale.outside.running import HOOK
-from dlscale.report.results import read_run
+from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import of
 from tests.conftest import ROOT
 from tests.waiting import until
@@ -883,7 +887,118 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
     assert line.startswith("dlscale measure: ") and message.lower() in line.lower()
     refused = any(word in message for word in ("expected", "expression"))
     assert ended.returncode == (2 if refused else 0)
-    assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "nothing half-written"
+    kept = "log of steps" in message or "too few" in message
+    assert any((tmp_path / "results/plans" / PLAN).glob("*")) is kept, "of a program without a step nothing is kept"
+    assert ("; its record is kept in results/plans/" in line) is kept
+
+
+# ---- what is kept of a run -----------------------------------------------------------------------------
+
+#: A loop of 40 steps of 10 ms, each of 8 samples, which first does what DO is replaced by, and ends with status 3.
+LOOP = f"""
+import os, sys, time
+sys.path.append({str(HOOK.parent)!r})
+import timed
+steps = os.environ["DLSCALE_STEPS"]
+DO
+for batch in timed.timed([[0] * 8] * 40): time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def measure_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
+    """Return a function that measures `LOOP` in this process, and returns its status and folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(do: str = "", *words: str, **options: object) -> tuple[int, Path]:
+        command = [sys.executable, str(program(tmp_path, LOOP.replace("DO", do))), *words]
+        absent = {"name": None, "batch_size": None, "rate": None, "steps": None, "profile": False}
+        status = outside_measure.main(argparse.Namespace(command=command, **absent | options))
+        return status, tmp_path / "results/plans" / PLAN / "train"
+
+    return called
+
+
+Measured = Callable[..., tuple[int, Path]]
+
+
+def test_words_that_are_not_utf_8_and_junk_among_the_steps(measure_here: Measured) -> None:
+    """Files of other names, a pipe, a folder, a link, bytes, numbers that no clock shows; what was right counts."""
+    times = ["begin 1e307 1.0 0", "begin 1 1 0\ns nan 0 0", "begin 1 1 0\ns 1 0", f"s 1{'0' * 400} 0 0"]
+    status, folder = measure_here(
+        "assert os.fsencode(sys.argv[1]) == b'caf\\xe9'\n"
+        "os.chdir(steps)\n"
+        "for name in ('timed.junk', 'timed.host.x', 'seen.', 'hook2'): open(name, 'w').write('junk')\n"
+        "os.mkfifo('timed.host.1'); os.mkdir('timed.host.2'); os.symlink('/dev/zero', 'timed.host.3')\n"
+        "open('timed.host.4', 'wb').write(os.urandom(9999))\n"
+        f"for number, row in enumerate({[*times, 'é', 'b 1']!r}, 10):\n"
+        "    open(f'timed.host.{number}', 'w').write(row + chr(10))\n",
+        os.fsdecode(b"caf\xe9"),
+    )
+    record = Throughput.read(folder / "throughput.json")
+    assert status == 3 and record.outside and record.full and record.nranks == 1
+    assert record.outside.steps > 30 and 10 < record.full.mean < 101
+    assert record.outside.command[2:] == read_yaml(folder / "config.yaml")["program"]["command"][2:] == ["caf\\xe9"]
+    assert not (folder / "steps").exists() and (folder.parent / "report.html").exists()
+
+
+def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
+    """What was right before it counts; what a copy of `timed` of another version says of samples may be anything."""
+    clock = Clock(tmp_path)
+    for samples in ("8.0", "None", "-5", "1" + "0" * 400):
+        clock.note(f"b 0 {clock.now:.6f} 0.0 {samples}")
+        clock.step(0.1)
+    clock.note("s 1e300 0.0 0")
+    clock.step(0.1)
+    (process,) = steps.read(tmp_path)[1]
+    assert process.steps == pytest.approx([1.7e9 + 0.1 * number for number in range(1, 5)])
+    assert [batch[3] for batch in process.batches] == [0, 0, 0, 0] and process.damaged == 10
+
+
+def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
+    measure_here: Measured, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command, how it ended, its steps and telemetry are there."""
+    status, folder = measure_here("os.mkdir(f'{steps}/../throughput.json')")
+    assert status == 3 and f"; its record is kept in {folder.relative_to(Path.cwd())}\n" in capfd.readouterr().err
+    kept = read_yaml(folder / "config.yaml")["program"]
+    assert kept["status"] == 3 and kept["seconds"] > 0.4 and kept["command"][0] == sys.executable
+    assert len(steps.read(folder / "steps")[1][0].steps) == 40 and (folder / "telemetry/throughput.csv").exists()
+
+
+def test_others_runs_cost_no_page(measure_here: Measured, capfd: pytest.CaptureFixture[str]) -> None:
+    """Damaged ones are left out by name; temporary folders of calls that were killed, or go on, are none."""
+    plan = Path("results/plans") / PLAN
+    for name in ("other", ".train.host.1.abc.part", "folder/throughput.json"):
+        (plan / name).mkdir(parents=True)
+    for name in ("other", ".train.host.1.abc.part"):
+        (plan / name / "throughput.json").write_text("{}")
+    (plan / "plan.yaml").write_bytes(b"\xff")
+    (plan / "file").write_text("junk")
+    status, _ = measure_here()
+    told = capfd.readouterr().err
+    left = [line.rpartition("; the page leaves out ")[2] for line in told.splitlines() if "leaves out" in line]
+    assert status == 3 and sorted(left) == ["folder", "other"] and told.splitlines()[-1].startswith("Page: "), told
+    assert [run.name for run in read_plan(plan / "plan.yaml").runs] == ["train"]
+
+
+@pytest.mark.parametrize("name", ["results", "results/plans", f"results/plans/{PLAN}"])
+@pytest.mark.parametrize("kind", ["dangling link", "file"])
+def test_results_that_cannot_be_made_are_told_at_once(measure_here: Measured, name: str, kind: str) -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).symlink_to("gone") if kind == "dangling link" else Path(name).write_text("mine")
+    with pytest.raises(OSError) as caught:
+        measure_here("raise SystemExit('it began')")
+    told = f"{name}: a link to gone, which does not exist" if "link" in kind else f"{name}.*: a file stands"
+    with pytest.raises(UserError, match=f"^{told}"):
+        raise explained(caught.value, "")
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**9 + 1, 10**400])
+def test_a_batch_has_a_plausible_size(measure_here: Measured, size: int) -> None:
+    with pytest.raises(UserError, match=r"--batch-size: .*: expected a whole number from 1 to 1,000,000,000$"):
+        measure_here(batch_size=size)
 
 
 #: A loop without PyTorch: 40 steps of 20 ms.

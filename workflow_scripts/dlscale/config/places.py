@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
 
+#: Plan of `dlscale measure`: no plan of a configuration has this name.
+MEASURED = "measured"
+
+
 def main(args: argparse.Namespace) -> None:
     """Write `args.settings` (JSON) as YAML to `args.out`."""
     write_yaml(args.out, read_settings(args.settings, "--settings")[0])
@@ -46,6 +50,6 @@ def run_folder(name: str, configuration: Configuration | None) -> Path:
         return path
     if run in known:
         raise UserError(f"{name} has no results yet: snakemake plan_{owner[0]}")
-    made = sorted(".".join(each.parts[-3:-1]) for each in results.glob("plans/*/*/config.yaml"))
+    made = sorted(".".join(each.parts[-3:-1]) for each in results.glob("plans/[!.]*/[!.]*/config.yaml"))
     there = f"there are: {', '.join(made)}" if made else f"{results} holds no run yet: snakemake makes them"
     raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder; {there}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from dlscale.config import program
 from dlscale.config.dataset import Written, seen
+from dlscale.config.places import MEASURED
 from dlscale.config.records import Published, Series
 from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
@@ -155,6 +156,8 @@ def of_program(stages: Iterable[str]) -> list[str]:
 
 def _check_names(user: Raw, shipped: Raw) -> None:
     """Refuse a misspelt name of a shipped dataset or plan: it lacks a key that a new one needs."""
+    if MEASURED in user["plans"]:
+        raise UserError(f"configuration: plans.{MEASURED}: `dlscale measure` uses this name; choose another")
     for section, key in {"datasets": "kind", "plans": "study"}.items():  # what a new one needs
         known = shipped[section].keys() | user[section].keys()
         for name, settings in user[section].items():

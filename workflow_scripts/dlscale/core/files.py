@@ -121,8 +121,17 @@ def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
         number = errno.ENOSPC
     if number not in PROBLEMS:
         return error
+    if link := _dangling(named or path):
+        return UserError(f"{link}: a link to {link.readlink()}, which does not exist; make that, or remove the link")
     place = named or path if number in (errno.ENOENT, errno.ELOOP) else path or named
     return UserError(f"{place or ''}: {PROBLEMS[number]}")
+
+
+def _dangling(path: Any) -> Path | None:
+    """Return the part of a path that is a link to nowhere, if there is one."""
+    if not isinstance(path, (str, os.PathLike)):
+        return None
+    return next((each for each in (Path(path), *Path(path).parents) if each.is_symlink() and not each.exists()), None)
 
 
 def save_png(figure: Any, path: Path, dpi: int) -> None:

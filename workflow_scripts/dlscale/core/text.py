@@ -101,6 +101,11 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
     ]
 
 
+def readable(text: str) -> str:
+    """Return a word of a command line with bytes that are not UTF-8 written as hexadecimal numbers."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")
+
+
 def shorten(text: str, length: int) -> str:
     """Return `text` in at most `length` printable characters."""
     text = "".join(character if character.isprintable() else " " for character in text)

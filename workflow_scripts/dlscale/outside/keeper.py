@@ -90,7 +90,7 @@ class Kept:
                 os.kill(self.pid, number)
                 return
             for each in psutil.Process(self._keeper.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.Error):
                     each.send_signal(number)
 
 
@@ -143,10 +143,11 @@ def _reaped() -> dict[int, int]:
 def _end_all(grace: float) -> None:
     """End all descendants, stopped ones included; kill those that remain after some seconds."""
     end, asked = time.monotonic() + grace, set[Any]()
-    while rest := psutil.Process().children(recursive=True):
-        late = time.monotonic() >= end
+    # Another user's process cannot be ended: it is not waited for without end.
+    while (rest := psutil.Process().children(recursive=True)) and (now := time.monotonic()) < end + GRACE:
+        late = now >= end
         for each in rest:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 if late:
                     each.kill()
                 elif each not in asked:

@@ -7,90 +7,105 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.places import results_of
+from dlscale.config.places import MEASURED, results_of
 from dlscale.config.records import PlanRecord, RunReference
 from dlscale.core import machine, telemetry
-from dlscale.core.errors import UserError
-from dlscale.core.files import whole, write_text
+from dlscale.core.errors import UserError, cut
+from dlscale.core.files import explained, remove, write_text
 from dlscale.core.noise import interval
 from dlscale.core.settings import write_yaml
-from dlscale.core.text import duration, many, number
+from dlscale.core.text import duration, many, number, readable
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
-from dlscale.outside.running import WAYS, Reading, measured, run_command, warn_of_lost_hook
+from dlscale.outside.running import WAYS, Reading, Unseen, measured, run_command, warn_of_lost_hook
 from dlscale.outside.window import PROFILED
 from dlscale.report import report
-from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
+from dlscale.report.results import PlanResult, RunResult, read_alone
 from dlscale.report.verdict import Verdict, of
-from dlscale.report.verdict import told as explained
+from dlscale.report.verdict import told as told_of
 
 #: The plan of all programs that were measured, and its study.
-PLAN, STUDY = "measured", "program"
+PLAN, STUDY = MEASURED, "program"
+
+#: No program makes a step of more samples.
+MAX_BATCH_SIZE = 1_000_000_000
 
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
-    """Run `args.command` to its end, and return its own exit status."""
+    """Run `args.command` to its end, and return its own exit status, whatever can be read of its steps."""
     pattern = seen.pattern(args.rate) if args.rate else None
-    if args.batch_size is not None and args.batch_size < 1:
-        raise UserError(f"--batch-size: {args.batch_size}: expected a whole number from 1")
+    if args.batch_size is not None and not 1 <= args.batch_size <= MAX_BATCH_SIZE:
+        raise UserError(
+            f"--batch-size: {cut(str(args.batch_size), 40)}: expected a whole number from 1 to {MAX_BATCH_SIZE:,}"
+        )
     plan = results_of(None) / "plans" / PLAN
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, args.rate, log, logs.start_of(log) if log else None, log_first=True)
-    place, run = _reserved(args.name or _called(args.command), plan), None
+    folder, profilers = _reserved(args.name or _called(args.command), plan), None
+    steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
+    own = {"command": [readable(word) for word in args.command], "folder": readable(str(Path.cwd()))}
     try:
-        with whole(place) as folder:
-            steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
-            steps.mkdir(parents=True)
-            profilers = None
-            if args.profile:
-                from dlscale.outside import profile as module  # with PyTorch, for which no other program waits
+        steps.mkdir()
+        _write_settings(folder, own)
+        if args.profile:
+            from dlscale.outside import profile as module  # with PyTorch, for which no other program waits
 
-                profilers = module.Profilers(folder)
-            # Kineto, PyTorch's profiler, would print what it does among what the program prints.
-            more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
-            warn_of_lost_hook(args.command, reading)
-            with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
-                run = run_command(
-                    *(args.command, steps, pattern),
-                    environment=more,
-                    beside=profilers.beside if profilers else None,
-                    warn=not args.steps,
-                )
-            throughput, processes = measured(
-                args.command, steps, rows, run, reading, profilers.apart if profilers else []
+            profilers = module.Profilers(folder)
+        # Kineto, PyTorch's profiler, would print what it does among what the program prints.
+        more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
+        warn_of_lost_hook(args.command, reading)
+        with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
+            run = run_command(
+                *(args.command, steps, pattern),
+                environment=more,
+                beside=profilers.beside if profilers else None,
+                warn=not args.steps,
             )
-            profile = profilers.told(processes, throughput) if profilers else None
-            shutil.rmtree(steps)
-            throughput.write(folder / "throughput.json")
-            own = {"command": args.command, "folder": str(Path.cwd())}
-            settings: dict[str, Any] = {"study": STUDY, "program": own}
-            settings |= {"batch_size": throughput.batch_size, "geometry": {"gpus_per_node": throughput.nranks}}
-            write_yaml(folder / "config.yaml", settings)
-    except UserError as error:
-        if run is None:
-            raise
-        print(f"dlscale measure: {error}", file=sys.stderr)
-        return run.status
-    finally:
-        with contextlib.suppress(OSError):  # only an empty one goes
-            place.rmdir()
-    said = lines(place, throughput, of(read_run(place)))
-    print("\n".join([*said, *(module.lines(profile) if profile else [])]), file=sys.stderr)
+    except BaseException:
+        if not (steps.is_dir() and any(steps.iterdir())):  # the program did not begin
+            remove(folder)
+        raise
+    # From here on nothing changes the status, or loses what is known of the run.
     try:
-        page = _page(plan)
-    except UserError as error:
-        print(f"dlscale measure: no page: {error}", file=sys.stderr)
-        return run.status
-    print(f"Page: {page}", file=sys.stderr, flush=True)
+        _write_settings(folder, {**own, "status": run.status, "seconds": run.seconds})
+        apart = profilers.apart if profilers else []
+        throughput, processes = measured(own["command"], steps, rows, run, reading, apart)
+        throughput.write(folder / "throughput.json")
+        geometry = {"gpus_per_node": throughput.nranks}
+        _write_settings(folder, own, batch_size=throughput.batch_size, geometry=geometry)
+        print("\n".join(lines(folder, throughput, of(read_alone(folder)))), file=sys.stderr)
+        if profilers:
+            print("\n".join(module.lines(profilers.told(processes, throughput))), file=sys.stderr)
+        remove(steps)
+    except Exception as error:
+        nothing = isinstance(error, Unseen) and not seen.processes(steps)
+        if nothing:
+            remove(folder)
+        _complain(error, "" if nothing else f"; its record is kept in {folder}")
+    if (folder / "throughput.json").is_file():
+        try:
+            print(f"Page: {_page(plan)}", file=sys.stderr, flush=True)
+        except Exception as error:
+            _complain(error, "; no page was written")
     return run.status
+
+
+def _complain(error: Exception, known: str = "") -> None:
+    """Print the message of a failure, and what is `known` all the same."""
+    mistake = explained(error, "") if isinstance(error, OSError) else error
+    said = str(mistake) if isinstance(mistake, UserError) else f"a defect of dlscale: {error!r:.300}"
+    print(f"dlscale measure: {said}{known}", file=sys.stderr, flush=True)
+
+
+def _write_settings(folder: Path, own: dict[str, Any], **more: Any) -> None:
+    write_yaml(folder / "config.yaml", {"study": STUDY, "program": own, **more})
 
 
 def _script(command: Sequence[str]) -> str:
@@ -110,12 +125,13 @@ def _reserved(name: str, plan: Path) -> Path:
     """Make a folder of that name, with a number where it is taken: what was measured before stays."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
         raise UserError(f"--name: {name}: expected up to 40 lower-case letters, digits and underscores")
+    plan.mkdir(parents=True, exist_ok=True)  # it fails if there is a file, or a link to nowhere, in its place
     for count in itertools.count(1):
-        place = plan / (name if count == 1 else f"{name}_{count}")
+        folder = plan / (name if count == 1 else f"{name}_{count}")
         with contextlib.suppress(FileExistsError):
-            place.mkdir(parents=True)
+            folder.mkdir()
             break
-    return place
+    return folder
 
 
 # ---- telling it --------------------------------------------------------------------------------------
@@ -140,41 +156,53 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
         text.append(f"  its log has {outside.trainings} trainings, one after the other: the longest counts")
     if outside.profiled:
         text.append("  the run is so short that profilers were at work in these steps: without --profile it is faster")
-    return [*text, *explained(verdict)]
+    return [*text, *told_of(verdict)]
 
 
 def _page(plan: Path) -> Path:
-    """Write the page of all programs that were measured, with its plan; return its place."""
-    found = set(plan.glob("*/throughput.json"))
-    runs = sorted((path.parent for path in found), key=lambda path: path.stat().st_mtime)
+    """Write the page of all programs that were measured, with its plan; return its path."""
+    found = _runs(plan)
+    known = list[tuple[str, RunResult]]()
+    for folder in sorted(found, key=lambda folder: (folder / "throughput.json").stat().st_mtime):
+        try:
+            run = read_alone(folder)
+            own = run.settings.get("program", run.settings)
+            known.append((str(Path(own["folder"], _script(own["command"]))), run))
+        except Exception as error:  # another user's, or damaged: the other runs are shown
+            _complain(error, f"; the page leaves out {folder.name}")
+    if not known:
+        raise UserError(f"{plan}: no run can be read")
     record = PlanRecord(
         plan=PLAN,
         title="Programs, as they are",
         study=STUDY,
         kind="set",
-        measure=_measured(*runs),
-        runs=[RunReference(name=run.name, plan=PLAN, run=run.name, measure=_measured(run)) for run in runs],
+        measure=_measured(*(run.folder for _, run in known)),
+        runs=[RunReference(name=run.name, plan=PLAN, run=run.name, measure=_measured(run.folder)) for _, run in known],
     )
     write_yaml(plan / "plan.yaml", record.model_dump(mode="json"))
     page = plan / "report.html"
-    write_text(page, report.page(record.title or PLAN, _programs(plan), [], plan, call="dlscale measure"))
+    write_text(page, report.page(record.title or PLAN, _programs(record, known), [], plan, call="dlscale measure"))
     # Another call that ended meanwhile may have written its page before.
-    return page if set(plan.glob("*/throughput.json")) == found else _page(plan)
+    return page if _runs(plan) == found else _page(plan)
 
 
-def _programs(plan: Path) -> list[PlanResult]:
+def _runs(plan: Path) -> set[Path]:
+    """Return the folders of runs that were measured; hidden ones are temporary."""
+    return {path.parent for path in plan.glob("[!.]*/throughput.json")}
+
+
+def _programs(record: PlanRecord, known: Sequence[tuple[str, RunResult]]) -> list[PlanResult]:
     """Return a plan for each program, of its runs: the speeds of two programs say nothing of each other."""
-    whole = read_plan(plan / "plan.yaml")
     of = defaultdict[str, list[RunResult]](list)
-    for run in whole.runs:
-        own = run.settings.get("program", run.settings)
-        of[str(Path(own["folder"], _script(own["command"])))].append(run)
+    for script, run in known:
+        of[script].append(run)
     found = list[PlanResult]()
     for script, runs in of.items():
         named = {run.name for run in runs}
-        references = [each for each in whole.record.runs if each.name in named]
+        references = [each for each in record.runs if each.name in named]
         own = {"plan": runs[0].name, "title": Path(script).name, "runs": references}
-        found.append(PlanResult(whole.record.model_copy(update=own), runs))
+        found.append(PlanResult(record.model_copy(update=own), runs))
     return found
 
 

@@ -75,7 +75,10 @@ def main(args: argparse.Namespace) -> None:
         if asked and resumes(run.program, keep):
             raise Stopped(f"{what}; run it again: it resumes from {keep}")
         raise UserError(f"{what}; its last lines are in the log")
-    found = program.record(ended, args.telemetry)
+    try:
+        found = program.record(ended, args.telemetry)
+    except UserError as error:
+        raise UserError(f"{error}. What the program wrote is kept in {keep}") from error
     found = found.model_copy(update={"compute": compute_digest(run.model_dump(mode="json"))})
     if run.program.losses:
         own = seen.read(steps)[1]

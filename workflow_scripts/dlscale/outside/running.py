@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ import psutil
 
 from dlscale.core import machine, telemetry
 from dlscale.core.environment import environment
-from dlscale.core.errors import UserError
+from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
 from dlscale.launch.contain import FORWARDED, GRACE
@@ -336,11 +337,11 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
     rest = [each for each in psutil.Process().children(recursive=True) if each not in before]
     _, rest = psutil.wait_procs(rest, 1)  # a container's monitor ends after it
     for each in rest:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):  # gone, or another user's
             each.terminate()
     _, alive = psutil.wait_procs(rest, 5)
     for each in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             each.kill()
     psutil.wait_procs(alive, 5)
     if rest and told:
@@ -397,6 +398,10 @@ class Reading:
     log_first: bool = False  #: Whether the log counts where steps are seen, too.
 
 
+class Unseen(UserError):
+    """A program made no steps that have a rate."""
+
+
 def measured(
     command: Sequence[str],
     steps: Path,
@@ -407,10 +412,29 @@ def measured(
 ) -> tuple[Throughput, list[seen.Process]]:
     """Return what a program's steps come to, without those of spans `apart`, and who made them.
 
-    It is a `UserError` where none were seen.
+    It is a `UserError` where they cannot be read, and `Unseen` where there were none.
     """
+    try:
+        return _measured(command, steps, telemetry_file, run, reading, apart)
+    except UserError:
+        raise
+    except Exception as error:  # a run may have taken days: its other records are kept
+        raise UserError(f"its steps cannot be read ({type(error).__name__}: {brief(error)}): report it") from error
+
+
+def _measured(
+    command: Sequence[str],
+    steps: Path,
+    telemetry_file: Path,
+    run: Outcome,
+    reading: Reading,
+    apart: Sequence[seen.Span],
+) -> tuple[Throughput, list[seen.Process]]:
     nodes = telemetry.read_nodes(telemetry_file)
     way, processes = seen.read(steps)
+    for each in processes:
+        if each.damaged:
+            logging.warning("%s: line %d is damaged: what follows it is left out", each.file, each.damaged)
     first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
     try:
         found, profiled, trainings = _pace_by(first, reading, run, steps, processes, apart)
@@ -482,7 +506,7 @@ def _pace_by(
         return pace, False, trainings
     if apart and (pace := come_to()):
         return pace, True, trainings
-    raise UserError(_unseen(way, reading, steps, run, processes))
+    raise Unseen(_unseen(way, reading, steps, run, processes))
 
 
 def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:

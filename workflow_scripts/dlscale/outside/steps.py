@@ -52,6 +52,8 @@ class Process:
     gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
     gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
     cut: int = 0  #: Batches beside gaps whose steps are in them, without steps whose batches are.
+    file: str = ""
+    damaged: int = 0  #: Line from which on its file cannot be read; 0 if there is none.
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,19 @@ class Pace:
 def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the surest way by which steps in `folder` were seen, and the processes that made any, by rank."""
     for way in WAYS:
-        found = [_process(path) for path in sorted(folder.glob(f"{way}.*"))]
+        found = [_process(path) for path in files(folder, way)]
         if known := [process for process in found if process.steps]:
             # A training before or after the longest one is none of its processes.
             longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
             known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
             return way, sorted(known, key=lambda process: process.rank)
     return "", []
+
+
+def files(folder: Path, way: str) -> list[Path]:
+    """Return the files of `dlscale.outside.timed.Log` in a folder: WAY.HOST.PID."""
+    named = re.compile(rf"{way}\..*\.\d{{1,18}}", re.ASCII)
+    return [path for path in sorted(folder.glob(f"{way}.*")) if named.fullmatch(path.name)]
 
 
 def _process(path: Path) -> Process:
@@ -98,41 +106,67 @@ class Tail:
     def __init__(self, path: Path) -> None:
         host, _, pid = path.name.partition(".")[2].rpartition(".")
         self._path, self._place, self._shift, self._optimizers, self._before = path, 0, 0.0, set[str](), ""
-        self.process = Process(0, host, int(pid))
+        self.process = Process(0, host, int(pid), file=str(path))
+        self._lines = 0
         self.read()
 
     def read(self) -> None:
-        """Read what is new."""
+        """Read what is new; nothing from a damaged line on."""
+        try:
+            with open(self._path, "rb", opener=open_regular) as lines:
+                lines.seek(self._place)
+                for line in lines:
+                    if self.process.damaged or not line.endswith(b"\n"):
+                        break
+                    self._place += len(line)
+                    self._lines += 1
+                    self._note(*line.decode("ascii").split())
+        except (OSError, UserError, ValueError, TypeError, IndexError):
+            self.process.damaged = self._lines or 1
+
+    def _note(self, kind: str, *words: str) -> None:
         found = self.process
-        with open(self._path, "rb", opener=open_regular) as lines:
-            lines.seek(self._place)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                self._place += len(line)
-                kind, *words = line.decode().split()
-                if kind == "begin":
-                    self._shift, found.rank = float(words[0]) - float(words[1]), int(words[2])
-                elif kind == "l":
-                    found.loops.append(self._shift + float(words[0]))
-                elif kind == "s":
-                    # Optimisers that step once each, such as a GAN's, make one step.
-                    if words[2] in self._optimizers or not self._optimizers:
-                        self._optimizers = set()
-                        found.steps.append(0.0)
-                        found.computed.append(0.0)
-                    self._optimizers.add(words[2])
-                    found.steps[-1], found.computed[-1] = self._shift + float(words[0]), float(words[1])
-                elif kind == "b":
-                    time, waited, samples = self._shift + float(words[1]), float(words[2]), int(words[3])
-                    found.batches.append((time, sys.intern(words[0]), waited, samples))
-                elif kind == "g":
-                    found.gaps.append((self._shift + float(words[0]), self._shift + float(words[1])))
-                    found.cut += self._before == "b"
-                elif kind == "p":
-                    found.gradients += int(words[0])
-                found.cut -= self._before == "g" and kind == "s"
-                self._before = kind
+        if kind == "begin":
+            self._shift, found.rank = _seconds(words[0]) - _seconds(words[1]), int(words[2])
+        elif kind == "l":
+            found.loops.append(self._shift + _seconds(words[0]))
+        elif kind == "s":
+            time, computed = self._shift + _seconds(words[0]), _seconds(words[1])
+            if found.steps and time < found.steps[-1]:
+                raise ValueError("steps go back in time")
+            # Optimisers that step once each, such as a GAN's, make one step.
+            if words[2] in self._optimizers or not self._optimizers:
+                self._optimizers = set()
+                found.steps.append(0.0)
+                found.computed.append(0.0)
+            self._optimizers.add(words[2])
+            found.steps[-1], found.computed[-1] = time, computed
+        elif kind == "b":
+            time, waited = self._shift + _seconds(words[1]), _seconds(words[2])
+            found.batches.append((time, sys.intern(words[0]), waited, _samples_in(words[3])))
+        elif kind == "g":
+            found.gaps.append((self._shift + _seconds(words[0]), self._shift + _seconds(words[1])))
+            found.cut += self._before == "b"
+        elif kind == "p":
+            found.gradients += int(words[0])
+        found.cut -= self._before == "g" and kind == "s"
+        self._before = kind
+
+
+#: No clock shows as many seconds.
+MAX_SECONDS = 1e12
+
+
+def _seconds(text: str) -> float:
+    """Return a time; a `ValueError` if it is damaged."""
+    if not abs(seconds := float(text)) < MAX_SECONDS:
+        raise ValueError(f"{text}: expected seconds")
+    return seconds
+
+
+def _samples_in(text: str) -> int:
+    """Return the samples of a batch; 0, which is unknown, if a program gave another value."""
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 @dataclass(frozen=True)
@@ -327,7 +361,7 @@ def pace_of_rates(
 
 def processes(folder: Path) -> list[str]:
     """Return the processes that wrote into a folder of steps, as HOST.PID."""
-    return [path.name.partition(".")[2] for way in WAYS for path in folder.glob(f"{way}.*")]
+    return [path.name.partition(".")[2] for way in WAYS for path in files(folder, way)]
 
 
 def pace_of_log(

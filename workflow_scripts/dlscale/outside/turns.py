@@ -115,7 +115,7 @@ class Program:
     def _ends(self, since: float = 0.0) -> list[float]:
         """Return when steps of its first process ended, since a time."""
         if self._tail is None:
-            files = [file for way in seen.WAYS for file in sorted(self._program.steps.glob(f"{way}.*"))]
+            files = [file for way in seen.WAYS for file in seen.files(self._program.steps, way)]
             self._tail = next((tail for tail in map(seen.Tail, files) if tail.process.steps), None)
         if self._tail is None:
             return []

@@ -103,7 +103,7 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
     """Return the run's own rate with its compute settings on devices as the site's, or else the slowest of others."""
     digest, kind = compute_digest(run.model_dump(mode="json")), device_kind(scheduler)
     gpu, alike = scheduler.gpu_nodes.gpu_name.lower() if scheduler else "", dict[Path, float]()
-    for path in results.glob("plans/*/*/throughput.json"):
+    for path in results.glob("plans/[!.]*/[!.]*/throughput.json"):
         with contextlib.suppress(UserError):  # torn: it tells no rate
             found = read_measured(path.parent)
             here = found and found.device.kind == kind and gpu in found.device.name.lower()

@@ -175,7 +175,7 @@ def _plan_files(name: str, results: Path) -> list[Path]:
     """Return `plan.yaml` of a plan by its name, else of a plan's folder, else of all plans in a results folder."""
     plan = results / "plans" / name
     path = plan if "/" not in name and (plan / "plan.yaml").exists() else Path(name)
-    return [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/*/plan.yaml"))
+    return [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/[!.]*/plan.yaml"))
 
 
 def finished(name: str, configuration: Configuration | None) -> dict[str, RunResult]:
@@ -187,7 +187,7 @@ def finished(name: str, configuration: Configuration | None) -> dict[str, RunRes
             raise UserError(f"{name}: no stage of it is finished")
         return {name if "/" not in name else run.owner.replace("/", "."): run}
     if not (plans := _plan_files(name, results)):
-        known = [file.parent.name for file in results.glob("plans/*/plan.yaml")]
+        known = [file.parent.name for file in results.glob("plans/[!.]*/plan.yaml")]
         raise UserError(
             f"{name}: neither a run nor a folder of results, a plan or a run; {unknown('plan', name, known)}"
         )

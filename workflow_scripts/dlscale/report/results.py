@@ -506,12 +506,17 @@ def read_plan(
 
 def read_run(folder: Path) -> RunResult:
     """Read one run by its folder, with the peaks that its plan shares."""
+    plan = folder.resolve().parent / "plan.yaml"
+    beside = read_plan(plan, stages=["throughput"], lacking=[]).runs if plan.exists() else []
+    return with_shared_peaks([read_alone(folder), *beside])[0]
+
+
+def read_alone(folder: Path) -> RunResult:
+    """Read one run by its folder, whatever else its plan has."""
     folder = folder.resolve()
     measured = [stage for stage, file in RECORDS.items() if (folder / file).exists()]
     own = RunReference.model_construct(name=folder.name, plan=folder.parent.name, run=folder.name, measure=measured)
-    plan = folder.parent / "plan.yaml"
-    beside = read_plan(plan, stages=["throughput"], lacking=[]).runs if plan.exists() else []
-    return with_shared_peaks([_read(folder.parent.parent, own, measured), *beside])[0]
+    return _read(folder.parent.parent, own, measured)
 
 
 def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunReference]:
