@@ -895,7 +895,7 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
 # ---- what is kept of a run -----------------------------------------------------------------------------
 
 #: A loop of 40 steps of 10 ms, each of 8 samples, which first does what DO is replaced by, and ends with status 3.
-LOOP = f"""
+DOING_LOOP = f"""
 import os, sys, time
 sys.path.append({str(HOOK.parent)!r})
 import timed
@@ -908,11 +908,11 @@ sys.exit(3)
 
 @pytest.fixture
 def measure_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
-    """Return a function that measures `LOOP` in this process, and returns its status and folder."""
+    """Return a function that measures `DOING_LOOP` in this process, and returns its status and folder."""
     monkeypatch.chdir(tmp_path)
 
     def called(do: str = "", *words: str, **options: object) -> tuple[int, Path]:
-        command = [sys.executable, str(program(tmp_path, LOOP.replace("DO", do))), *words]
+        command = [sys.executable, str(program(tmp_path, DOING_LOOP.replace("\nDO\n", f"\n{do}\n"))), *words]
         absent = {"name": None, "batch_size": None, "rate": None, "steps": None, "profile": False}
         status = outside_measure.main(argparse.Namespace(command=command, **absent | options))
         return status, tmp_path / "results/plans" / PLAN / "train"
