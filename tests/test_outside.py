@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -21,8 +22,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from bench.bottlenecks import outside
@@ -439,12 +442,27 @@ def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
         assert finder.slow[""] == 3 and not finder.found[""]
 
 
-def test_samples_of_a_batch_are_those_of_its_first_array() -> None:
+def test_a_batch_confirms_the_size_of_its_loader() -> None:
+    """An array, or a list, of that length; the first axis alone may be anything."""
+
     class Array:
         shape = (5, 2)
 
-    batches = [Array(), [Array(), 3], {"x": Array()}, ({"x": [Array()]},), [], "text", 3, {}]
-    assert [timed.samples_of(batch) for batch in batches] == [5, 5, 5, 5, 0, 0, 0, 0]
+    batches = [Array(), [Array(), 3], {"x": Array()}, ((1,) * 5, [2]), [Array()] * 3, [], "texts", 5, {}, None]
+    assert [timed.samples_of(batch, 5) for batch in batches] == [5, 5, 5, 5, 5, 0, 0, 0, 0, 0]
+    assert {timed.samples_of(batch, 4) for batch in batches} == {0}
+
+
+@pytest.mark.parametrize(
+    ("samples", "number"),
+    [
+        *((8, 8), (8.0, 8), (np.int64(8), 8), (torch.tensor(8), 8), (True, 0), (8.5, 0), (-5, 0), (0, 0), (None, 0)),
+        *(("8", 0), (math.nan, 0), (math.inf, 0), (10**400, 0), (torch.ones(2), 0), ([8], 0)),
+    ],
+    ids=str,
+)
+def test_samples_are_a_positive_whole_number_or_unknown(samples: object, number: int) -> None:
+    assert timed.whole(samples) == number
 
 
 def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,7 +679,8 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
 
 #: Loops that are none of the plainest, each in a process of its own, which prints what it is and its number.
 LOOPS = """
-import multiprocessing, os, torch
+import builtins, io, itertools, multiprocessing, os, queue, sys, threading, time, torch, warnings
+warnings.simplefilter("ignore")
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 torch.set_num_threads(1)
@@ -719,12 +738,102 @@ def skips_steps():
         scaler.step(adam)
         scaler.update()
         adam.zero_grad()
-def removes_folder():
-    os.environ["DLSCALE_STEPS"] += "/none"
+
+class Flow(IterableDataset):
+    def __init__(self, count=480): self.count = count
+    def __iter__(self): return iter(torch.randn(self.count, 3, 4))
+
+X = torch.randn(8, 64)
+def flows(collate, count=480, epochs=1, size=8):
+    for _ in range(epochs): train(DataLoader(Flow(count), batch_size=size, collate_fn=collate), adam, x=X)
+
+def odd(**members): return lambda batch: type("Odd", (), members)()
+def fails(*args): raise RuntimeError("not asked for")
+def shape_that_is_a_word(): flows(odd(shape="circle"))
+def shape_that_is_a_number(): flows(odd(shape=3))
+def shape_of_words(): flows(odd(shape=("a", None)))
+def shape_that_fails(): flows(odd(shape=property(fails)))
+def values_that_take_more(): flows(odd(values=lambda self, which: fails()))
+def attributes_that_fail(): flows(odd(__getattr__=fails, __getattribute__=fails))
+def truth_and_length_that_fail(): flows(odd(__bool__=fails, __len__=fails, __iter__=fails, __eq__=fails))
+def mapping_that_fails(): flows(lambda batch: type("Odd", (dict,), {"values": fails})())
+def class_that_fails(): flows(odd(__class__=property(fails)))
+def nested(): flows(torch.nested.nested_tensor)
+def scalars(): flows(lambda batch: torch.tensor(1.0))
+def images(): flows(list)
+def labelled(): flows(lambda batch: tuple(zip(*[(each, 1) for each in batch])))
+def pairs(): flows(lambda batch: {"x": torch.stack(batch), "y": 1})
+def time_major(): flows(lambda batch: torch.stack(batch, 1))
+def joined_graphs(): flows(lambda batch: (torch.cat(batch), torch.ones(2, 40)))
+def packed(): flows(nn.utils.rnn.pack_sequence)
+def last_is_smaller(): flows(torch.stack, 20, 20)
+def last_of_many_is_smaller(): flows(torch.stack, 84, 5)
+def one_batch_for_all():
+    (x, *_) = DataLoader(Rows(), batch_size=480)
+    train([x] * 60, adam)
+def each_batch_four_times(): train(itertools.chain(*([x] * 4 for x in DataLoader(Rows(), batch_size=32))), adam)
+def kept_batches(): train(list(DataLoader(Rows(), batch_size=8)), adam)
+def two_loaders(): train(zip(DataLoader(Rows(), batch_size=8), DataLoader(Rows(), batch_size=8)), adam, x=X)
+def skips_batches():
+    batches = iter(DataLoader(Rows(), batch_size=4))
+    for _ in range(60): next(batches)
+    train(batches, adam)
+def reads_ahead():
+    got = queue.Queue(2)
+    def fill():
+        for batch in DataLoader(Rows(), batch_size=8): got.put(batch)
+        got.put(None)
+    threading.Thread(target=fill, daemon=True).start()
+    train(iter(got.get, None), adam)
+def clears_environment():
+    os.environ.clear()
     plain()
+def replaces_environment():
+    os.environ = {}
+    plain()
+def loses_environment():
+    os.environ = None
+    plain()
+def replaces_functions():
+    for module, name in ((builtins, "open"), (io, "open"), (os, "open"), (os, "write"), (os, "close"), (time, "time"),
+                         (time, "perf_counter"), (time, "process_time")):
+        setattr(module, name, fails)
+    plain()
+def loses_modules():
+    for name in ("multiprocessing.util", "torch.optim.optimizer", "threading"): del sys.modules[name]
+    plain()
+def loader_of_its_own():
+    class Own(DataLoader):
+        def __iter__(self): return (batch for batch in super().__iter__())
+    torch.utils.data.DataLoader = Own
+    train(torch.utils.data.DataLoader(Rows(), batch_size=8), adam)
+def leaves_epochs():
+    loader = DataLoader(Rows(), batch_size=100, num_workers=1, persistent_workers=True)
+    for _ in range(15): train(itertools.islice(loader, 4), adam)
+def batch_that_fails():
+    def sample(i): return fails() if i == 8 else torch.randn(64)
+    batches = iter(DataLoader(Rows(sample), batch_sampler=[[0], [8], *([[0] * 8] * 60)]))
+    for _ in range(2):
+        try: train(batches, adam)
+        except RuntimeError: pass
+def step_that_fails():
+    class Fails(torch.optim.SGD):
+        count = 0
+        def step(self, closure=None):
+            self.count += 1
+            return fails() if self.count % 2 else None
+    optimizer = Fails(model.parameters(), lr=0.1)
+    for _ in range(60):
+        try: optimizer.step()
+        except RuntimeError: pass
 
 for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream, odd_rank, closes_files, lbfgs,
-            skips_steps, removes_folder):
+            skips_steps, shape_that_is_a_word, shape_that_is_a_number, shape_of_words, shape_that_fails,
+            values_that_take_more, attributes_that_fail, truth_and_length_that_fail, mapping_that_fails,
+            class_that_fails, nested, scalars, images, labelled, pairs, time_major, joined_graphs, packed,
+            last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times, kept_batches,
+            two_loaders, skips_batches, reads_ahead, clears_environment, replaces_environment, loses_environment,
+            replaces_functions, loses_modules, loader_of_its_own, leaves_epochs, batch_that_fails, step_that_fails):
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     process.join()
@@ -761,17 +870,51 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("no_loader", None, 60),
         ("texts", 8, 60),
         ("boxes", 8, 60),
-        ("stream", 8, 60),
+        ("stream", None, 60),
         ("odd_rank", 8, 60),
         ("closes_files", 8, 120),
         ("lbfgs", 8, 60),
         ("skips_steps", 8, 59),
+        ("shape_that_is_a_word", None, 60),
+        ("shape_that_is_a_number", None, 60),
+        ("shape_of_words", None, 60),
+        ("shape_that_fails", None, 60),
+        ("values_that_take_more", None, 60),
+        ("attributes_that_fail", None, 60),
+        ("truth_and_length_that_fail", None, 60),
+        ("mapping_that_fails", None, 60),
+        ("class_that_fails", None, 60),
+        ("nested", None, 60),
+        ("scalars", None, 60),
+        ("images", 8, 60),
+        ("labelled", 8, 60),
+        ("pairs", 8, 60),
+        ("time_major", None, 60),
+        ("joined_graphs", None, 60),
+        ("packed", None, 60),
+        ("last_is_smaller", None, 60),
+        ("last_of_many_is_smaller", 8, 55),
+        ("one_batch_for_all", None, 60),
+        ("each_batch_four_times", None, 60),
+        ("kept_batches", None, 60),
+        ("two_loaders", None, 60),
+        ("skips_batches", 4, 60),
+        ("reads_ahead", None, 60),
+        ("clears_environment", 8, 60),
+        ("replaces_environment", 8, 60),
+        ("loses_environment", 8, 60),
+        ("replaces_functions", 8, 60),
+        ("loses_modules", 8, 60),
+        ("loader_of_its_own", 8, 60),
+        ("leaves_epochs", 100, 60),
+        ("batch_that_fails", 8, 61),
+        ("step_that_fails", None, 30),
     ],
 )
 def test_loops_of_all_kinds(
     loops: dict[str, tuple[str, Path | None]], name: str, batch: int | None, count: int, tmp_path: Path
 ) -> None:
-    """Each batch counts with its samples, whatever it is made of, and each step once."""
+    """Each step counts once, each batch with its samples if they are certain; no loop ends otherwise than alone."""
     status, file = loops[name]
     assert status == "0" and file
     (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -781,8 +924,34 @@ def test_loops_of_all_kinds(
     assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
 
 
-def test_a_program_goes_on_where_its_steps_cannot_be_written(loops: dict[str, tuple[str, Path | None]]) -> None:
-    assert loops["removes_folder"] == ("0", None)
+def test_a_program_goes_on_where_its_steps_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is gone; a file that cannot be written; a disk that is full within a line: the reason is left."""
+    log = writes(tmp_path, monkeypatch)
+    assert log.on and log._file.endswith(str(os.getpid())) and steps.stopped(tmp_path) is None
+    monkeypatch.setattr(timed, "write_file", lambda place, data: os.write(place, data[:5]))
+    log._write(timed.clock())
+    assert not log.on and "disk may be full" in (steps.stopped(tmp_path) or "")
+    (process,) = steps.read(tmp_path)[1]
+    assert len(process.steps) == 2, "with half a line at its end"
+    next(tmp_path.glob("stopped.*")).unlink()
+    Path(log._file).unlink()
+    Path(log._file).mkdir()
+    assert not writes(tmp_path, monkeypatch).on and "IsADirectoryError" in (steps.stopped(tmp_path) or "")
+    assert not writes(tmp_path / "none", monkeypatch).on and not (tmp_path / "none").exists()
+
+
+def writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> timed.Log:
+    """Return a process's log after two steps, with two more that it has not written yet."""
+    monkeypatch.setattr(timed, "write_file", os.write)
+    monkeypatch.setenv(timed.FOLDER, str(folder))
+    log = timed.Log("seen")
+    log.step()
+    log._due = 0.0
+    log.step()
+    log._due = math.inf
+    log.step()
+    log.step()
+    return log
 
 
 def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ QUERIES = {
             option("--name", "of what is measured; that of its script if absent", False, metavar="NAME"),
             option(
                 "--batch-size",
-                "samples a step of all processes, where nothing else tells it",
+                "samples per step over all processes, in place of what the batches show",
                 False,
                 type=int,
                 metavar="N",

@@ -111,6 +111,7 @@ class Outside(Record):
     #: Whether profilers were at work in steps that FULL has, of which it would have none otherwise.
     profiled: bool = False
     trainings: int = 1  #: In its log, one after the other; the longest counts.
+    stopped: str | None = None  #: Reason why dlscale stopped watching the steps before the program ended.
 
 
 class Throughput(Record):

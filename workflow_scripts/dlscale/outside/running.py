@@ -391,7 +391,7 @@ def _waits() -> list[float | None]:
 class Reading:
     """How a program's speed is read."""
 
-    batch_size: int | None = None  #: Samples of a step, where the program's own batches do not tell it.
+    batch_size: int | None = None  #: Samples of a step; replaces what the program's own batches show.
     rate: str | None = None  #: Pattern of the rates that it prints.
     log: Path | None = None  #: Log of its own.
     log_start: logs.Start | None = None  #: State of that log before the program started.
@@ -478,6 +478,7 @@ def _measured(
             rank_cores=found.cores_of_ranks,
             profiled=profiled,
             trainings=trainings,
+            stopped=seen.stopped(steps) if way in seen.WAYS else None,
         ),
     )
     return throughput, processes
@@ -518,6 +519,8 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
     if run.status:
         ended = f"it ended with status {run.status} after {duration(run.seconds)}"
         return f"{ended}, before a step was seen; steps are written once a second"
+    if reason := seen.stopped(folder):
+        return f"dlscale's hook stopped before a step was seen: {reason}"
     if way == "rate":
         return f"nothing that it printed has a rate that fits {reading.rate}"
     if way == "log":

@@ -29,6 +29,10 @@ WINDOWS = 10
 #: Steps after a profiler's window that do not count either: batches were fetched meanwhile.
 SETTLING = 20
 
+#: Least fraction of batches with a known size, and greatest fraction of steps without a batch of their own, with which
+#: the samples of a step are certain.
+MIN_SIZED, MAX_REUSED = 0.8, 0.02
+
 #: A step longer than so many others, and than so many seconds, is a pause: a checkpoint, a compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
 
@@ -49,6 +53,9 @@ class Process:
     loops: list[float] = field(default_factory=list)  #: Begins of loops, where they are known.
     #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
+    #: Threads in which steps ended, and those in which each iterator's batches were fetched.
+    trainers: set[str] = field(default_factory=set)
+    fetchers: dict[str, set[str]] = field(default_factory=dict)
     gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
     gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
     cut: int = 0  #: Batches beside gaps whose steps are in them, without steps whose batches are.
@@ -100,6 +107,12 @@ def _process(path: Path) -> Process:
     return Tail(path).process
 
 
+def stopped(folder: Path) -> str | None:
+    """Return why the hook of a process stopped before its end, if one did."""
+    reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
+    return next((reason.strip() or "its steps could not be written; the disk may be full" for reason in reasons), None)
+
+
 class Tail:
     """A file of `dlscale.outside.timed.Log` that grows."""
 
@@ -107,7 +120,7 @@ class Tail:
         host, _, pid = path.name.partition(".")[2].rpartition(".")
         self._path, self._place, self._shift, self._optimizers, self._before = path, 0, 0.0, set[str](), ""
         self.process = Process(0, host, int(pid), file=str(path))
-        self._lines = 0
+        self._lines, self._thread = 0, ""
         self.read()
 
     def read(self) -> None:
@@ -130,7 +143,10 @@ class Tail:
             self._shift, found.rank = _seconds(words[0]) - _seconds(words[1]), int(words[2])
         elif kind == "l":
             found.loops.append(self._shift + _seconds(words[0]))
+        elif kind == "t":
+            self._thread = words[0]
         elif kind == "s":
+            found.trainers.add(self._thread)
             time, computed = self._shift + _seconds(words[0]), _seconds(words[1])
             if found.steps and time < found.steps[-1]:
                 raise ValueError("steps go back in time")
@@ -144,13 +160,14 @@ class Tail:
         elif kind == "b":
             time, waited = self._shift + _seconds(words[1]), _seconds(words[2])
             found.batches.append((time, sys.intern(words[0]), waited, _samples_in(words[3])))
+            found.fetchers.setdefault(words[0], set()).add(self._thread)
         elif kind == "g":
             found.gaps.append((self._shift + _seconds(words[0]), self._shift + _seconds(words[1])))
             found.cut += self._before == "b"
         elif kind == "p":
             found.gradients += int(words[0])
         found.cut -= self._before == "g" and kind == "s"
-        self._before = kind
+        self._before = kind if kind != "t" else self._before
 
 
 #: No clock shows as many seconds.
@@ -219,8 +236,17 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
     return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in spans)
 
 
-def _kept(process: Process, training: set[str], away: Sequence[Span]) -> list[_Step]:
-    """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses."""
+def _is_ahead(process: Process, training: set[str]) -> bool:
+    """Return whether threads that do not train fetch the batches: what they wait for, the training does not."""
+    return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
+
+
+def _kept(process: Process, training: set[str], away: Sequence[Span], sized: bool, ahead: bool) -> list[_Step]:
+    """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses.
+
+    If batches are `sized`, a step with a batch of unknown size does not count. If they are fetched `ahead`, no step
+    waits.
+    """
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found = list[_Step | None]()
     computed = itertools.pairwise(process.computed)
@@ -232,8 +258,8 @@ def _kept(process: Process, training: set[str], away: Sequence[Span]) -> list[_S
             found.append(None)
             continue
         within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
-        waited = min(sum(batch[2] for batch in within), end - before)
-        alone = all(batch[1] in training for batch in within)
+        waited = 0.0 if ahead else min(sum(batch[2] for batch in within), end - before)
+        alone = all(batch[1] in training and (batch[3] or not sized) for batch in within) and end > before
         found.append(_Step(end - before, waited, end, until - since) if alone else None)
     skipped = min(max(math.ceil(WARM_UP * len(found)), FEWEST), MOST)
     steps = [step for step in found[skipped:] if step]
@@ -246,17 +272,17 @@ def _kept(process: Process, training: set[str], away: Sequence[Span]) -> list[_S
 def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Sequence[Span] = ()) -> Pace | None:
     """Return the pace of all processes; None if they made fewer than two steps that count.
 
-    `batch_size` is that of all processes, where the program's own batches do not tell it. Steps in spans `apart` do not
-    count.
+    `batch_size`, of all processes, replaces what the program's batches show. Steps in spans `apart` do not count.
     """
     iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
-    each = [_kept(*one) for one in zip(processes, iterators, away, strict=True)]
+    ahead = [_is_ahead(*one) for one in zip(processes, iterators, strict=True)]
+    # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
+    sizes = [0.0 if batch_size else _samples(*one) for one in zip(processes, iterators, ahead, strict=True)]
+    known = all(sizes)
+    each = [_kept(*one, known, early) for *one, early in zip(processes, iterators, away, ahead, strict=True)]
     if not each or min(map(len, each)) < 2:
         return None
-    # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
-    sizes = [_samples(*one) for one in zip(processes, iterators, strict=True)]
     whole = sum(_of_most(*one) for one in zip(processes, iterators, sizes, strict=True))
-    known = all(sizes)
     if not known:
         sizes = [(batch_size or 1) / len(each)] * len(each)
     windows = max(1, min(WINDOWS, min(map(len, each)) // 3))
@@ -283,28 +309,49 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         seconds=seconds,
         of_ranks=of_ranks,
         gradients=processes[0].gradients,
-        waiting=sum(waited) / sum(lasted) if all(iterators) else None,
+        waiting=sum(waited) / sum(lasted) if all(iterators) and not any(ahead) else None,
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
-        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)],
+        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if not any(ahead) else [],
         cores_of_ranks=[sum(step.computed for step in kept) / of for kept, of in zip(each, lasted, strict=True)],
     )
 
 
-def _samples(process: Process, training: set[str]) -> float:
-    """Return the mean samples of a step; 0 where a batch does not tell them."""
-    counts = [samples for _, iterator, _, samples in process.batches if iterator in training]
-    steps = len(process.steps) + process.cut
-    if not counts or not all(counts):
+def _samples(process: Process, training: set[str], ahead: bool) -> float:
+    """Return the mean samples of a step, or 0 if they are uncertain.
+
+    They are certain if nearly all batches of training have a known size, and each is used for one step alone, in the
+    thread that fetched it, with no other loader's batch.
+    """
+    batches = [batch for batch in process.batches if batch[1] in training]
+    sizes = [batch[3] for batch in batches if batch[3]]
+    if ahead or len(process.steps) < 2 or not batches or len(sizes) < MIN_SIZED * len(batches) or _overlap(batches):
         return 0.0
-    # Those of a step that was not ended, or fetched ahead, are none of these steps.
-    each = max(round(len(counts) / steps), 1)
-    whole = abs(len(counts) - each * steps) <= each + 1
-    return statistics.fmean(counts) * (each if whole else len(counts) / steps)
+    # Batches before the first step may have been skipped; those after the last one have no step.
+    first, last = process.steps[0], process.steps[-1]
+    count, steps = sum(first < batch[0] <= last for batch in batches), len(process.steps) - 1 + process.cut
+    if steps < 1 or count < steps - max(2, MAX_REUSED * steps):
+        return 0.0
+    each = max(round(count / steps), 1)
+    exact = abs(count - each * steps) <= each + 1
+    return statistics.fmean(sizes) * (each if exact else count / steps)
+
+
+def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
+    """Return whether one iterator delivers between two batches of another one."""
+    last, ended = "", set[str]()
+    for _, iterator, _, _ in batches:
+        if iterator != last:
+            if iterator in ended:
+                return True
+            ended.add(last)
+            last = iterator
+    return False
 
 
 def _of_most(process: Process, training: set[str], mean: float) -> int:
     """Return the samples of most steps: of the last ones of an epoch there may be fewer."""
-    usual = statistics.mode([samples for _, iterator, _, samples in process.batches if iterator in training] or [0])
+    sizes = [samples for _, iterator, _, samples in process.batches if iterator in training and samples]
+    usual = statistics.mode(sizes or [0])
     found = usual * max(round(mean / usual), 1) if usual else 0
     return found if abs(found - mean) < 0.1 * mean else round(mean)
 

@@ -58,7 +58,7 @@ class Program:
         ends = self._ends()[WARM:]
         self._rate = (len(ends) - 1) / (ends[-1] - ends[0])
         own = seen.pace([self._tail.process]) if self._tail else None
-        size = (own and own.samples and own.batch_size) or self._program.batch_size
+        size = self._program.batch_size or (own and own.samples and own.batch_size)
         if not size:
             raise Ended("the samples of a program's steps are not known; put {batch_size} into program.command")
         self._size = float(size)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class Window:
         self._optimizer: Any = None
         self._after = False  # whether the optimiser's own work comes after a backward pass
         self._known: dict[str, Any] = {"seconds": []}
-        self._file("there").touch()
+        with contextlib.suppress(OSError):  # a program that removed the folder runs all the same
+            self._file("there").touch()
 
     def _file(self, kind: str) -> Path:
         return self._place.with_name(f"{self._place.name}.{kind}")
@@ -47,28 +48,39 @@ class Window:
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
         """Name what is done within the window, while it is open."""
-        with self._record(name):
+        with contextlib.ExitStack() as opened:
+            with self._guarded():
+                opened.callback(self._exit, self._entered(name))
             yield
 
-    def optimizing(self, closure: bool) -> None:
+    def optimizing(self, arguments: Iterable[Any]) -> None:
         """Note that an optimiser begins; by a closure it has the model computed first, as Lightning's do."""
-        self._after = self.open and closure
-        if self.open and not closure:
-            self._optimizer = self._entered("optimizer")
+        if not self.open:
+            return
+        with self._guarded():
+            self._after = any(map(callable, arguments))
+            if not self._after:
+                self._optimizer = self._entered("optimizer")
 
     def step(self) -> None:
         """Note that a step has ended; open and close the window when it is time."""
         self._count += 1
         if not self.open and self._count != FIRST:
             return
-        if os.getpid() != self._process:
-            return
-        try:
+        with self._guarded():
+            if os.getpid() != self._process:
+                return
             if self.open:
                 self._next()
             else:
                 self._begin()
-        except Exception as error:  # the program runs all the same
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Close the window after an error of its own: the program runs all the same."""
+        try:
+            yield
+        except Exception as error:
             self._end(f"{type(error).__name__}: {error}")
 
     # ---- the window ----------------------------------------------------------------------------------
@@ -125,7 +137,7 @@ class Window:
     def _end(self, problem: str | None = None) -> None:
         with contextlib.suppress(Exception):
             self._restore()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             partial = self._file("partial")
             partial.write_text(json.dumps({**self._known, "end": time.time(), "problem": problem}))
             partial.replace(self._file("window"))
@@ -139,11 +151,13 @@ class Window:
         def within(*args: Any, **kwargs: Any) -> Any:
             if not self.open:  # kept by someone
                 return backward(*args, **kwargs)
-            self._left("_optimizer")
+            with self._guarded():
+                self._left("_optimizer")
             with self.range("backward"):
                 found = backward(*args, **kwargs)
-            if self._after:
-                self._optimizer = self._entered("optimizer")
+            if self._after and self.open:
+                with self._guarded():
+                    self._optimizer = self._entered("optimizer")
             return found
 
         return within
@@ -157,4 +171,8 @@ class Window:
         opened = getattr(self, name)
         setattr(self, name, None)
         if opened is not None:
+            self._exit(opened)
+
+    def _exit(self, opened: Any) -> None:
+        with self._guarded():
             opened.__exit__(None, None, None)

@@ -723,6 +723,20 @@ def threads(evidence: Evidence) -> Finding | None:
     )
 
 
+def unwatched(evidence: Evidence) -> Finding | None:
+    """Find a program whose steps were not watched to the end."""
+    program = evidence.outside
+    if not (program and program.stopped):
+        return None
+    return Finding(
+        "unwatched",
+        "steps not watched to the end",
+        f"dlscale stopped watching before the program ended: {program.stopped}. The rate is that of the steps before.",
+        "If the disk is full, free some space. Otherwise report this as a defect of dlscale.",
+        None,
+    )
+
+
 def stalled(evidence: Evidence) -> Finding | None:
     """Find a program whose machine waits for memory: it swaps, or reads again what it had to drop."""
     program = evidence.outside
@@ -754,6 +768,7 @@ LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     slowing,
     threads,
     stalled,
+    unwatched,
     neighbour,
     throttled,
 )

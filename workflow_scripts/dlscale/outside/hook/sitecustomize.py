@@ -2,7 +2,8 @@
 
 `dlscale measure` puts this folder first on PYTHONPATH. When the program imports PyTorch, two of its functions are
 wrapped: each optimiser's step, and the next batch of each loader. A `sitecustomize` that this one hides is loaded as
-well. For Python 3.8 and later.
+well. The environment is read once, here. No error of the hook reaches the program: the hook stops, and reports the
+reason in the folder of steps. For Python 3.8 and later.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+
+#: Folder of steps, and the process number of the profiler; empty if not asked for.
+STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
 
 def load(name: str, place: str | Path) -> Any:
@@ -36,25 +40,29 @@ class Watcher:
         self._timed = load("dlscale_timed", HERE.parent / "timed.py")
         self._log = self._timed.Log("seen")
         with contextlib.suppress(OSError):  # a program that removed the folder runs all the same
-            Path(os.environ["DLSCALE_STEPS"], "hook").touch()
+            Path(STEPS, "hook").touch()
         self._window: Any = None
         self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module as Python would, and have its functions wrapped when it was made."""
-        then = self._after.pop(name, None)
-        spec = PathFinder.find_spec(name, path, target) if then else None
-        if then and spec and spec.loader:
+        then = self._after.get(name)
+        if not then:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec and spec.loader:
             make = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
                 make(module)
                 try:
                     then(module)
-                except Exception as error:  # of another version of PyTorch: the program runs all the same
-                    print(f"dlscale measure: steps are not seen: {error!r}", file=sys.stderr)
+                except Exception as error:  # of another version of PyTorch
+                    self._log.stop(error)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            with contextlib.suppress(AttributeError):  # a loader with slots
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def _optimizers(self, module: Any) -> None:
@@ -64,19 +72,22 @@ class Watcher:
         torch, known = sys.modules["torch"], set()
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function, and `bool()` is False.
-            if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
-                return
-            if id(optimizer) not in known:
-                known.add(id(optimizer))
-                self._log.gradients(followed(optimizer))
-            self._log.step(id(optimizer))
+            try:
+                # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function: `bool()` is False.
+                if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
+                    return
+                if id(optimizer) not in known:
+                    known.add(id(optimizer))
+                    self._log.gradients(followed(optimizer))
+                self._log.step(id(optimizer))
+            except Exception as error:
+                self._log.stop(error)
 
         module.register_optimizer_step_post_hook(stepped)
-        if os.environ.get("DLSCALE_PROFILE") and not self._timed.rank():
-            window = load("dlscale_window", HERE.parent / "window.py").Window(os.environ["DLSCALE_STEPS"])
+        if PROFILED and not self._timed.rank():
+            window = load("dlscale_window", HERE.parent / "window.py").Window(STEPS)
             module.register_optimizer_step_pre_hook(
-                lambda optimizer, args, kwargs: window.optimizing(any(map(callable, [*args[1:], *kwargs.values()])))
+                lambda optimizer, args, kwargs: window.optimizing((*args[1:], *kwargs.values()))
             )
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
@@ -87,8 +98,8 @@ class Watcher:
 
         def made(self: Any, *args: Any, **kwargs: Any) -> None:
             make(self, *args, **kwargs)
-            original = type(self).step
-            if not hasattr(original, "_dlscale"):
+            original = getattr(type(self), "step", None)
+            if original and not hasattr(original, "_dlscale"):
 
                 @functools.wraps(original)
                 def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,31 +114,57 @@ class Watcher:
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
-        original, note, numbers = iterator.__next__, self._log.batch, itertools.count()
-        next_index = iterator._next_index
+        original, next_index, reset = iterator.__next__, iterator._next_index, iterator._reset
+        log, note, numbers = self._log, self._log.batch, itertools.count()
 
-        def index_of_next(self: Any) -> Any:
-            index = next_index(self)
-            if self._auto_collation and self._dataset_kind == module._DatasetKind.Map and hasattr(index, "__len__"):
-                self.__dict__.setdefault("_dlscale_samples", []).append(len(index))
+        def index_of_next(loader: Any) -> Any:
+            index = next_index(loader)
+            try:
+                own = loader.__dict__
+                if loader._auto_collation and loader._dataset_kind == module._DatasetKind.Map:
+                    own.setdefault("_dlscale_samples", []).append(length(index))
+                elif loader._auto_collation:
+                    own["_dlscale_size"] = length(index)
+            except Exception as error:
+                log.stop(error)
             return index
 
+        def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            loader.__dict__.pop("_dlscale_samples", None)  # of batches that an epoch left behind
+            return reset(loader, *args, **kwargs)
+
         def following(loader: Any) -> Any:
-            begin = clock()
-            if self._window is None or not self._window.open:
-                batch = original(loader)
-            else:
-                with self._window.range("data"):
+            begin, window = clock(), self._window
+            try:
+                if window is None or not window.open:
                     batch = original(loader)
-            wait = clock() - begin
-            own = loader.__dict__
-            if "_dlscale_number" not in own:
-                own["_dlscale_number"] = next(numbers)
-            drawn = own.get("_dlscale_samples")  # whatever batches are made of
-            note(own["_dlscale_number"], wait, drawn.pop(0) if drawn else samples_of(batch))
+                else:
+                    with window.range("data"):
+                        batch = original(loader)
+            except BaseException:
+                if drawn := loader.__dict__.get("_dlscale_samples"):  # those of a batch that failed
+                    drawn.pop(0)
+                raise
+            try:
+                wait, own = clock() - begin, loader.__dict__
+                if "_dlscale_number" not in own:
+                    own["_dlscale_number"] = next(numbers)
+                drawn = own.get("_dlscale_samples")  # whatever batches are made of
+                samples = drawn.pop(0) if drawn else samples_of(batch, own.get("_dlscale_size", 0))
+                note(own["_dlscale_number"], wait, samples)
+            except Exception as error:
+                log.stop(error)
             return batch
 
-        iterator.__next__, iterator._next_index = following, index_of_next
+        iterator.__next__, iterator._next_index, iterator._reset = following, index_of_next, begin_anew
+
+
+def length(index: Any) -> int:
+    """Return the number of samples that a sampler chose for a batch; 0 if it is unknown."""
+    try:
+        return len(index)
+    except Exception:
+        return 0
 
 
 def followed(optimizer: Any) -> int:
@@ -139,19 +176,21 @@ def followed(optimizer: Any) -> int:
         return 0
 
 
-def load_hidden() -> None:
-    """Load the `sitecustomize` that this one hides."""
-    path = [place for place in sys.path if Path(place).resolve() != HERE]
-    spec = PathFinder.find_spec("sitecustomize", path)
-    if spec and spec.origin:
-        load("sitecustomize", spec.origin)
+def hidden() -> str | None:
+    """Return the file of the `sitecustomize` that this one hides, if there is one."""
+    try:
+        path = [place for place in sys.path if Path(place).resolve() != HERE]
+        spec = PathFinder.find_spec("sitecustomize", path)
+    except Exception:
+        return None
+    return spec.origin if spec else None
 
 
 def let_look() -> None:
     """Let who profiles, and its children, look into this process, where Linux lets none but ancestors (Yama)."""
     import ctypes
 
-    ctypes.CDLL(None).prctl(0x59616D61, int(os.environ["DLSCALE_PROFILE"]), 0, 0, 0)  # PR_SET_PTRACER
+    ctypes.CDLL(None).prctl(0x59616D61, int(PROFILED), 0, 0, 0)  # PR_SET_PTRACER
 
 
 def write_whole_lines() -> None:
@@ -165,11 +204,21 @@ def write_whole_lines() -> None:
                 stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
-if os.environ.get("DLSCALE_STEPS"):
-    write_whole_lines()
-if os.environ.get("DLSCALE_PROFILE"):
-    let_look()
-    os.register_at_fork(after_in_child=let_look)
-if os.environ.get("DLSCALE_STEPS"):
-    sys.meta_path.insert(0, Watcher())
-load_hidden()
+def start() -> None:
+    """Watch this process, if that is asked for."""
+    if PROFILED:
+        with contextlib.suppress(Exception):  # a Python without ctypes
+            let_look()
+            os.register_at_fork(after_in_child=let_look)
+    if STEPS:
+        try:
+            write_whole_lines()
+            sys.meta_path.insert(0, Watcher())
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                Path(STEPS, f"stopped.{os.uname().nodename}.{os.getpid()}").write_text(f"seen {error!r}\n")
+
+
+start()
+if found := hidden():
+    load("sitecustomize", found)
