@@ -123,6 +123,52 @@ def test_paces_of_processes_add_up(tmp_path: Path) -> None:
     assert (found.processes, found.batch_size, found.waiting) == (2, 16, 0.0)
 
 
+def test_waiting_is_that_of_all_processes(tmp_path: Path) -> None:
+    for rank, wait in enumerate((0.0, 0.05)):
+        Clock(tmp_path, rank).epoch(100, wait=wait, seconds=0.1 - wait)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.waiting == pytest.approx(0.25) and found.waits_of_ranks == pytest.approx([0.0, 0.5])
+
+
+@pytest.mark.parametrize(("made", "counted"), [(11, 8), (101, 90), (1001, 950)])
+def test_a_tenth_of_the_steps_warms_up(tmp_path: Path, made: int, counted: int) -> None:
+    """Two to fifty of those whose begin is known: of all but the first step."""
+    Clock(tmp_path).epoch(made, wait=0.0, seconds=0.1)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.steps == counted
+
+
+def test_a_pause_in_a_log_is_judged_by_its_steps() -> None:
+    """One step that takes as long as another stretch of ten."""
+    points, time, step = [(0.0, 0.0)], 0.0, 0
+    for steps_, seconds in ((10, 1.0), (10, 1.0), (1, 1.0), (10, 1.0), (1, 0.1), (10, 1.0)):
+        time, step = time + seconds, step + steps_
+        points.append((time, step))
+    found = steps.pace_of_log(points, None)
+    assert found and found.rates == pytest.approx([10.0] * 4) and found.steps == 31
+
+
+@pytest.mark.parametrize(("ahead", "samples", "waiting"), [(False, True, 0.5), (True, False, None)])
+def test_batches_of_another_thread_are_not_waited_for(
+    tmp_path: Path, ahead: bool, samples: bool, waiting: float | None
+) -> None:
+    clock = Clock(tmp_path)
+    for _ in range(100):
+        clock.note(f"t {7 if ahead else 1}")
+        clock.batch(0.05)
+        clock.note("t 1")
+        clock.step(0.05)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and (found.samples, found.waiting) == (samples, waiting if waiting is None else pytest.approx(waiting))
+    assert bool(found.waits_of_ranks) != ahead
+
+
+def test_the_named_batch_size_replaces_what_batches_show(tmp_path: Path) -> None:
+    Clock(tmp_path).epoch(100, wait=0.0, seconds=0.1)
+    found = steps.pace(steps.read(tmp_path)[1], batch_size=32)
+    assert found and (found.batch_size, found.samples) == (32, True) and found.rates == pytest.approx([320.0] * 10)
+
+
 def test_steps_without_samples_count_as_steps_or_as_the_batch_that_is_named(tmp_path: Path) -> None:
     clock = Clock(tmp_path)
     for _ in range(100):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from dlscale.core.noise import interval, pooled
-from dlscale.measure.records import Beside, Throughput, Trials
+from dlscale.measure.records import Beside, Outside, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
+from dlscale.report.compare import change
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import FLOOR, SpeedUps, measured_apart, relative_to_first
 from tests.test_report import Page, Results
@@ -173,6 +174,35 @@ def test_a_training_is_not_compared_with_full(results: Results) -> None:
     assert said and (said["fastest"], said["first"], said["of"]) == ("fast", "plain", 2)
     assert said["gain"] and said["gain"].ratio == pytest.approx(2)
     assert [row["speed_up"] for row in rows_of(plan)] == [None, 1, pytest.approx(2)]
+
+
+def test_rates_of_different_units_are_not_compared(results: Results) -> None:
+    """Steps/s beside samples/s: each has its unit in the table, the charts and the line, and no ratio."""
+    for name, full in (("steps", 10.0), ("twice", 20.0), ("samples", 640.0)):
+        timed(results, name, full, None)
+    plan = plan_of(results, "steps", "twice", "samples")
+    program = Outside(
+        command=["x"], way="seen", samples=False, steps=9, status=0, seconds=9, first_step_seconds=1, training=1
+    )
+    for number, run in enumerate(plan.runs[:2]):
+        assert run.throughput
+        measured = run.throughput.model_copy(update={"outside": program, "io": None, "synthetic": None})
+        plan.runs[number] = replace(run, throughput=measured)
+    steps, _, samples = plan.runs
+    assert [run.unit for run in plan.runs] == ["steps/s", "steps/s", "samples/s"]
+    assert measured_apart(samples, steps) is None and SpeedUps(plan.runs).over(samples, steps) is None
+    found = sections.speed(plan)
+    assert found and (found["unit"], found["fastest"], found["of"]) == ("steps/s", "twice", 2)
+    assert "20 steps/s" in sections.line(plan) and "samples/s" not in sections.line(plan)
+    rows = rows_of(plan)
+    assert [row.get("full_steps_per_second") for row in rows] == [10.0, 20.0, None]
+    assert [row.get("full_samples_per_second") for row in rows] == [None, None, 640.0]
+    assert [row["speed_up"] for row in rows] == [1, pytest.approx(2), None]
+    compared = change("p.twice", steps, samples)
+    assert (compared["samples_per_second"], compared["steps_per_second"]) == ([None, 640.0], [10.0, None])
+    assert compared["speed"] is None
+    section = sections.throughput(plan, None)  # type: ignore[arg-type]
+    assert section and len(section.charts) == 2
 
 
 # ---- what is told ----------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ from dlscale.parallel.records import Device, Links, MemoryUse
 #: The three throughput measurements, in the order in which tables and figures show them.
 MODES = ("IO", "SYNTHETIC", "FULL")
 
+#: Units of a rate; the second one is that of another program whose batch size is unknown.
+SAMPLE_RATE, STEP_RATE = "samples/s", "steps/s"
+
 
 class Usage(Record):
     """Use of the machine by a measurement, on the node of the first process."""
@@ -134,6 +137,11 @@ class Throughput(Record):
     predicted: MemoryUse | None = None  #: Memory that a step was predicted to take on each device.
     links: Links | None = None  #: Between several processes, if they were tested.
     outside: Outside | None = None  #: Of another program; FULL is then of windows of its steps.
+
+    @property
+    def unit(self) -> str:
+        """Unit of all rates."""
+        return SAMPLE_RATE if self.outside is None or self.outside.samples else STEP_RATE
 
     def mode(self, name: str) -> Trials | None:
         """Return one of `MODES`, or what was measured `alone`."""

@@ -142,8 +142,7 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     full, outside = throughput.full, throughput.outside
     assert full and outside
     centre, reach = interval(full.trial_throughput)
-    unit = "samples/s" if outside.samples else "steps/s"
-    said = f"{number(centre)} {unit}"
+    said = f"{number(centre)} {throughput.unit}"
     said += f" ± {number(reach, 2)}" if reach < centre else " (too few steps to know how certain)"
     batch = f" of {many(throughput.batch_size, 'sample')}" if throughput.batch_size else ""
     ranks = f", {throughput.nranks} processes" if throughput.nranks > 1 else ""

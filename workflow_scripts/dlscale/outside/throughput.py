@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
             )
         found = program.record(ended, args.telemetry)
         assert found.full
-        logging.info("FULL: %s +- %s samples/s", number(found.full.mean), number(found.full.std, 2))
+        logging.info("FULL: %s +- %s %s", number(found.full.mean), number(found.full.std, 2), found.unit)
         beside = None
         if turns:
             try:

@@ -32,7 +32,7 @@ from dlscale.core.text import aligned, duration, many
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.launch import slurm
-from dlscale.measure.records import Throughput
+from dlscale.measure.records import SAMPLE_RATE, Throughput
 
 Basis = Literal["measured", "published", "settings", "limit"]
 
@@ -107,7 +107,7 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
         with contextlib.suppress(UserError):  # torn: it tells no rate
             found = read_measured(path.parent)
             here = found and found.device.kind == kind and gpu in found.device.name.lower()
-            if found and here and found.full and found.compute == digest:
+            if found and here and found.full and found.unit == SAMPLE_RATE and found.compute == digest:
                 alike[path.parent] = found.full.mean
     return alike.get(results / "plans" / plan / name) or min(alike.values(), default=None)
 

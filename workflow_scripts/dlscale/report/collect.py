@@ -10,7 +10,7 @@ from typing import Any
 
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Epoch
-from dlscale.measure.records import MODES
+from dlscale.measure.records import MODES, SAMPLE_RATE
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, reached, read_plan
 from dlscale.report.speedup import SCALING, SpeedUp, SpeedUps, series
@@ -43,6 +43,7 @@ def rows_of(plan: PlanResult) -> list[Row]:
     rows = []
     for run, before in zip(plan.runs, [None, *plan.runs], strict=False):
         made, target, figure = run.provenance, reached(run), figures.get(run.name)
+        unit, sized = run.unit.partition("/")[0], run.unit == SAMPLE_RATE
         row: Row = {
             "run": run.name,
             "label": run.label,
@@ -53,22 +54,22 @@ def rows_of(plan: PlanResult) -> list[Row]:
             **(plan.record.sweep.trials[run.name] if plan.record.sweep else {}),
             **_of(made, parameters="parameters"),
             **({"seeds": 1 + len(run.repeats)} if plan.repeats else {}),
-            **_of(run.last, epochs="epoch", steps="step", samples="samples"),
+            **_of(run.last, epochs="epoch", steps="step", **({"samples": "samples"} if sized else {})),
             **_mean(plan, run, "train_loss", lambda epoch: epoch.train_loss),
             **_mean(plan, run, "valid_loss", lambda epoch: epoch.valid_loss),
             "best_valid_loss": run.best_valid_loss,
             **_of(made and made.best, best_metric="metric", best_epoch="epoch", best_value="value"),
             **_of(target, target="aim"),
             "target_reached": target and ("yes" if target.epoch else "no"),
-            **_of(target and target.epoch, target_epoch="epoch", target_samples="samples"),
+            **_of(target and target.epoch, target_epoch="epoch", **({"target_samples": "samples"} if sized else {})),
             **_of(target, target_seconds="seconds", target_gpu_hours="gpu_hours", target_energy_joules="joules"),
-            "train_samples_per_second": run.training_speed,
+            f"train_{unit}_per_second": run.training_speed,
             **_of(run.goodput, goodput="training"),
             "energy_joules": run.energy,
             "energy_per_sample": run.energy_per_sample,
         }
         for mode in MODES:
-            rate = f"{mode.lower()}_samples_per_second"
+            rate = f"{mode.lower()}_{unit}_per_second"
             row |= _of(run.trials(mode), **{rate: "mean", f"{rate}_std": "std"})
         row |= _speed_up("speed_up", speeds.over(run, speeds.first))
         if plan.record.kind == "ladder":

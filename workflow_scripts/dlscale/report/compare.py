@@ -25,6 +25,7 @@ from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.core.settings import read_yaml
 from dlscale.measure.profilers import Profile, TopEntry
+from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.figures import Cell, Table, cell, show, table
 from dlscale.report.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
@@ -88,8 +89,12 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
 def _print(found: list[dict[str, Any]], lone: dict[str, list[str]]) -> None:
     columns = [
         ("", "run", [cell(each["run"]) for each in found]),
-        ("", "samples/s before", [cell(each["samples_per_second"][0]) for each in found]),
-        ("", "after", [cell(each["samples_per_second"][1]) for each in found]),
+        *(
+            ("", f"{unit}/s {when}", [cell(each[f"{unit}_per_second"][side]) for each in found])
+            for unit in ("samples", "steps")
+            for side, when in enumerate(("before", "after"))
+            if any(each[f"{unit}_per_second"] != [None, None] for each in found)
+        ),
         ("", "speed", [cell(each["speed"] and each["speed"]["words"]) for each in found]),
         ("", "over the first run", [cell(each["over_first"] and each["over_first"]["words"]) for each in found]),
         ("", "other devices", [cell(each["devices"] and f"{each['devices']}: not compared") for each in found]),
@@ -128,7 +133,8 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
     shown = {name: [text.NONE if value is None else str(value) for value in pair] for name, pair in differ.items()}
     return {
         "run": key,
-        "samples_per_second": [before.speed, after.speed],
+        "samples_per_second": [run.speed if run.unit == SAMPLE_RATE else None for run in (before, after)],
+        "steps_per_second": [run.speed if run.unit == STEP_RATE else None for run in (before, after)],
         **{name: found and _plain(found) for name, found in speeds.items()},
         "held": bool(held),
         "slower": any(found.high < 1 for found in held),

@@ -16,8 +16,9 @@ from dlscale.config.places import results_of
 from dlscale.core import text
 from dlscale.core.errors import UserError
 from dlscale.core.files import save_png
+from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.compare import finished
-from dlscale.report.figures import cell, show, table
+from dlscale.report.figures import Cell, cell, show, table
 from dlscale.report.results import RunResult, environment_changes
 from dlscale.report.speedup import measured_apart, spread_of
 
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
                 ("", "measured", [cell(row.time[:16].replace("T", " ")) for row in rows]),
                 ("", "results", [cell(row.results) for row in rows]),
                 ("", "device", [cell(row.device) for row in rows]),
-                ("", "samples/s", [cell(row.samples_per_second, note=_around(row.interval)) for row in rows]),
+                ("", "speed", [_speed(row) for row in rows]),
                 ("", "over the one before", [cell(row.over_before) for row in rows]),
                 ("", "what differs from it", [cell(row.differs) for row in rows]),
             ]
@@ -58,8 +59,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 def history(names: list[str], configuration: Configuration | None, since: str = "") -> pd.DataFrame:
     """Return a row for each measurement since a day, by run and time.
 
-    Columns: run, time (ISO 8601), results, device, samples_per_second, interval (half of the 95 % interval, samples/s;
-    NaN if unknown), over_before (in words), ratio, differs (in words).
+    Columns: run, time (ISO 8601), results, device, samples_per_second or steps_per_second, interval (half of the 95 %
+    interval, in this unit; NaN if unknown), over_before (in words), ratio, differs (in words).
     """
     import pandas as pd
 
@@ -92,7 +93,8 @@ def _row(measured: tuple[str, str, str, RunResult], before: RunResult | None) ->
         "time": time,
         "results": name,
         "device": run.device.name,
-        "samples_per_second": speed,
+        "samples_per_second": speed if run.unit == SAMPLE_RATE else math.nan,
+        "steps_per_second": speed if run.unit == STEP_RATE else math.nan,
         "interval": speed * error if math.isfinite(error) else math.nan,
         "over_before": over.words if over else None,
         "ratio": over.ratio if over else math.nan,
@@ -114,6 +116,11 @@ def _day(since: str | None) -> str:
         raise UserError(f"--since: {since}: expected a day, as 2026-11-26") from None
 
 
+def _speed(row: Any) -> Cell:
+    speed, unit = (row.samples_per_second, SAMPLE_RATE) if row.samples_per_second else (row.steps_per_second, STEP_RATE)
+    return cell(speed, lambda number: f"{text.number(number)} {unit}", _around(row.interval))
+
+
 def _around(interval: float | None) -> str:
     return "" if interval is None else f"± {text.number(interval, 2)}"
 
@@ -125,13 +132,15 @@ def draw(found: pd.DataFrame, path: Path) -> None:
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
-    for (run, device), rows in found[found.time != ""].groupby(["run", "device"], sort=False):
-        first, days = rows.samples_per_second.iloc[0], date2num([dt.datetime.fromisoformat(time) for time in rows.time])
+    every = found.assign(speed=found.samples_per_second.fillna(found.steps_per_second))
+    every["unit"] = found.samples_per_second.isna()
+    for (run, device, _), rows in every[found.time != ""].groupby(["run", "device", "unit"], sort=False):
+        first, days = rows.speed.iloc[0], date2num([dt.datetime.fromisoformat(time) for time in rows.time])
         errors = (rows.interval / first).fillna(0.0)
-        axes.errorbar(days, rows.samples_per_second / first, errors, marker="o", capsize=3, label=f"{run}, {device}")
+        axes.errorbar(days, rows.speed / first, errors, marker="o", capsize=3, label=f"{run}, {device}")
     axes.xaxis_date()
     axes.axhline(1.0, color="0.6", linewidth=1)
-    axes.set(xlabel="measured (UTC)", ylabel="samples/s, relative to the first time")
+    axes.set(xlabel="measured (UTC)", ylabel="speed, relative to the first time")
     axes.tick_params(axis="x", rotation=30)
     axes.legend(fontsize="small")
     save_png(figure, path, dpi=100)

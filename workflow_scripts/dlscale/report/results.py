@@ -24,7 +24,7 @@ from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.measure.profilers import Profile
-from dlscale.measure.records import MODES, Throughput, Trials, Usage
+from dlscale.measure.records import MODES, SAMPLE_RATE, Throughput, Trials, Usage
 from dlscale.measure.tune_records import Tuning
 from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
@@ -167,12 +167,12 @@ class RunResult:
             used = energy(nodes, epoch.begin, epoch.wall_time)
             if used is not None and epoch.begin >= begin(nodes[0]):  # else of an earlier try
                 joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds
-        return joules / samples if samples else None
+        return joules / samples if samples and self.unit == SAMPLE_RATE else None
 
     def energy_of(self, mode: str) -> float | None:
         """Return the joules a sample of a mode of the throughput stage; None where nothing tells them."""
         trials, nodes = self.trials(mode), self.telemetry.get("throughput", [])
-        if not (trials and trials.usage and (since := trials.usage.begin)):
+        if not (trials and trials.usage and (since := trials.usage.begin)) or self.unit != SAMPLE_RATE:
             return None
         samples = sum(rate * time for rate, time in zip(trials.trial_throughput, trials.trial_time, strict=True))
         used = energy(nodes, since, since + trials.usage.seconds)
@@ -184,6 +184,11 @@ class RunResult:
         if self.throughput is not None:
             return self.throughput.full.mean if self.throughput.full else None
         return self.training_speed
+
+    @property
+    def unit(self) -> str:
+        """Unit of `speed`, and of all rates of the run."""
+        return self.throughput.unit if self.throughput else SAMPLE_RATE
 
     def trials(self, mode: str) -> Trials | None:
         return self.throughput.mode(mode) if self.throughput else None

@@ -23,7 +23,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
-from dlscale.measure.records import MODES
+from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, WORSE, Chart, View, bars
@@ -132,9 +132,9 @@ def line(plan: PlanResult) -> str:
     if found := sweep_view(plan):
         said.append(f"best of {found['of']} trials: {found['best']}, {found['metric']} {found['score']}")
     if found := speed(plan):
-        told = f"{text.number(found['speed'])} samples/s"
+        told = f"{text.number(found['speed'])} {found['unit']}"
         if found["efficiency"]:
-            told = f"{scaling.glance(plan)}, {text.number(found['efficiency']['speed'])} samples/s"
+            told = f"{scaling.glance(plan)}, {text.number(found['efficiency']['speed'])} {found['unit']}"
         elif not found["known"]:
             told += f" ({found['fastest']}), which run is faster is {UNKNOWN}"
         elif found["gain"]:
@@ -186,6 +186,7 @@ def speed(plan: PlanResult) -> View | None:
     shown = first_and_least(groups, CARD, lambda group: -math.inf if group is fastest else -group.speed)
     return {
         "full": bool(fastest.runs[0].throughput),
+        "unit": first.unit,
         "what": "loading and computing together" if fastest.runs[0].throughput else "median over epochs",
         "fastest": _label(fastest),
         "alone": len(groups) == 1,
@@ -237,9 +238,10 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
         return None
     scaled = scaling.headline(plan)
     run = scaled.point.run if scaled else min(found[0].runs, key=slowness)
-    if (judged := of(run)).bound is None:
+    judged, program = of(run), run.throughput is not None and run.throughput.outside is not None
+    if judged.bound is None and not program:
         return None
-    if scaled and (lost := scaled.communication):
+    if scaled and judged.bound and (lost := scaled.communication):
         why = (
             f"Averaging gradients takes {text.percent(lost.value)} {lost.around} of a step of FULL, by the run that "
             "does not average them."
@@ -251,6 +253,7 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
     longest = min(first, 4 * second) or first
     return {
         "bound": judged.bound,
+        "unit": run.unit,
         "findings": [each for each in judged.findings if each.share is not None or each.cause == "neighbour"],
         "todo": judged.todo,
         "command": judged.rung and next_plan(plan, run, judged.rung, call),
@@ -359,6 +362,8 @@ def runs_table(plan: PlanResult) -> Table:
         ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
         ("Throughput (samples/s)", "training", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
+        ("Throughput (steps/s)", "training", column("train_steps_per_second")),
+        ("Throughput (steps/s)", "FULL", column("full_steps_per_second")),
         ("Verdict", "speed-up", lambda run, row: _gain(speeds.over(run, speeds.first))),
         (
             "Verdict",
@@ -551,7 +556,11 @@ def throughput(plan: PlanResult, page: Page) -> Section | None:
         return None
     return Section(
         "Throughput",
-        charts=[rates(plan, measured)],
+        charts=[
+            rates(plan, runs, unit)
+            for unit in (SAMPLE_RATE, STEP_RATE)
+            if (runs := [run for run in measured if run.unit == unit])
+        ],
         form="throughput",
         own=[
             {
@@ -565,8 +574,8 @@ def throughput(plan: PlanResult, page: Page) -> Section | None:
     )
 
 
-def rates(plan: PlanResult, runs: Sequence[RunResult]) -> Chart:
-    """Return IO, SYNTHETIC and FULL of each run as bars, with the standard deviation over the trials."""
+def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) -> Chart:
+    """Return IO, SYNTHETIC and FULL of runs as bars, in one unit, with the standard deviation over the trials."""
     rows = [
         {"run": run.called, "mode": mode, "from": 0.0, "to": trials.mean, "end": trials.mean + trials.std}
         | {"low": trials.mean - trials.std, "high": trials.mean + trials.std, "said": text.number(trials.mean)}
@@ -575,10 +584,12 @@ def rates(plan: PlanResult, runs: Sequence[RunResult]) -> Chart:
         for mode in MODES
         if (trials := run.trials(mode))
     ]
-    words = "Samples per second of each run: mean over the trials, with one standard deviation to each side."
-    shown = {"value": "samples/s", "trials": "trials"}
+    what = "Samples" if unit == SAMPLE_RATE else "Steps"
+    words = f"{what} per second of each run: mean over the trials, with one standard deviation to each side."
+    shown = {"value": unit, "trials": "trials"}
     more: View = {"colours": MODE_COLOURS, "by": "mode", "shown": shown, "facts": plan.facts}
-    return bars(f"{plan.name}-throughput", words, rows, "throughput (samples/s)", **more)
+    name = f"{plan.name}-throughput" + "-steps" * (unit == STEP_RATE)
+    return bars(name, words, rows, f"throughput ({unit})", **more)
 
 
 # ---- sweeps and tunings ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 from dlscale.core.noise import pooled, reach, standard_errors
 from dlscale.core.settings import flat
 from dlscale.core.text import number, percent
-from dlscale.measure.records import Beside, Trials
+from dlscale.measure.records import SAMPLE_RATE, Beside, Trials
 from dlscale.report.results import PlanResult, RunResult
 
 #: Least difference of two speeds measured apart that counts: logarithm of a ratio of 1.05.
@@ -93,9 +93,15 @@ def between(before: Trials, after: Trials, floor: float = APART) -> SpeedUp:
     return SpeedUp(math.log(after.mean / before.mean), math.hypot(spread(before), spread(after), floor))
 
 
+def _is_comparable(run: RunResult, other: RunResult) -> bool:
+    """Return whether both speeds are known, of the same unit, and both FULL or both of trainings."""
+    same = (run.throughput is None) == (other.throughput is None) and run.unit == other.unit
+    return bool(run.speed and other.speed) and same
+
+
 def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks: int = 1) -> SpeedUp | None:
     """Return the ratio of two runs' speeds, measured apart; None where either is unknown, or one alone is FULL."""
-    if not (run.speed and other.speed) or (run.throughput is None) != (other.throughput is None):
+    if not _is_comparable(run, other):
         return None
     errors = (spread_of(each, looks) for each in (run, other))
     return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
@@ -145,15 +151,16 @@ class SpeedUps:
 
     def __init__(self, runs: Sequence[RunResult]) -> None:
         timed = [run for run in runs if run.throughput]  # with FULL the speed of a training does not compare
-        self.runs = [run for run in timed or runs if run.speed]
-        self.first = (self.runs or runs)[0]
+        known = [run for run in timed or runs if run.speed]
+        self.first = (known or runs)[0]
+        self.runs = [run for run in known if run.unit == self.first.unit]  # others do not compare
 
     def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
         """Return how much faster a run is than another; None where either speed is unknown, or one alone is FULL.
 
         With several `looks` the wider intervals hold together.
         """
-        if not (run.speed and other.speed) or (run.throughput is None) != (other.throughput is None):
+        if not _is_comparable(run, other):
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
@@ -275,14 +282,15 @@ class Point:
     def efficiency(self, mode: str) -> Ratio | None:
         """Return samples/s relative to the ideal, in weak and strong scaling."""
         own, base, ideal = self.run.trials(mode), self.base.trials(mode), self.ideal(mode)
-        if not (own and base and ideal):
+        if not (own and base and ideal) or {self.run.unit, self.base.unit} != {SAMPLE_RATE}:
             return None
         value = own.mean / ideal
         return Ratio(value, value * between(base, own).error if self.run is not self.base else 0.0)
 
     def communication(self, mode: str) -> Ratio | None:
         """Return the share of a step's time that is communication: 1 - time of the twin / time."""
-        return _share(self.run.trials(mode), self.twin.trials(mode) if self.twin else None, APART)
+        twin = self.twin if self.twin and self.twin.unit == self.run.unit else None
+        return _share(self.run.trials(mode), twin.trials(mode) if twin else None, APART)
 
     @property
     def alone(self) -> Ratio | None:

@@ -22,7 +22,7 @@ from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Summary, summary
 from dlscale.core.text import many, number, percent, size
 from dlscale.measure.profilers import Activity, Profile
-from dlscale.measure.records import MODES, Outside, Throughput, Trials, Usage
+from dlscale.measure.records import MODES, SAMPLE_RATE, Outside, Throughput, Trials, Usage
 from dlscale.report.results import LEAST, LEAST_SECONDS, UNKNOWN, RunResult, crowd, others, read_run, setting
 from dlscale.report.speedup import between, spread
 
@@ -695,10 +695,11 @@ def slowing(evidence: Evidence) -> Finding | None:
     if len(before) < WINDOWS or max(after) > (1 - SLOWER) * min(before):
         return None
     first, last = statistics.fmean(before), statistics.fmean(after)
+    unit = evidence.throughput.unit if evidence.throughput else SAMPLE_RATE
     return Finding(
         "slowing",
         "it slows down",
-        f"In the first third of its steps it trained {number(first)}/s, in the last one {number(last)}/s.",
+        f"In the first third of its steps it trained {number(first)} {unit}, in the last one {number(last)} {unit}.",
         "Look for what grows from step to step (lists, graphs of losses that are kept, logs); numbers that become tiny "
         "(`torch.set_flush_denormal(True)`); clocks that heat holds back.",
         1 - statistics.fmean(rates) / first,
