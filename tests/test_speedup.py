@@ -193,7 +193,7 @@ def test_rates_of_different_units_are_not_compared(results: Results) -> None:
     assert measured_apart(samples, steps) is None and SpeedUps(plan.runs).over(samples, steps) is None
     found = sections.speed(plan)
     assert found and (found["unit"], found["fastest"], found["of"]) == ("steps/s", "twice", 2)
-    assert "20 steps/s" in sections.line(plan) and "samples/s" not in sections.line(plan)
+    assert "20.0 steps/s" in sections.line(plan) and "samples/s" not in sections.line(plan)
     rows = rows_of(plan)
     assert [row.get("full_steps_per_second") for row in rows] == [10.0, 20.0, None]
     assert [row.get("full_samples_per_second") for row in rows] == [None, None, 640.0]
