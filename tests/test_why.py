@@ -86,7 +86,8 @@ def test_a_line_for_each_reason() -> None:
     in_order = [
         "plan q (configure_plan): epochs 2 → 3",
         "data d (preprocess): never made",
-        "p.{a, b} (train, throughput): epochs 2 → 3",
+        "p.a (train, throughput): epochs 2 → 3",
+        "p.b (train): epochs 2 → 3",
         "q.a (train): epochs 2 → 3",
         "report (report): never made",
         "and what follows from that: collect, report_plan 2",

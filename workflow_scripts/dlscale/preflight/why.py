@@ -65,17 +65,19 @@ def _in_order(rules: Iterable[str]) -> list[str]:
 
 def found(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
     """Return a line for each reason, with the jobs of a plan that have it, then what follows and what is replaced."""
-    jobs, told, follow = list(jobs), dict[tuple[str, str], tuple[set[str], set[str]]](), Counter[str]()
+    jobs, told, follow = list(jobs), dict[tuple[str, str], dict[str, set[str]]](), Counter[str]()
     for job in jobs:
         if not (reason := explained(job, sources)):
             follow[job.rule] += 1
             continue
         group, name = place(job.rule, job.wildcards)
-        names, rules = told.setdefault((group, reason), (set(), set()))
-        names.add(name)
-        rules.add(job.rule)
+        told.setdefault((group, reason), {}).setdefault(name, set()).add(job.rule)
+    alike = dict[tuple[str, str, frozenset[str]], list[str]]()  # runs with the same stages share a line
+    for (group, reason), stages in told.items():
+        for name, its in stages.items():
+            alike.setdefault((group, reason, frozenset(its)), []).append(name)
     reasons = []
-    for (group, reason), (names, rules) in told.items():
+    for (group, reason, rules), names in alike.items():
         # The rule that writes a plan's runs goes without saying where others use them.
         in_order = _in_order(rule for rule in rules if stage_of(rule) != "configure") or _in_order(rules)
         several = len(names) > 1 and group.endswith(".")
