@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
-from dlscale.report.compare import Summary, compare
+from dlscale.report.compare import Summary, _calls, compare, short_names
 from tests.conftest import stage
 from tests.nsys_databases import Recording
 
@@ -102,7 +105,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     a, b = write(tmp_path / "a", 4e-3, name="aten::\x1b[31mmm"), write(tmp_path / "b", 3e-3, name="aten::\x1b[31mmm")
     assert stage("compare", "--profiles", a, b) == 0
     said = words(capsys)
-    assert "faster and slower" in said and "mm −1.00 ± 0.23 4.00 3.00 operator, torch yes" in said
+    assert "faster and slower" in said and "mm −1.00 ± 0.23 4.00 3.00 1 operator, torch yes" in said
     assert "\x1b[31m" not in said, "a terminal obeys it"
     assert stage("compare", "--profiles", a, write(tmp_path / "d", 3e-3, 16, "aten::\x1b[31mmm")) == 0
     assert words(capsys).startswith(
@@ -124,6 +127,73 @@ def test_profiles_of_other_studies_are_refused(tmp_path: Path, capsys: pytest.Ca
     assert stage("compare", "--profiles", a, b) == 2
     assert "of different studies (cosmo_unet and era5_vit)" in capsys.readouterr().err
     assert stage("compare", "--profiles", a, b, "--force") == 0
+
+
+def test_names_of_kernels_are_short_and_stay_apart() -> None:
+    """C++ names have hundreds of characters: begin and end are shown, with a number if two were alike."""
+    long = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)1, (bool){}, (cudnnKernelDataType_t)0>(T1 *)"
+    names = ["aten::mm", long.format(0), long.format(1), long.format(0), "aten::mm"]
+    assert short_names(names) == [
+        "aten::mm",
+        "cudnn::ops::nchwToNhwcKernel<_…udnnKernelDataType_t)0>(T1 *)",
+        "cudnn::ops::nchwToNhwcKernel<_…udnnKernelDataType_t)0>(T1 *) (2)",
+        "cudnn::ops::nchwToNhwcKernel<_…udnnKernelDataType_t)0>(T1 *)",
+        "aten::mm",
+    ]
+
+
+def test_calls_of_a_step_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Means over ranks, before and after; one number if they are equal, none of a profiler that counts no calls."""
+    before = summary(replaced(row("nccl", 5), 8), replaced(row("nccl", 5, rank=1), 8), replaced(row("mm", 9), 2))
+    after = summary(replaced(row("nccl", 4), 5), replaced(row("nccl", 4, rank=1), 5), replaced(row("mm", 8), 2))
+    found = {name: (each.calls_before, each.calls_after) for name, each in compared(before, after).items()}
+    assert found == {"nccl": (8, 5), "mm": (1, 1)}, "one of the two ranks has no mm"
+    for calls, shown in (((8, 5), "8 -> 5"), ((7, 7), "7"), ((27.966, 3.97), "27.97 -> 3.97"), ((0, 0), "–")):
+        assert _calls(*calls).text == shown
+
+
+def replaced(entry: TopEntry, calls: float) -> TopEntry:
+    return entry.model_copy(update={"calls": calls})
+
+
+@pytest.mark.skipif(
+    not (shutil.which(os.environ.get("NSYS") or "nsys") and os.environ.get("SC22_PROFILES")),
+    reason="needs nsys, and SC22_PROFILES: the folder sample_nsys_profiles of the published program",
+)
+def test_published_reports_show_fewer_collectives(capsys: pytest.CaptureFixture[str]) -> None:
+    """Larger buckets: 5 calls of NCCL a step in place of 8, as the tutorial says."""
+    folder = Path(os.environ["SC22_PROFILES"])
+    names = [folder / f"4gpu_{name}.nsys-rep" for name in ("baseline", "bucketcap100mb")]
+    assert stage("compare", "--profiles", *names, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["faster and slower"]
+    (nccl,) = [each for each in rows if each["name"].startswith("ncclKernel_AllReduce")]
+    assert (nccl["calls_before"], nccl["calls_after"]) == (8, 5)
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        (
+            'Can\'t parse message of type "QuadDAnalysis.Data.SessionState"',
+            "this nsys 2022.4.2.1 is older than the report",
+        ),
+        ("Section Table Reference magic number mismatch.", "nsys 2022.4.2.1 cannot export it"),
+    ],
+)
+def test_a_report_of_a_later_nsys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], printed: str, said: str
+) -> None:
+    """What nsys 2022.4 prints of SC23's reports, and of a torn one."""
+    tool, report = tmp_path / "nsys", tmp_path / "theirs.nsys-rep"
+    tool.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && echo version 2022.4.2.1-df98 || {{ echo {shlex.quote(printed)}; exit 1; }}\n"
+    )
+    tool.chmod(0o755)
+    report.write_bytes(b"x")
+    monkeypatch.setenv("NSYS", str(tool))
+    assert stage("compare", "--profiles", report, report) == 2
+    error = capsys.readouterr().err
+    assert f"{report}: {said}" in error and "expected NVTX" not in error
 
 
 def published(folder: Path, forward: int, version: str = "2022") -> Path:
@@ -153,7 +223,7 @@ def test_reports_of_other_programs_are_compared(tmp_path: Path, capsys: pytest.C
     own = write(tmp_path / "own", 4e-3)
     (own / "profile/profile_summary.csv").write_text("tool,kind,name,calls,seconds\nnsys,range,copy,1,0.02\n")
     assert stage("compare", "--profiles", before, own) == 0
-    assert "copy 10.0 noise unknown 10.0 20.0 range, nsys" in words(capsys)
+    assert "copy 10.0 noise unknown 10.0 20.0 1 range, nsys" in words(capsys)
 
 
 def test_what_is_no_report_is_one_message(

@@ -284,12 +284,13 @@ def unit(before: Summary, after: Summary) -> str:
 
 
 def compare(before: Summary, after: Summary) -> pd.DataFrame:
-    """Return the changes of each row that either has: tool, kind, name, before, after, noise, difference, certain, per.
+    """Return the changes of each row that either has.
 
-    Times are seconds, of several ranks their mean; a profile without such a row took no time for it. The noise is half
-    the 95 % interval of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 + s2^2 / n2)
-    times Student's t of the fewer steps: infinite for one step, and for `UNKNOWN_SPREAD`. Only profilers that both have
-    are compared.
+    Columns: tool, kind, name, before, after, noise, difference, certain, calls_before, calls_after, per. Times are
+    seconds, calls those of a step, of several ranks their mean; a profile without such a row took no time for it. The
+    noise is half the 95 % interval of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 +
+    s2^2 / n2) times Student's t of the fewer steps: infinite for one step, and for `UNKNOWN_SPREAD`. Only profilers
+    that both have are compared.
     """
     per, both = unit(before, after), {"before": before, "after": after}
     parts = [_means(summary, per).add_suffix(f"_{when}") for when, summary in both.items()]
@@ -302,20 +303,25 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
     joined["difference"] = joined.after - joined.before
     joined["noise"] = ((joined.error_before**2 + joined.error_after**2) ** 0.5 * joined.reach).fillna(math.inf)
     joined["certain"] = joined.difference.abs() > joined.noise
-    return joined[["tool", "kind", "name", "before", "after", "noise", "difference", "certain"]].assign(per=per)
+    columns = ["before", "after", "noise", "difference", "certain", "calls_before", "calls_after"]
+    return joined[["tool", "kind", "name", *columns]].assign(per=per)
 
 
 def _means(summary: Summary, per: str) -> pd.DataFrame:
-    """Return each row's mean over ranks and its standard error, s a step or sample; a rank without it took none."""
+    """Return each row's mean over ranks and its standard error, s a step or sample, and its calls a step.
+
+    A rank without the row took no time for it.
+    """
     import pandas as pd
 
     rows = pd.DataFrame([{**row.model_dump(), "square": row.std**2} for row in summary.rows])
-    found = rows.groupby(["tool", "kind", "name"]).agg({"seconds": "sum", "square": "sum"})
+    found = rows.groupby(["tool", "kind", "name"]).agg({"seconds": "sum", "square": "sum", "calls": "sum"})
     tools = found.index.get_level_values("tool")
     ranks = tools.map(rows.groupby("tool")["rank"].nunique().to_dict()).to_numpy()
     steps = tools.map({tool: max(summary.steps.get(tool, 1), 1) for tool in set(tools)}).to_numpy()
     scale = 1 / (summary.batch or 1) / ranks if per == "sample" else 1 / ranks
-    return pd.DataFrame({"mean": scale * found.seconds, "error": scale * (found.square / steps) ** 0.5})
+    error = scale * (found.square / steps) ** 0.5
+    return pd.DataFrame({"mean": scale * found.seconds, "error": error, "calls": found.calls / ranks})
 
 
 def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
@@ -329,14 +335,40 @@ def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
 def _table(changes: pd.DataFrame, per: str) -> Table:
     rows: list[Any] = list(changes.itertuples())
     columns = [
-        ("", "name", [cell(row.name) for row in rows]),
+        ("", "name", [cell(name) for name in short_names([row.name for row in rows])]),
         ("", "change (ms)", [_ms(row.difference, row.noise) for row in rows]),
         ("", f"before (ms a {per})", [_ms(row.before) for row in rows]),
         ("", f"now (ms a {per})", [_ms(row.after) for row in rows]),
+        ("", "calls a step", [_calls(row.calls_before, row.calls_after) for row in rows]),
         ("", "kind", [cell(f"{row.kind}, {row.tool}") for row in rows]),
         ("", "certain", [cell("yes" if row.certain else "within the noise") for row in rows]),
     ]
     return table(columns, "faster and slower")
+
+
+#: Characters of a name in the table: C++ names of kernels have hundreds.
+NAME_LENGTH = 60
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return names of at most `NAME_LENGTH` characters; different ones that would be alike get a number."""
+    half = (NAME_LENGTH - 1) // 2
+    found, whole = list[str](), dict[str, list[str]]()
+    for name in (name.removeprefix("void ") for name in names):
+        short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1 - half]}…{name[-half:]}"
+        alike = whole.setdefault(short, [])
+        alike += [name] * (name not in alike)
+        number = alike.index(name) + 1
+        found.append(short if number == 1 else f"{short} ({number})")
+    return found
+
+
+def _calls(before: float, after: float) -> Cell:
+    """Return calls before and after, in one number if they are equal; empty if the profiler counts none."""
+    if not before and not after:
+        return Cell()
+    words = [f"{round(calls, 2):,.12g}" for calls in (before, after)]
+    return cell(words[0] if words[0] == words[1] else f"{words[0]} -> {words[1]}")
 
 
 def _ms(seconds: float, noise: float = 0.0) -> Cell:

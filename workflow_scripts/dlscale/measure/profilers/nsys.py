@@ -92,8 +92,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
             return ProfiledTool(name="nsys", problem=problem), []
         found, rows = _read(tool, world.rank, kept, Path(scratch) / "database.sqlite")
         cost = overhead(*json.loads(times.read_text())) if times.exists() else None
-        version = re.search(r"\d+(\.\d+)+", answer([tool, "--version"]) or "")
-        known = {"overhead": cost, "version": version.group() if version else ""}
+        known = {"overhead": cost, "version": nsys_version(tool)}
         return found.model_copy(update=known | {"files": {f"Nsight Systems, rank {world.rank}": kept.name}}), rows
 
 
@@ -263,20 +262,39 @@ def of_report(path: Path) -> Found:
             there = f"nsys export --type=sqlite {path.name}"
             raise UserError(f"{path}: nsys, which reads it, is not here; export it where nsys is: {there}")
         with tempfile.TemporaryDirectory() as scratch:
-            found = _read(tool, 0, path, Path(scratch) / "database.sqlite")
+            database = Path(scratch) / "database.sqlite"
+            if problem := _export(tool, path, database):
+                raise UserError(f"{path}: {problem}")
+            found = _summary(database, 0, path)
     if found[0].problem:
         raise UserError(f"{path}: {found[0].problem}; expected NVTX ranges called step, or step 1, step 2")
     return found
 
 
 def _read(tool: str, rank: int, kept: Path, database: Path) -> Found:
+    if problem := _export(tool, kept, database):
+        return ProfiledTool(name="nsys", problem=f"{kept.name}: {problem}"), []
+    return _summary(database, rank, kept)
+
+
+def _export(tool: str, kept: Path, database: Path) -> str:
+    """Export a report into a database; return why that failed, or an empty text."""
     words = [tool, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(kept)]
     done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode or not database.exists():
-        logging.warning("nsys export: status %d\n%s", done.returncode, (done.stdout + done.stderr)[-2000:])
-        problem = f"nsys cannot export {kept.name}, which Nsight's window opens; see the log"
-        return ProfiledTool(name="nsys", problem=problem), []
-    return _summary(database, rank, kept)
+    if not done.returncode and database.exists():
+        return ""
+    text = done.stdout + done.stderr
+    version = f"nsys {nsys_version(tool)}".rstrip()
+    if OLDER.search(text):
+        return f"this {version} is older than the report; use the nsys that recorded it, or a later one"
+    logging.warning("nsys export: status %d\n%s", done.returncode, text[-2000:])
+    return f"{version} cannot export it, which Nsight's window opens; see the log"
+
+
+def nsys_version(tool: str) -> str:
+    """Return the version of an nsys, as 2025.3.1; empty if it prints none."""
+    version = re.search(r"\d+(\.\d+)+", answer([tool, "--version"]) or "")
+    return version.group() if version else ""
 
 
 def _summary(database: Path, rank: int, kept: Path) -> Found:
@@ -284,6 +302,10 @@ def _summary(database: Path, rank: int, kept: Path) -> Found:
         return summarise(events(database), "nsys", rank)
     except (UserError, ValueError) as error:
         return ProfiledTool(name="nsys", problem=str(error).replace(str(database), kept.name)), []
+
+
+#: What nsys 2022.4 prints of a report of a later version, whose messages have other fields.
+OLDER = re.compile(r"Can't parse message|ProtobufParseException|newer version|unsupported.*version", re.IGNORECASE)
 
 
 def _case(column: str, names: Mapping[int, str], other: str) -> str:
