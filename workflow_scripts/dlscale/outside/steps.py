@@ -241,7 +241,7 @@ def _is_ahead(process: Process, training: set[str]) -> bool:
     return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
 
 
-def _kept(process: Process, training: set[str], away: Sequence[Span], sized: bool, ahead: bool) -> list[_Step]:
+def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
     """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses.
 
     If batches are `sized`, a step with a batch of unknown size does not count. If they are fetched `ahead`, no step
@@ -279,7 +279,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
     sizes = [0.0 if batch_size else _samples(*one) for one in zip(processes, iterators, ahead, strict=True)]
     known = all(sizes)
-    each = [_kept(*one, known, early) for *one, early in zip(processes, iterators, away, ahead, strict=True)]
+    each = [_kept(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
     if not each or min(map(len, each)) < 2:
         return None
     whole = sum(_of_most(*one) for one in zip(processes, iterators, sizes, strict=True))

@@ -122,23 +122,23 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
             "throughput.json, or a second epoch in metrics.jsonl: run their stages"
         )
     device_name = next((each.device.name for each in records if each.device.kind == "cuda"), "")
-    device = device_name or "CPU"
+    on_device = device_name or "CPU"
     tested = [each.links for each in records if each.links] if machine is None else []
     links = max(tested, key=lambda each: each.processes, default=None)
-    whose = machine or for_device(device) or ("processes" if links else "")
+    whose = machine or for_device(on_device) or ("processes" if links else "")
     if not whose:
-        raise UserError(f"--machine: no machine with {device} is known; give a YAML file with its levels")
+        raise UserError(f"--machine: no machine with {on_device} is known; give a YAML file with its levels")
     described = named(whose)
-    if machine and described.devices and not described.has(device):
+    if machine and described.devices and not described.has(on_device):
         raise UserError(
-            f"--machine {machine}: has {', '.join(described.devices)}, but the runs were measured on {device}; measure "
-            f"them on such a device, or name a machine with {device}"
+            f"--machine {machine}: has {', '.join(described.devices)}, but the runs were measured on {on_device}; "
+            f"measure them on such a device, or name a machine with {on_device}"
         )
     on = described.machine.measured(links) if links else described.machine
     work = replace(workload(run, results, records[0]), processes=not device_name, storage=storage)
     batch = min(points, key=lambda point: point.job.devices).job.batch
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
-    return MeasuredRuns(run, fit(on, work, points), device, whose, batch, epoch, links)
+    return MeasuredRuns(run, fit(on, work, points), on_device, whose, batch, epoch, links)
 
 
 def _follows(key: str) -> bool:

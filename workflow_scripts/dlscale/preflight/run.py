@@ -194,9 +194,9 @@ def is_whole(word: str) -> bool:
 
 def placed(word: str, plans: Sequence[str]) -> Raw:
     """Return a setting as configuration: where its key says, or of the plans that are named."""
-    key, given = typed(word)
+    key, value = typed(word)
     if is_whole(word):
-        return nested({key: given})
+        return nested({key: value})
     if not plans:
         raise UserError(
             f"{word}: of which plan? Name it, as in dlscale run PLAN {word}; or write the key from its beginning, "
@@ -238,7 +238,7 @@ def ask(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
     """Return status, words and, with success, answer of a dry run, with the profile and settings that `args` names."""
     command = [sys.executable, "-P", "-m", "snakemake", "--dry-run", *site_words(args.profile)]
     for option in ("configfile", "config"):
-        command += [f"--{option}", *given] if (given := getattr(args, option)) else []
+        command += [f"--{option}", *values] if (values := getattr(args, option)) else []
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         done = subprocess.run(

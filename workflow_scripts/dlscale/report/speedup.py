@@ -94,14 +94,13 @@ def between(before: Trials, after: Trials, floor: float = APART) -> SpeedUp:
 
 
 def _is_comparable(run: RunResult, other: RunResult) -> bool:
-    """Return whether both speeds are known, of the same unit, and both FULL or both of trainings."""
-    same = (run.throughput is None) == (other.throughput is None) and run.unit == other.unit
-    return bool(run.speed and other.speed) and same
+    """Return whether both speeds have the same unit, and both are FULL or both of trainings."""
+    return (run.throughput is None) == (other.throughput is None) and run.unit == other.unit
 
 
 def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks: int = 1) -> SpeedUp | None:
     """Return the ratio of two runs' speeds, measured apart; None where either is unknown, or one alone is FULL."""
-    if not _is_comparable(run, other):
+    if not (run.speed and other.speed and _is_comparable(run, other)):
         return None
     errors = (spread_of(each, looks) for each in (run, other))
     return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
@@ -160,7 +159,7 @@ class SpeedUps:
 
         With several `looks` the wider intervals hold together.
         """
-        if not _is_comparable(run, other):
+        if not (run.speed and other.speed and _is_comparable(run, other)):
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
