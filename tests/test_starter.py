@@ -164,13 +164,14 @@ def write(path: Path, **arrays: np.ndarray) -> str:
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".h5"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int) -> None:
-    """Images without channels get one; a split each, or shares of all; read in pieces they are the same."""
+    """Images without channels get an axis on request; a split each, or shares of all; in pieces they are the same."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(10, 2, 6, 5)), rng.integers(0, 256, (10, 6, 5), dtype=np.uint8)
     files = {"input": write(tmp_path / f"x{suffix}", input=x), "target": write(tmp_path / f"y{suffix}", target=y)}
     source = {
         "kind": "arrays",
         "input": {"channels": ["density", "heat"], "unit": "K"},
+        "target": {"channel_axis": "new"},
         "all": files,
         "shares": {"train": 0.7, "valid": 0.3},
     }
@@ -199,19 +200,98 @@ def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
 
 def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
     """PyTorch has no such types."""
-    x = np.arange(24, dtype=">i2").reshape(2, 3, 4)
+    x = np.arange(24, dtype=">i2").reshape(2, 1, 3, 4)
     path = Path(write(tmp_path / "x.npy", x=x))
     both = {split: {"input": f"{split}.npy", "target": f"{split}.npy"} for split in ("train", "valid")}
     dataset = StarterDataset.model_validate({"kind": "starter", "source": {"kind": "arrays", **both}})
     with contextlib.closing(open_source(dataset, Part("train", "train"), [path, path])) as source:
         read = source.read(0, 2)["input"]
         assert source.fields[0].dtype == "int16" and read.dtype.isnative
-        np.testing.assert_array_equal(read[:, 0], x)
+        np.testing.assert_array_equal(read, x)
     assert ArraySource({"x": x}).fields[0].dtype == "int16"
 
 
+SHAPES: list[tuple[tuple[int, ...], dict[str, Any], tuple[int, ...], int | None]] = [
+    # stored, settings, read, axis of channels
+    ((6,), {}, (6,), None),
+    ((6, 5), {}, (6, 5), None),
+    ((6, 2), {"channels": ["u", "v"]}, (6, 2), 1),
+    ((6, 1, 8, 7), {}, (6, 1, 8, 7), 1),
+    ((6, 3, 8, 7), {}, (6, 3, 8, 7), 1),
+    ((6, 2, 5, 8, 7), {}, (6, 2, 5, 8, 7), 1),
+    ((6, 8, 5, 5), {"channels": list("abcdefgh")}, (6, 8, 5, 5), 1),
+    ((6, 7, 13), {"channel_axis": "none"}, (6, 7, 13), None),
+    ((6, 7, 13), {"channel_axis": "first"}, (6, 7, 13), 1),
+    ((6, 7, 13), {"channel_axis": "last"}, (6, 13, 7), 1),
+    ((6, 7, 13), {"channel_axis": "new"}, (6, 1, 7, 13), 1),
+    ((6, 7, 13), {"channels": list("abcdefg")}, (6, 7, 13), 1),
+    ((6, 8, 7, 3), {"channel_axis": "last", "channels": ["r", "g", "b"]}, (6, 3, 8, 7), 1),
+    ((6, 4, 8, 8), {"channel_axis": "none"}, (6, 4, 8, 8), None),
+    ((6, 5, 6, 7), {"channel_axis": "new"}, (6, 1, 5, 6, 7), 1),
+    ((6, 5), {"channel_axis": "new"}, (6, 1, 5), 1),
+]
+
+
+def arrays(folder: Path, x: np.ndarray, info: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a dataset of inputs `x`."""
+    files = dict.fromkeys(("input", "target"), write(folder / "x.npz", input=x, target=np.arange(float(len(x)))))
+    shares = {"train": 0.5, "valid": 0.5}
+    return {"kind": "starter", "source": {"kind": "arrays", "input": info, "all": files, "shares": shares}, "pieces": 2}
+
+
+@pytest.mark.parametrize(("stored", "info", "read", "axis"), SHAPES)
+def test_samples_have_the_axis_of_channels_that_is_stated(
+    tmp_path: Path, stored: tuple[int, ...], info: dict[str, Any], read: tuple[int, ...], axis: int | None
+) -> None:
+    x = np.random.default_rng(1).normal(size=stored).astype(np.float32)
+    dataset = StarterDataset.model_validate(arrays(tmp_path, x, info))
+    with contextlib.closing(open_source(dataset, Part("train", "train"), [tmp_path / "x.npz"] * 2)) as source:
+        field = source.fields[0]
+        values = np.concatenate([source.read(start, stop)["input"] for start, stop in ((0, 4), (4, 6))])
+    expected = np.moveaxis(x, -1, 1) if info.get("channel_axis") == "last" else x.reshape(read)
+    assert (expected.shape, field.shape, field.channel_axis) == (read, read, axis)
+    assert field.channels == tuple(info.get("channels", field.channels))
+    assert len(field.channels) == (1 if axis is None else read[1])
+    np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize("axis", ["none", "last", "new"])
+def test_samples_of_any_shape_are_prepared(tmp_path: Path, axis: str) -> None:
+    """In pieces, with statistics of each channel; a preview is drawn."""
+    x = np.random.default_rng(1).normal(size=(8, 7, 13)).astype(np.float32)
+    folder = make_dataset(tmp_path / "data", arrays(tmp_path, x, {"channel_axis": axis}))
+    info = Manifest.read(folder / "manifest.json").fields["input"]
+    expected = {"none": x, "last": x.transpose(0, 2, 1), "new": x[:, None]}[axis][:4]
+    assert info.row_shape == expected.shape[1:]
+    np.testing.assert_array_equal(Reader(folder / "train/train.h5", "input").dataset[()], expected)
+    mean = expected.mean(axis=(0, 2), dtype=np.float64) if axis == "last" else expected.mean(dtype=np.float64)
+    np.testing.assert_allclose(info.mean, np.ravel(mean), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stored", "info"),
+    [
+        *[(shape, {}) for shape in ((4, 7, 13), (4, 1, 7), (4, 28, 28), (4, 8, 8, 3), (4, 8, 8, 8), (4, 3, 8, 3))],
+        *[(shape, {}) for shape in ((4, 20, 32, 32), (4, 3, 3, 3), (4, 5, 6, 7, 8))],
+        ((4, 3, 8, 3), {"channels": ["r", "g", "b"]}),  # first, or last
+        ((4, 7, 13), {"channels": ["density"]}),
+        *[((4,), {"channel_axis": axis}) for axis in ("first", "last")],
+    ],
+)
+def test_a_shape_that_can_be_read_in_two_ways_is_refused(
+    tmp_path: Path, stored: tuple[int, ...], info: dict[str, Any]
+) -> None:
+    y = write(tmp_path / "y.npy", y=np.zeros(4, np.float32))
+    x = write(tmp_path / "x.npy", x=np.zeros(stored, np.float32))
+    for key, files in (("input", {"input": x, "target": y}), ("target", {"input": y, "target": x})):
+        source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}, key: info}
+        dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
+        with pytest.raises(UserError, match=rf"x\.npy: '{key}' has shape .* set `source\.{key}\.channel_axis`"):
+            open_source(dataset, Part("train", "train"), [Path(path) for path in files.values()])
+
+
 def test_bad_files_are_one_message(tmp_path: Path) -> None:
-    x = np.zeros((4, 6, 5), np.float32)
+    x = np.zeros((4, 1, 6, 5), np.float32)
     good = Path(write(tmp_path / "x.npy", x=x))
     h5, npz = Path(write(tmp_path / "x.h5", inputs=x)), Path(write(tmp_path / "x.npz", inputs=x))
     (cut := tmp_path / "cut.npy").write_bytes(good.read_bytes()[:-8])
@@ -253,9 +333,9 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         file["group/own"] = x
         file["half"] = x
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plan.set_chunk((4, 6, 5))
+        plan.set_chunk(x.shape)
         plan.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, ())
-        h5py.h5d.create(file.id, b"packed", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4, 6, 5)), plan)
+        h5py.h5d.create(file.id, b"packed", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(x.shape), plan)
     for array, message in (
         ("group/gone", "a link to 'x' in gone.h5, which is missing; copy its values"),
         ("soft", "'soft' is a link to '/nowhere', which is missing; name another"),
@@ -316,8 +396,8 @@ def test_sources_are_checked(source: dict[str, Any], words: str) -> None:
 
 def test_other_arrays_need_another_model(tmp_path: Path) -> None:
     """Vectors, a target of another size, or integers: a message, and no failure of a convolution."""
-    x = np.random.default_rng(0).normal(size=(8, 6, 5))
-    for number, (inputs, targets) in enumerate([(x[:, 0], x), (x, x[:, 1:]), (x.astype(np.int16), x)]):
+    x = np.random.default_rng(0).normal(size=(8, 1, 6, 5))
+    for number, (inputs, targets) in enumerate([(x[:, 0, 0], x), (x, x[:, :, 1:]), (x.astype(np.int16), x)]):
         files = {
             key: write(tmp_path / f"{key}{number}.npy", v=v) for key, v in (("input", inputs), ("target", targets))
         }
@@ -410,7 +490,7 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
 def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a preview a $ is a $, by which matplotlib begins mathematics: as if each had been escaped."""
     x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
-    files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, 0])}
+    files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, :1])}
     source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
     pictures, known = [], matplotlib.rc_context
     for names in (["a$_$b", "p$x$q"], [r"a\$_\$b", r"p\$x\$q"]):

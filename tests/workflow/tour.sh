@@ -95,7 +95,7 @@ step 'Data of one'\''s own'
 python - <<'PYTHON'
 import numpy as np
 
-fields = np.random.default_rng(0).random((24, 16, 16), dtype=np.float32)
+fields = np.random.default_rng(0).random((24, 1, 16, 16), dtype=np.float32)
 np.savez("fields.npz", input=fields, target=fields**2)
 PYTHON
 cat >own.yaml <<'YAML'

@@ -39,6 +39,11 @@ class Array(Strict):
         None, min_length=1, description="The array's name in .npz and HDF5 files; `input` or `target` if absent."
     )
     channels: list[str] = Field([], description="Names of the channels; numbered if absent.")
+    channel_axis: Literal["none", "first", "last", "new"] | None = Field(
+        None,
+        description="Channels of a sample: none: it has no axis of channels; first, last: that axis of the sample; "
+        "new: it is one channel, which gets an axis. Required where the shape does not show it.",
+    )
     unit: str = Field("1", description="Unit of the values; `1` for a number without a unit.")
 
 
@@ -60,7 +65,8 @@ class ArrayFiles(Strict):
 class Arrays(Paired[ArrayFiles]):
     """Arrays with one sample per row, as paths or http(s) URLs: those of each split, or `all` with `shares` of them.
 
-    Images are [N, C, H, W], or [N, H, W] of one channel; other arrays, such as labels [N], have no channels.
+    Numbers [N] and vectors [N, K] have no channels; images [N, C, H, W] of up to 4 channels have. Samples of other
+    shapes need `channel_axis`, or names of the channels that are their first axis. Models get channels first.
     """
 
     kind: Literal["arrays"]

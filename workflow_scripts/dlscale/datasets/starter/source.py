@@ -20,6 +20,8 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.starter.kind import HDF5
 
+#: Channels of an image at most: a sample [C, H, W] of more may be a volume.
+IMAGE_CHANNELS = 4
 #: Pixels over which a simulated field varies.
 LENGTH = 3.0
 
@@ -83,7 +85,11 @@ class FileSource(Source):
         if counts[0] != counts[1]:
             raise UserError(f"{paths[1]}: {counts[1]} targets for the {counts[0]} inputs of {paths[0]}")
         self._first, rows = share(counts[0], part, paths[0])
-        self.fields = tuple(_field(key, values, rows, getattr(source, key)) for key, values in self._arrays.items())
+        self.fields = tuple(
+            _field(key, values.shape, values.dtype, rows, getattr(source, key), path)
+            for (key, values), path in zip(self._arrays.items(), paths, strict=True)
+        )
+        self._last = {key for key in self._arrays if getattr(source, key).channel_axis == "last"}
         # As they are in the file, as they are returned, and as float64 for their statistics.
         self.bytes_per_row = sum((v.dtype.itemsize + 20) * math.prod(v.shape[1:]) for v in self._arrays.values())
         self.attributes = {key: path.name for key, path in zip(self._arrays, paths, strict=True)}
@@ -92,7 +98,9 @@ class FileSource(Source):
         rows, found = slice(self._first + start, self._first + stop), dict[str, np.ndarray]()
         for field, values, path in zip(self.fields, self._arrays.values(), self._paths, strict=True):
             with reading(path):  # of compressed values, damage shows here
-                found[field.name] = np.asarray(values[rows]).astype(field.dtype).reshape(-1, *field.shape[1:])
+                read = np.asarray(values[rows]).astype(field.dtype)
+            read = np.moveaxis(read, -1, 1) if field.name in self._last else read
+            found[field.name] = read.reshape(-1, *field.shape[1:])
         return found
 
     def close(self) -> None:
@@ -144,13 +152,32 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
     return values
 
 
-def _field(key: str, values: Any, rows: int, info: Any) -> Field:
-    """Describe a stored array: images get an axis of channels if they have none."""
-    shape = (values.shape[0], 1, *values.shape[1:]) if values.ndim == 3 else values.shape
-    count = shape[1] if len(shape) > 3 else 1
+def _field(key: str, stored: tuple[int, ...], dtype: np.dtype, rows: int, info: Any, path: Path) -> Field:
+    """Describe an array as its rows are read, channels first."""
+    grid = stored[1:]
+    axis = info.channel_axis or _evident_axis(grid, len(info.channels))
+    if axis is None or (axis in ("first", "last") and not grid):
+        problem = f"which has no axis of channels ({axis})" if axis else "whose axis of channels is unclear"
+        raise UserError(
+            f"{path}: '{info.array or key}' has shape {list(stored)}, {problem}; set `source.{key}.channel_axis` of the "
+            "dataset: none (samples have no channels), first or last (axis of a sample), new (samples are one channel)"
+        )
+    shape = {"none": grid, "first": grid, "last": (*grid[-1:], *grid[:-1]), "new": (1, *grid)}[axis]
+    count = 1 if axis == "none" else shape[0]
     channels = tuple(info.channels) or ((key,) if count == 1 else tuple(f"{key} {n}" for n in range(count)))
     if len(channels) != count:
-        raise UserError(f"source.{key}.channels: {len(channels)} names for {count} channels (shape {values.shape})")
-    dtype = {"f": "float32", "b": "uint8"}.get(values.dtype.kind, str(values.dtype.newbyteorder("=")))
-    axis = 1 if len(shape) > 3 else None
-    return Field(key, channels, (info.unit,) * count, (rows, *shape[1:]), axis, dtype=dtype)
+        raise UserError(
+            f"{path}: source.{key}.channels: {len(channels)} names for {count} channels (shape {list(stored)}, "
+            f"channel_axis {axis})"
+        )
+    name = {"f": "float32", "b": "uint8"}.get(dtype.kind, str(dtype.newbyteorder("=")))
+    return Field(key, channels, (info.unit,) * count, (rows, *shape), None if axis == "none" else 1, dtype=name)
+
+
+def _evident_axis(grid: tuple[int, ...], named: int) -> str | None:
+    """Return the axis of channels that the shape of a sample and the number of named channels show, if they do."""
+    if named and grid[:1] == (named,) and (len(grid) == 1 or grid[-1] != named):
+        return "first"
+    if len(grid) < 2:
+        return "none"
+    return "first" if len(grid) > 2 and grid[0] <= IMAGE_CHANNELS and grid[0] < min(grid[1:]) else None
