@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bench import training
 from bench.cases import Case
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
+from bench.loading import cold
 from bench.measure import Row, in_turns, table
 from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
 from dlscale.train.optimizer import set_learning_rate
@@ -240,3 +242,27 @@ def test_ratio_is_that_of_neighbours() -> None:
     heading, line = table([row]).splitlines()
     assert line.startswith("name  10 MB/s") and heading.index("ratio") == line.index("0.500")
     assert row.verdict == "" and row.reached
+
+
+def test_a_cold_row_that_reads_nothing_is_an_error(tmp_path: Path) -> None:
+    """A mapped file stays in the page cache; once nobody maps it, all of it comes from the disk."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2**22))
+    if subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout.strip() == "tmpfs":
+        pytest.skip("a file system in memory reads nothing from a disk")
+
+    class Whole:
+        def epoch(self, number: int) -> list[tuple[bytes, None]]:
+            return [(path.read_bytes()[:4], None)]
+
+        def close(self) -> None:
+            pass
+
+    read: list[float] = []
+    measure = cold(path, Whole, read)  # type: ignore[arg-type]
+    mapped = np.memmap(path, np.uint8, "r")
+    assert mapped.sum() == 0, "each page was touched"
+    with pytest.raises(RuntimeError, match="nothing came from the disk: the file is still mapped"):
+        measure()
+    del mapped
+    assert measure() > 0 and read == [2**22 / 4]
