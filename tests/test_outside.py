@@ -51,7 +51,7 @@ class Clock:
     """A process's file, by a clock of its own that begins at 1000 s."""
 
     def __init__(self, folder: Path, rank: int = 0, way: str = "seen") -> None:
-        self.now, self.number, self.iterator = 1000.0, rank, 0
+        self.now, self.number, self.iterator, self.optimizer = 1000.0, rank, 0, 0
         self.file = folder / f"{way}.host.{rank}"
         self.file.write_text(f"begin {1.7e9:.6f} 1000.000000 {rank}\n")
 
@@ -65,7 +65,7 @@ class Clock:
 
     def step(self, seconds: float) -> None:
         self.now += seconds
-        self.note(f"s {self.now:.6f} 0.0 0")
+        self.note(f"s {self.now:.6f} 0.0 {self.optimizer}")
 
     def epoch(self, count: int, wait: float, seconds: float, ahead: bool = False) -> None:
         """Train on batches, each fetched just before its step or one step ahead."""
@@ -121,6 +121,50 @@ def test_paces_of_processes_add_up(tmp_path: Path) -> None:
     assert found and [process.rank for process in processes] == [0, 1]
     assert found.rates == pytest.approx([160.0] * 10) and found.of_ranks == pytest.approx([80.0] * 2)
     assert (found.processes, found.batch_size, found.waiting) == (2, 16, 0.0)
+
+
+def outcome(printed: list[tuple[float, float]]) -> running.Outcome:
+    return running.Outcome(0, 1.7e9, 100.0, None, None, printed, {})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> None:
+    """Three folds, each with an optimiser and a speed of its own; between them a validation that nobody sees."""
+    printed = list[tuple[float, float]]()
+    for rank in range(ranks):
+        clock = Clock(tmp_path, rank)
+        for clock.optimizer, (count, seconds) in enumerate(((30, 0.1), (60, 0.2), (40, 0.05)), 1):
+            clock.epoch(count, wait=0.0, seconds=seconds)
+            clock.now += 0.3
+            printed.append((1.7e9 + clock.now - 1000, 8 / seconds))
+            clock.now += 0.3
+    processes = steps.read(tmp_path)[1]
+    assert [len(steps.trainings(process)) for process in processes] == [3] * ranks
+    found, _, trainings = running._pace_by("seen", running.Reading(), outcome([]), tmp_path, processes, ())
+    assert trainings == 3 and found.batch_size == 8 * ranks and found.first_step == pytest.approx(1.7e9 + 0.1)
+    assert found.rates == pytest.approx([40.0 * ranks] * steps.WINDOWS) and found.training == pytest.approx(1.0)
+    read = running.Reading(rate="nersc")
+    found, _, trainings = running._pace_by("rate", read, outcome(printed[:3]), tmp_path, processes, ())
+    assert (found.rates, found.first_step, trainings) == ([40.0], printed[0][0], 3)
+
+
+def test_optimisers_that_alternate_and_short_trainings_are_one(tmp_path: Path) -> None:
+    """A GAN's, and those of clients that make a few steps each."""
+    for folder, clients in ((tmp_path / "gan", [1, 2] * 40), (tmp_path / "clients", [n // 5 for n in range(80)])):
+        folder.mkdir()
+        clock = Clock(folder)
+        for clock.optimizer in clients:
+            clock.step(0.1)
+        processes = steps.read(folder)[1]
+        assert steps.longest_training(processes) is None and steps.pace(processes)
+
+
+def test_an_optimiser_at_the_address_of_another_one_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = a_hook(tmp_path, monkeypatch).Watcher()
+    first, second = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
+    assert [watcher._number(each) for each in (first, first)] == [1, 1]
+    watcher._known[id(second)] = watcher._known.pop(id(first))
+    assert [watcher._number(each) for each in (second, second)] == [2, 2]
 
 
 def test_waiting_is_that_of_all_processes(tmp_path: Path) -> None:
@@ -516,10 +560,19 @@ def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyP
     assert list(timed.timed(range(3))) == [0, 1, 2]
 
 
+def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Load the hook as a measured program does."""
+    monkeypatch.setenv(timed.FOLDER, str(folder))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    spec = importlib.util.spec_from_file_location("hook", HOOK / "sitecustomize.py")
+    assert spec and spec.loader
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook
+
+
 def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no hook for all optimisers; a class that takes its step from another one counts once."""
-    monkeypatch.setenv(timed.FOLDER, str(tmp_path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
 
     class Optimizer:
         def __init__(self, rate: float) -> None:
@@ -532,11 +585,7 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     class Adam(Optimizer):
         pass
 
-    spec = importlib.util.spec_from_file_location("hook", HOOK / "sitecustomize.py")
-    assert spec and spec.loader
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    hook.Watcher()._optimizers(SimpleNamespace(Optimizer=Optimizer))
+    a_hook(tmp_path, monkeypatch).Watcher()._optimizers(SimpleNamespace(Optimizer=Optimizer))
     for kind in (Optimizer, Adam):
         optimizer = kind(0.1)
         assert [optimizer.step() for _ in range(3)] == [1, 2, 3]

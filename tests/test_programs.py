@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from dlscale.config.program import Program
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
+from dlscale.core.files import temporary_folder
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
 from dlscale.outside import checkout, run_program, turns
 from dlscale.outside.program import SOURCES, earlier, epochs_of, steps_at
@@ -329,7 +331,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
-    """It had stopped the program, and what that had started, for another run's turn."""
+    """It had stopped the program, and its child, for another run's turn. The next one removes its folder."""
     write_program(tmp_path / "theirs")
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
@@ -346,6 +348,9 @@ def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
         assert [each.status() for each in theirs] == ["stopped"] * 2
         stage.kill()
     until("all have ended", lambda: not any(each.is_running() for each in (keeper, *theirs)))
+    (left,) = Path(tempfile.gettempdir()).glob(f"dlscale-program.*.{stage.pid}.*")
+    with temporary_folder("dlscale-program") as own, temporary_folder("dlscale-program"):
+        assert not left.exists() and Path(own).is_dir()
 
 
 # ---- repositories ----------------------------------------------------------------------------------

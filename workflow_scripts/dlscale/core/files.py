@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{glob.escape(stem)}.*.part{glob.escape(path.suffix)}"):
-            # Of a process that was killed here; nobody else would ever remove it.
-            if not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists():
-                remove(left)
+        _remove_left(path.parent, stem, f".part{path.suffix}")
         yield temporary
         former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
         if former:  # a folder cannot be written over; at no time is there neither
@@ -56,6 +54,25 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         remove(temporary)
         raise
+
+
+def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder in `parent` (default: that of temporary files) that is removed when its context ends.
+
+    Folders of that name are removed whose processes were killed.
+    """
+    parent, stem = Path(parent or tempfile.gettempdir()), f"{name}.{_HOST}"
+    _remove_left(parent, stem)
+    return tempfile.TemporaryDirectory(dir=parent, prefix=f"{stem}.{os.getpid()}.")
+
+
+def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
+    """Remove what processes of this machine that were killed left: `STEM.PID.*SUFFIX`."""
+    for left in parent.glob(f"{glob.escape(stem)}.*{glob.escape(suffix)}"):
+        with contextlib.suppress(OSError):
+            dead = not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists()
+            if dead and left.lstat().st_uid == os.getuid():
+                remove(left)
 
 
 class Forgiving(io.FileIO):

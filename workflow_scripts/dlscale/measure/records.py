@@ -113,7 +113,7 @@ class Outside(Record):
     rank_cores: list[float] = []  #: Cores that each process kept busy in these steps, without its loader's workers.
     #: Whether profilers were at work in steps that FULL has, of which it would have none otherwise.
     profiled: bool = False
-    trainings: int = 1  #: In its log, one after the other; the longest counts.
+    trainings: int = 1  #: Number of trainings, one after the other; the longest counts.
     stopped: str | None = None  #: Reason why dlscale stopped watching the steps before the program ended.
 
 

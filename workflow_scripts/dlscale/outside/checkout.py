@@ -6,11 +6,10 @@ import argparse
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from dlscale.core.errors import UserError, cut
-from dlscale.core.files import whole
+from dlscale.core.files import temporary_folder, whole
 from dlscale.core.urls import hidden_in
 
 #: Git's settings for other people's commits: no helper of another protocol, no password, no configuration, no lazy
@@ -45,7 +44,7 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
     if not shutil.which("git"):
         raise UserError(f"{where}: there is no git here; install it")
     folder.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="dlscale-git-") as lender:
+    with temporary_folder("dlscale-git") as lender:
         if (local := repository.removeprefix("file://")).startswith("/"):
             _git(Path(lender), where, revision, "init", "--quiet", "--bare", "--template=")
             Path(lender, "objects/info").mkdir(exist_ok=True)

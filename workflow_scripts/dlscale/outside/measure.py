@@ -152,7 +152,7 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     first = f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}{ended}"
     text.append(first)
     if outside.trainings > 1:
-        text.append(f"  its log has {outside.trainings} trainings, one after the other: the longest counts")
+        text.append(f"  {outside.trainings} trainings, one after the other: the longest counts")
     if outside.profiled:
         text.append("  the run is so short that profilers were at work in these steps: without --profile it is faster")
     return [*text, *told_of(verdict)]

@@ -87,9 +87,7 @@ class RunProgram:
         reading, devices = self._reading(), self.run.geometry.world_size
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
         if found.outside and found.outside.trainings > 1:
-            logging.warning(
-                "its log has %d trainings, one after the other: the longest counts", found.outside.trainings
-            )
+            logging.warning("%d trainings, one after the other: the longest counts", found.outside.trainings)
         if found.full and 0 < len(found.full.rank_throughput) < devices:  # of a process for several devices, or of none
             logging.warning("%d devices, but steps of %d processes", devices, len(found.full.rank_throughput))
         return found.model_copy(update={"nranks": devices})

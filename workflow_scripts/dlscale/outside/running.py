@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -493,9 +493,12 @@ def _pace_by(
     apart: Sequence[seen.Span],
 ) -> tuple[seen.Pace, bool, int]:
     """Return the pace by a way, if profiled steps count for lack of others, and the number of trainings."""
-    trainings = 1
+    trainings, several = 1, seen.longest_training(processes)
     if way == "rate":
-        come_to = partial(seen.pace_of_rates, run.printed, run.begin, reading.batch_size, steps=run.in_steps)
+        begin, printed = run.begin, run.printed
+        if several and (own := seen.printed_in(printed, several[0], processes[0])):
+            (begin, _), trainings, printed = *several, own
+        come_to = partial(seen.pace_of_rates, printed, begin, reading.batch_size, steps=run.in_steps)
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
         found = logs.logged(reading.log, start, run.begin + run.seconds)
@@ -503,7 +506,10 @@ def _pace_by(
         trainings = len([training for training in found if len(training) > 2])
     else:
         come_to = partial(seen.pace, processes, reading.batch_size)
+        trainings = several[1] if several else 1
     if pace := come_to(apart=apart):
+        if way == "rate" and trainings > 1:
+            pace = replace(pace, first_step=run.printed[0][0])
         return pace, False, trainings
     if apart and (pace := come_to()):
         return pace, True, trainings

@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dlscale.config.program import RATES
@@ -32,6 +32,9 @@ SETTLING = 20
 #: Least fraction of batches with a known size, and greatest fraction of steps without a batch of their own, with which
 #: the samples of a step are certain.
 MIN_SIZED, MAX_REUSED = 0.8, 0.02
+
+#: Steps of the longest of several trainings with which it alone counts.
+MIN_TRAINING_STEPS = 12
 
 #: A step longer than so many others, and than so many seconds, is a pause: a checkpoint, a compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
@@ -57,6 +60,8 @@ class Process:
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
     gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
+    #: Ends of the first and last step of each optimiser.
+    optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
     cut: int = 0  #: Batches beside gaps whose steps are in them, without steps whose batches are.
     file: str = ""
@@ -156,6 +161,7 @@ class Tail:
                 found.steps.append(0.0)
                 found.computed.append(0.0)
             self._optimizers.add(words[2])
+            found.optimizers[words[2]] = (found.optimizers.get(words[2], (time,))[0], time)
             found.steps[-1], found.computed[-1] = time, computed
         elif kind == "b":
             time, waited = self._shift + _seconds(words[1]), _seconds(words[2])
@@ -269,11 +275,46 @@ def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: boo
     return [step for step in steps if step.seconds - step.waited <= longest]
 
 
+def trainings(process: Process) -> list[Span]:
+    """Return the spans of trainings that followed one another: no optimiser stepped in two of them."""
+    spans = merged(list(process.optimizers.values()))
+    return [span for span in spans if _count(process, span) > FEWEST]
+
+
+def _count(process: Process, span: Span) -> int:
+    """Return the steps of a process that ended in a span."""
+    return bisect.bisect_right(process.steps, span[1]) - bisect.bisect_left(process.steps, span[0])
+
+
+def longest_training(processes: Sequence[Process]) -> tuple[Span, int] | None:
+    """Return the longest of several trainings of the first process, and their number; None of one or short ones."""
+    spans = trainings(processes[0]) if processes else []
+    longest = max(spans, key=lambda span: span[1] - span[0], default=(0.0, 0.0))
+    return (longest, len(spans)) if len(spans) > 1 and _count(processes[0], longest) >= MIN_TRAINING_STEPS else None
+
+
+def printed_in(printed: Sequence[tuple[float, float]], span: Span, process: Process) -> list[tuple[float, float]]:
+    """Return the numbers that were printed in a training of a process, or after it until the next one."""
+    end = min((begin for begin, _ in trainings(process) if begin > span[1]), default=math.inf)
+    return [each for each in printed if span[0] <= each[0] < end]
+
+
+def _in_training(process: Process, span: Span) -> Process:
+    """Return a process with the steps of one training alone: the one that covers most of a span."""
+    begin, end = max(trainings(process), key=lambda own: _within(*span, [own]), default=span)
+    inside = slice(bisect.bisect_left(process.steps, begin), bisect.bisect_right(process.steps, end))
+    return replace(process, steps=process.steps[inside], computed=process.computed[inside])
+
+
 def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Sequence[Span] = ()) -> Pace | None:
     """Return the pace of all processes; None if they made fewer than two steps that count.
 
-    `batch_size`, of all processes, replaces what the program's batches show. Steps in spans `apart` do not count.
+    `batch_size`, of all processes, replaces what the program's batches show. Steps in spans `apart` do not count. Of
+    several trainings the longest counts.
     """
+    first_step = min((process.steps[0] for process in processes), default=0.0)
+    if several := longest_training(processes):
+        processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
     ahead = [_is_ahead(*one) for one in zip(processes, iterators, strict=True)]
     # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
@@ -300,7 +341,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     return Pace(
         begin=begin,
         end=end,
-        first_step=min(process.steps[0] for process in processes),
+        first_step=first_step,
         processes=len(each),
         steps=len(each[0]),
         samples=known or batch_size is not None,

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import math
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from dlscale.config.compute import compute_digest
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
+from dlscale.core.files import temporary_folder
 from dlscale.core.noise import interval
 from dlscale.core.text import duration, number
 from dlscale.measure.records import Beside
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> None:
             own = Timed(args.config, args.manifest, args.device, args.threads)
             first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
             turns = stack.enter_context(contextlib.closing(Turns(own, first)))
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=".program-")))
+        place = Path(stack.enter_context(temporary_folder(".program", out.parent)))
         program = RunProgram(run, args.start, place / "out", place / "steps")
         ended = program.go(lambda printed: enough(run.throughput, program, printed))
         if ended.status and not ended.stopped:

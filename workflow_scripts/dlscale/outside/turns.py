@@ -7,13 +7,13 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
+from dlscale.core.files import temporary_folder
 from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
@@ -32,11 +32,12 @@ class Program:
     """A run's program in a session of its own."""
 
     def __init__(self, timed: Timed) -> None:
-        self._timed, self._folder = timed, tempfile.TemporaryDirectory(prefix="dlscale-program-")
+        self._timed, self._folder = timed, temporary_folder("dlscale-program")
         self._process: Kept | None = None
         self._tail: seen.Tail | None = None
         self._size, self._rate = 1.0, 1.0  # samples of a step, steps/s
         self._look = 0.0  # when its log is read next
+        self._logged: list[list[logs.Point]] = []
 
     def send(self, message: object) -> None:
         """Start the program, whatever the message."""
@@ -69,8 +70,9 @@ class Program:
         if not ends and self._program.log and time.monotonic() > self._look:
             self._look = time.monotonic() + 1
             with contextlib.suppress(UserError):  # it is not there yet
-                trainings = logs.logged(self._program.log, self._program.log_start)
-                if max(map(len, trainings), default=0) > WARM:
+                before, self._logged = self._logged, logs.logged(self._program.log, self._program.log_start)
+                # At two looks: the hook writes its steps a moment later than the program its log.
+                if max(map(len, before), default=0) > WARM:
                     raise Ended("a program's steps are told by its log alone, too late for turns")
         return len(ends) > WARM and ends[-1] - ends[WARM] >= TURN
 
@@ -110,7 +112,7 @@ class Program:
             self._process.wait()
         for place in Path(self._folder.name).glob("*"):
             shutil.rmtree(place)
-        self._process = self._tail = None
+        self._process, self._tail, self._logged = None, None, []
 
     def _ends(self, since: float = 0.0) -> list[float]:
         """Return when steps of its first process ended, since a time."""

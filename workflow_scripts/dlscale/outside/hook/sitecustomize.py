@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import weakref
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Watcher:
         with contextlib.suppress(OSError):  # a program that removed the folder runs all the same
             Path(STEPS, "hook").touch()
         self._window: Any = None
+        self._known: dict[int, tuple[int, Any]] = {}
+        self._numbers = itertools.count(1)
         self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -69,19 +72,16 @@ class Watcher:
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return
-        torch, known = sys.modules["torch"], set()
+        torch, log, number = sys.modules["torch"], self._log, self._number
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             try:
                 # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function: `bool()` is False.
                 if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
                     return
-                if id(optimizer) not in known:
-                    known.add(id(optimizer))
-                    self._log.gradients(followed(optimizer))
-                self._log.step(id(optimizer))
+                log.step(number(optimizer))
             except Exception as error:
-                self._log.stop(error)
+                log.stop(error)
 
         module.register_optimizer_step_post_hook(stepped)
         if PROFILED and not self._timed.rank():
@@ -92,9 +92,21 @@ class Watcher:
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
 
+    def _number(self, optimizer: Any) -> int:
+        """Return an optimiser's number; another one may get the address of one that is gone."""
+        number, own = self._known.get(id(optimizer), (0, None))
+        if own is None or own() is not optimizer:
+            try:
+                number, own = next(self._numbers), weakref.ref(optimizer)
+            except TypeError:  # an optimiser with slots
+                return id(optimizer)
+            self._known[id(optimizer)] = number, own
+            self._log.gradients(followed(optimizer))
+        return number
+
     def _optimizers_of_pytorch_1(self, module: Any) -> None:
         """Wrap the step of each class of optimizers when the first one is made: there is no hook for all."""
-        make, log = module.Optimizer.__init__, self._log
+        make, log, number = module.Optimizer.__init__, self._log, self._number
 
         def made(self: Any, *args: Any, **kwargs: Any) -> None:
             make(self, *args, **kwargs)
@@ -104,7 +116,10 @@ class Watcher:
                 @functools.wraps(original)
                 def step(self: Any, *args: Any, **kwargs: Any) -> Any:
                     found = original(self, *args, **kwargs)
-                    log.step(id(self))
+                    try:
+                        log.step(number(self))
+                    except Exception as error:
+                        log.stop(error)
                     return found
 
                 step._dlscale = True  # type: ignore[attr-defined]
