@@ -14,7 +14,7 @@ from dlscale.core.machine import CALLER, callers_values
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
-from dlscale.preflight.run import read_target, site_words, studies
+from dlscale.preflight.run import read_target, refuse_late_words, site_words, studies
 from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
@@ -69,6 +69,7 @@ def rung_file(name, rung):
 
 def asked_targets():
     """Return the targets of the command line that are results, plans, datasets or studies."""
+    refuse_late_words(map(str, (COMMAND_LINE.targets or ()) if COMMAND_LINE else ()), CONFIG)
     found = [read_target(word, CONFIG) for word in asked_names()]
     return [target for target in found if target]
 

@@ -31,7 +31,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dlscale.core import process
+from dlscale.core import interrupt, process
 from dlscale.core.errors import UserError
 from dlscale.core.files import OLDEST
 from dlscale.core.process import only_writer
@@ -47,7 +47,9 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 gc.freeze()  # what is imported stays; to look for garbage among it took a fifth of a dry run
 
-if not workflow.is_main_process:
+if workflow.is_main_process:
+    interrupt.end_at_once("snakemake")
+else:
     # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -238,7 +240,7 @@ def reason_to_run(job):
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,
-        failed=status.last_word(Path(next(iter(job.log), "")), why.stage_of(job.rule.name)) is not None,
+        failed=status.failure(Path(next(iter(job.log), "")), why.stage_of(job.rule.name)) is not None,
         before=sorted(reason.params_changed.only_old),
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),
@@ -321,8 +323,10 @@ def be_the_only_controller():
 
 def lock_results(**named):
     """Refuse to change results while another call does; a dry run changes nothing."""
+    interrupt.raise_again()
     if is_dry(**named) or HELD:
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until Snakemake's own: its lock must not stay
     if SITE.scheduler:
         be_the_only_controller()
     # Snakemake's own lock is of this folder; another checkout may have the same `results`.

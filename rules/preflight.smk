@@ -56,7 +56,7 @@ def looked():
 def show_failures():
     """Print a line for each job that failed; return whether that says all."""
     if INTERRUPTED:
-        print("", "Interrupted. What is done is kept: the same command goes on from there.", sep="\n", file=sys.stderr)
+        print("", process.INTERRUPTED_CALL, sep="\n", file=sys.stderr)
         return True
     lines = sorted(why.failed(*job, STARTED) for job in failed_jobs())
     if lines:

@@ -148,6 +148,7 @@ def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str
     [
         ("dlscale train: p.yaml: no such file", "failed"),
         ("dlscale train: asked to end; saved after step 3 of 9; run it again", "failed"),
+        ("dlscale train: interrupted", "done"),
         ("epoch 1 of 2: 3.0 s", "done"),
     ],
 )
@@ -624,6 +625,67 @@ def test_a_call_that_makes_nothing_prints_by_itself(tmp_path: Path) -> None:
     code = f"import sys; from dlscale.preflight import status; sys.exit(status.shown({[sys.executable, '-c', said]!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows\n", "word\n")
+
+
+INTERRUPTIBLE = """
+import os, signal, time
+from dlscale.core.interrupt import end_at_once, raise_again
+end_at_once("first")
+end_at_once("second")
+{then}
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "status", "said"),
+    [
+        ("", 130, "first: interrupted\n"),
+        ("raise_again()", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("raise_again(); end_at_once('')", 130, ""),
+    ],
+)
+def test_ctrl_c_is_one_line_until_there_is_something_to_clean_up(then: str, status: int, said: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTIBLE.format(then=then)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr[-len(said) :]) == (status, said)
+    assert bool(done.stderr) == bool(said)
+
+
+def test_ctrl_c_stays_ignored() -> None:
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c"]
+    code = INTERRUPTIBLE.format(then="raise_again(); end_at_once('third')").replace("sleep(10)", "sleep(0)")
+    done = subprocess.run([*command, code], stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+#: The command line, which makes a file when it begins to import.
+STARTING = """
+import pathlib, sys
+from dlscale.core import interrupt
+def end_at_once(name, real=interrupt.end_at_once):
+    real(name)
+    pathlib.Path("ready").touch()
+interrupt.end_at_once = end_at_once
+from dlscale.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.9])
+@pytest.mark.parametrize("words", [["status"], ["measure", "--", "sleep", "60"], ["run"]], ids=lambda words: words[0])
+def test_ctrl_c_during_start_up_is_a_line(tmp_path: Path, words: list[str], seconds: float) -> None:
+    """Whatever is imported then."""
+    command = [sys.executable, "-P", "-c", STARTING, *words]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        until("its begin", (tmp_path / "ready").exists, process)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=PATIENCE)[1]
+    assert "Traceback" not in said
+    if seconds == 0.0:
+        assert (process.returncode, said) == (130, f"dlscale {words[0]}: interrupted\n")
 
 
 def test_a_call_that_is_killed(tmp_path: Path) -> None:

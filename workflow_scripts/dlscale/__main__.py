@@ -1,19 +1,26 @@
 """`python -m dlscale STAGE ...`."""
 
-import gc
 import os
 import sys
-
-from dlscale import cli
-from dlscale.core import machine
 
 
 def main() -> int:
     """Run one stage in this process."""
+    from dlscale.core import interrupt
+
+    name = f"dlscale {sys.argv[1]}" if sys.argv[1:] and not sys.argv[1].startswith("-") else "dlscale"
+    name = "" if "--log" in sys.argv else name  # a job: Snakemake says it once
+    interrupt.end_at_once(name)
+    import gc
+
+    from dlscale import cli
+    from dlscale.core import machine
+
     machine.GIVEN |= machine.first_environment()
     # What it starts imports nothing from the working folder either, but for programs.
     os.environ["PYTHONSAFEPATH"] = "1"
     status = cli.main()
+    interrupt.end_at_once(name)
     gc.freeze()  # as it ends Python looks for garbage among all that was imported: a second, with PyTorch
     return status
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dlscale.core import environment, process, progress, registry, telemetry
+from dlscale.core import environment, interrupt, process, progress, registry, telemetry
 from dlscale.core.errors import PeerLost, Stopped, UserError, nearest
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
@@ -430,6 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for warning in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
     try:
+        interrupt.raise_again()
         if args.log:
             log, rank = Path(args.log), ranks().rank  # of several processes all but the first have logs of their own
             terminal = process.redirect(log.with_name(f"{log.stem}.rank{rank}{log.suffix}") if rank else log)
@@ -444,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
         return _fail(terminal, name, STOPPED if isinstance(ended, Stopped) else process.LOST, ended)
     except KeyboardInterrupt:
-        return _fail(terminal, name, INTERRUPTED, "interrupted")
+        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # the log alone, if there is one
     except Exception as error:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # as of `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends

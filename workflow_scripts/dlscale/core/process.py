@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from dlscale.core import interrupt
 from dlscale.core.errors import UserError
 from dlscale.core.files import explained, open_regular
 
@@ -159,6 +160,11 @@ def turn(path: Path) -> Iterator[None]:
 
 # ---- its end ------------------------------------------------------------------------------------------
 
+#: Last message of a process that Ctrl-C ended.
+INTERRUPTED = "interrupted"
+#: Last message of such a call of the workflow.
+INTERRUPTED_CALL = "Interrupted. What is done is kept: the same command goes on from there."
+
 #: Status of a process that ends since another one of its run ended, hangs, or sends wrong values.
 LOST = 76
 
@@ -191,10 +197,15 @@ def with_last_word(
     def done(*args: object, **named: object) -> None:
         try:
             work(*args, **named)
+        except KeyboardInterrupt:
+            print("", INTERRUPTED_CALL, sep="\n", file=sys.stderr)
+            sys.exit(130)
         except Exception as error:
             if not failed(error):
                 raise
             sys.exit(1)
+        finally:
+            interrupt.end_at_once("snakemake")
         if status := ended():
             sys.exit(status)
 

@@ -61,8 +61,9 @@ KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
 ASKED = "DLSCALE_ASKED"
 #: Program that is Snakemake, but for what it says of a mistaken option.
 SNAKEMAKE = (
-    "import argparse; from dlscale.preflight.run import refuse_option; from snakemake.cli import main; "
-    "argparse.ArgumentParser.error = refuse_option; main()"
+    "from dlscale.core.interrupt import end_at_once; end_at_once('dlscale run'); import argparse; "
+    "from dlscale.preflight import run; from snakemake import cli; "
+    "argparse.ArgumentParser.error = run.refuse_option; cli.print = run.print_without_profile; cli.main()"
 )
 
 
@@ -116,6 +117,14 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
         lacking = "; ".join(f"{run}: {what}" for run, what in configuration.left_out[name].items())
         raise UserError(f"{word}: no run of it can be on this machine ({lacking})")
     return Target(word, plans=(name,))
+
+
+def refuse_late_words(targets: Iterable[str], configuration: Configuration) -> None:
+    """Refuse plans and settings among Snakemake's targets: `dlscale run` reads them before Snakemake's options only."""
+    for word in targets:
+        if (word in configuration.plans or SETTING.fullmatch(word)) and not Path(word).exists():
+            example = f"dlscale run {word}" if word in configuration.plans else f"dlscale run PLAN {word}"
+            raise UserError(f"{word}: write plans and settings before Snakemake's options: {example} --cores 4")
 
 
 def typed_target(word: str, configuration: Configuration) -> Target:
@@ -282,6 +291,12 @@ def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
     words += ["--configfile", *call.files] if call.files else []
     words += call.rest
     return words + ([*([] if "--" in call.rest else ["--"]), *names] if names else [])
+
+
+def print_without_profile(*values: object, **named: Any) -> None:
+    """Print what Snakemake prints, except the line on the profile that it uses."""
+    if not str(values[0] if values else "").startswith("Using "):
+        print(*values, **named)
 
 
 def refuse_option(parser: argparse.ArgumentParser, message: str) -> NoReturn:

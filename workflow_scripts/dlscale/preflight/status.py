@@ -31,6 +31,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
 from dlscale.core.machine import gpus
 from dlscale.core.metrics import Epoch, read_epochs
+from dlscale.core.process import INTERRUPTED
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
 from dlscale.core.stages import DATA_STAGES, STAGES
 from dlscale.core.text import NONE, aligned, duration, many, number, percent
@@ -105,7 +106,7 @@ def _data(results: Path, name: str) -> list[Row]:
         return [Row(what, doing.what, "running", doing) for doing in told]
     if (results / "data" / name / "manifest.json").exists():
         return [Row(what, "", "done")]
-    ended = [Row(what, stage, "failed", error=word) for log, stage in logs.items() if (word := last_word(log, stage))]
+    ended = [Row(what, stage, "failed", error=word) for log, stage in logs.items() if (word := failure(log, stage))]
     return ended[:1] or [Row(what, "", "waiting")]
 
 
@@ -118,7 +119,7 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
         state = "running"
     elif doing:
         state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
-    elif error := last_word(log, stage):
+    elif error := failure(log, stage):
         state = "failed"
     if stage == "train" and state != "waiting":
         with contextlib.suppress(UserError):  # none is done
@@ -152,6 +153,11 @@ def last_word(log: Path, stage: str) -> str | None:
     last = next((line for line in reversed(tail) if line.strip()), "")
     start = f"dlscale {stage}: "
     return last.removeprefix(start) if last.startswith(start) else None
+
+
+def failure(log: Path, stage: str) -> str | None:
+    """Return the reason at the end of a log why its stage failed; None also if the stage was interrupted."""
+    return None if (word := last_word(log, stage)) == INTERRUPTED else word
 
 
 # ---- in words ----------------------------------------------------------------------------------------
@@ -277,6 +283,7 @@ def be_shown() -> None:
     sys.stderr.flush()
     for stream in (1, 2):
         os.dup2(int(os.environ[PIPE]), stream)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def speak() -> None:
@@ -377,6 +384,12 @@ def drawn(progress: CallProgress, now: float) -> RenderableType:
 # ---- the call ----------------------------------------------------------------------------------------
 
 
+def _begin(parent: int) -> None:
+    """Have this process end with its parent; block Ctrl-C until `end_at_once`: Python would print a traceback."""
+    machine.with_parent(parent, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
 def shown(command: Sequence[str]) -> int:
     """Run Snakemake and show its progress; return its status. Until it calls `be_shown` its output is its own.
 
@@ -397,7 +410,7 @@ def shown(command: Sequence[str]) -> int:
             stdin=subprocess.DEVNULL,
             pass_fds=[writing],
             process_group=0,
-            preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),
+            preexec_fn=functools.partial(_begin, os.getpid()),
         )
 
         def interrupt(*_: object) -> None:
