@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +202,131 @@ def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pyt
         "image: channels, type or grid (40, 1, 7, 5) differ from those of other files (40, 1, 6, 5)"
         in capfd.readouterr().err
     )
+
+
+# ---- files that its code reads -------------------------------------------------------------------------
+
+READING = """
+import os, sqlite3, tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import h5py
+
+from dlscale.data.kind import RawFile
+
+HERE = Path(__file__).parent
+{imported}
+
+class Lazy(ArraySource):
+    def read(self, start, stop):
+        {late}
+        return super().read(start, stop)
+
+def open_source(dataset, part, paths):
+    (named,) = paths
+    y = np.load(named)
+    {early}
+    return Lazy({{"y": y}})
+
+def parts(self, dataset):
+    {listed}
+    return [Part(split, "all", (RawFile("y.npy", str(HERE / "y.npy")),)) for split in ("train", "valid")]
+
+Marks.parts = parts
+"""
+OTHER = "HERE / 'other.npy'"
+CAUGHT = f"""try:
+        np.load({OTHER})
+    except Exception:
+        pass"""
+THREAD = f"ThreadPoolExecutor(1).submit(np.load, {OTHER}).exception()"
+OWN = """folder = tempfile.mkdtemp(dir=HERE)
+    np.save(folder + "/a.npy", y); os.rename(folder + "/a.npy", folder + "/b.npy"); np.load(folder + "/b.npy")
+    with h5py.File(folder + "/c.h5", "w") as file: file["y"] = y
+    with h5py.File(folder + "/c.h5") as file: file["y"][()]
+    import matplotlib.font_manager, zoneinfo; zoneinfo.ZoneInfo("Europe/Zurich")
+    with tempfile.TemporaryFile() as file: file.write(b"1"); file.seek(0); file.read()
+    open("/proc/self/stat").read(); import wave"""
+
+
+def preprocessed(folder: Path, **code: str) -> int:
+    """Preprocess a part with a kind whose code reads files; return the exit status."""
+    np.save(folder / "y.npy", np.arange(6.0))
+    np.save(folder / "other.npy", np.arange(6.0))
+    np.arange(6.0).tofile(folder / "other.raw")
+    (folder / "other.txt").write_text("1")
+    sqlite3.connect(folder / "other.db").execute("create table t (x)")
+    with h5py.File(folder / "other.h5", "w") as file:
+        file["y"] = np.arange(6.0)
+    empty = dict.fromkeys(("imported", "late", "early", "listed"), "pass")
+    write(folder / "kind_that_reads.py", MODULE + READING.format(**{**empty, **code}))
+    sys.modules.pop("kind_that_reads", None)
+    registry.add("s", folder / "kind_that_reads.py")
+    words = ["--part", "train/all", "--source", folder / "y.npy", "--out", folder / "piece.h5"]
+    return stage("preprocess", "--config", json.dumps({"kind": "marks"}), *words)
+
+
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [
+        ("early", f"np.load({OTHER})"),
+        ("early", f"np.load({OTHER}, mmap_mode='r')"),
+        ("early", "np.fromfile(HERE / 'other.raw')"),
+        ("early", "np.memmap(HERE / 'other.raw', mode='r+')"),
+        ("early", "h5py.File(HERE / 'other.h5')"),
+        ("early", "h5py.File(HERE / 'other.h5', 'a')"),
+        ("early", "sqlite3.connect(HERE / 'other.db')"),
+        ("early", "os.open(HERE / 'other.txt', os.O_RDONLY)"),
+        ("early", CAUGHT),
+        ("early", THREAD),
+        ("late", "(HERE / 'other.txt').read_text()"),
+        ("imported", "TABLE = (HERE / 'other.txt').read_text()"),
+    ],
+)
+def test_a_file_that_parts_do_not_name_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str, code: str
+) -> None:
+    assert preprocessed(tmp_path, **{place: code}) == 2
+    text = capfd.readouterr().err
+    assert re.search(r"/other\.\w+: opened by the study's own code, but not named in `parts`", text), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(("place", "code"), [("early", OWN), ("listed", "(HERE / 'other.txt').read_text()")])
+def test_named_files_those_of_its_own_and_of_packages_are_read(tmp_path: Path, place: str, code: str) -> None:
+    assert preprocessed(tmp_path, **{place: code}) == 0
+    np.testing.assert_array_equal(h5py.File(tmp_path / "piece.h5")["y"], np.arange(6))
+    np.load(tmp_path / "other.npy")  # afterwards all is as before
+    h5py.File(tmp_path / "other.h5").close()
+
+
+@pytest.mark.parametrize("role", ["acquire", "complete"])
+def test_acquiring_and_describing_read_named_files_only(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The raw file's origin, and the dataset's own folder."""
+    (tmp_path / "other.txt").write_text("1")
+    (tmp_path / "y.txt").write_text("2")
+    kind, code, raw = registry.kind("marks"), registry.load(module), RawFile("a.txt", str(tmp_path / "y.txt"))
+    if role == "complete":
+        make_parts(tmp_path / "data", {"kind": "marks"})
+        products = ["--manifest", tmp_path / "data/manifest.json", "--stats", tmp_path / "data/stats"]
+        words = ["describe", "--config", tmp_path / "data/config.yaml", *products]
+    else:
+        monkeypatch.setattr(
+            type(kind), "parts", lambda *_: [Part(split, "all", (raw,)) for split in ("train", "valid")]
+        )
+        words = ["acquire", "--config", '{"kind": "marks"}', "--file", "a.txt", "--out", tmp_path / "source/a.txt"]
+        (tmp_path / "source").mkdir()
+    for name, status in (("y.txt" if role == "acquire" else "data/train/all.h5", 0), ("other.txt", 2)):
+
+        def act(dataset: Any, given: Any, out: Path, progress: Any, name: str = name) -> Any:
+            text = (tmp_path / name).read_bytes()
+            return given if role == "complete" else out.write_bytes(text)
+
+        monkeypatch.setattr(code, role, act, raising=False)
+        assert stage(*words) == status
 
 
 # ---- studies from outside: where they are, and their mistakes ------------------------------------------

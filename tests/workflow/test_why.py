@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.workflow.conftest import RESULTS, Tree
@@ -140,3 +142,69 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     (locked / "0.output.lock").write_text(f"{RESULTS}/data/waves/manifest.json\n")
     wrong = tree.shell(run)
     assert wrong.returncode == 1 and wrong.stderr.startswith("LockException:\n") and "--unlock" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_raw_files_that_are_replaced_are_seen(make_tree: Callable[..., Tree]) -> None:
+    """Also by older ones, and those of a study's own kind; a file that is gone leaves what was made of it."""
+    array = {"channels": ["f"]}
+    arrays = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "input": array, "target": array}
+    starter = {"kind": "starter", "source": {**arrays, "shares": {"train": 0.5, "valid": 0.5}}}
+    datasets = {"squares": starter, "curves": {"kind": "own"}}
+    tree = make_tree({"results": "results", "studies": {"own": "own.py"}, "datasets": datasets})
+    (tree.path / "own.yaml").write_text("settings: {}\n")
+    named = """
+from typing import Literal
+import numpy as np
+from dlscale import ArraySource, DatasetKind, DatasetSettings, Part, RawFile, Strict
+
+class Settings(DatasetSettings):
+    kind: Literal["own"]
+
+class Own(DatasetKind):
+    name, Settings = "own", Settings
+    def parts(self, dataset):
+        raw = RawFile("y.npy", "y.npy")
+        return [Part("train", "train", (raw,), (0, 0.5)), Part("valid", "valid", (raw,), (0.5, 1))]
+
+def open_source(dataset, part, paths):
+    y = np.load(paths[0])
+    return ArraySource({"y": y[: len(y) // 2] if part.split == "train" else y[len(y) // 2 :]})
+
+class Study:
+    dataset, Model, Loss = "own", Strict, Strict
+
+KINDS, STUDY = [Own()], Study()
+"""
+    (tree.path / "own.py").write_text(named)
+
+    def write(factor: float, age: int = 0) -> None:
+        values = np.arange(16.0, dtype=np.float32).reshape(4, 1, 2, 2) * factor
+        np.savez(tree.path / "mine.npz", input=values, target=values)
+        np.save(tree.path / "y.npy", values[:, 0, 0, 0])
+        for name in ("mine.npz", "y.npy"):
+            os.utime(tree.path / name, (1.7e9 - age, 1.7e9 - age))
+
+    def maximum(name: str, field: str) -> float:
+        manifest = json.loads((tree.results / f"data/{name}/manifest.json").read_text())
+        return float(manifest["fields"][field]["maximum"][0])
+
+    targets = ["data_squares", "data_curves"]
+    write(1)
+    done = tree.snakemake("--cores", "2", "--", *targets)
+    assert done.status == 0, done.output[-3000:]
+    write(10, age=1000)
+    planned = tree.snakemake("--dry-run", "--", *targets)
+    lines = why(planned.output)
+    assert all(any(name in line for line in lines) for name in ("files.mine.npz", "files.y.npy")), planned.output
+    assert tree.snakemake("--cores", "2", "--", *targets).status == 0
+    assert maximum("squares", "input") == 70 and maximum("curves", "y") == 40
+    for name in ("mine.npz", "y.npy"):
+        (tree.path / name).unlink()
+    planned = tree.snakemake("--dry-run", "--", *targets)
+    assert planned.status == 0 and "what was made of it stays as it is" in planned.output and not why(planned.output)
+    write(10, age=1000)
+    (tree.path / "own.py").write_text(named.replace("np.load(paths[0])", "np.load('y.npy') + 0 * np.load('z.npy')"))
+    np.save(tree.path / "z.npy", np.zeros(4))
+    refused = tree.snakemake("--cores", "2", "--", *targets)
+    assert refused.status != 0 and "z.npy: opened by the study's own code, but not named in `parts`" in refused.output

@@ -40,6 +40,7 @@ GUARDS = {
     "dlscale.core.settings": "settings from files, or a message",
     # files: as they were, whole, or a message
     "dlscale.core.files": "outputs that appear whole or not at all",
+    "dlscale.data.reads": "files that a study's own code may read, or a message",
     "dlscale.data.staging": "whole data files, near their readers, or a message",
     # processes that meet, are watched, and end
     "dlscale.core.process": "rank, log, locks and last message of a process",

@@ -19,7 +19,7 @@ from dlscale.core import files, urls
 from dlscale.core.errors import UserError, nearest
 from dlscale.core.process import only_writer
 from dlscale.core.progress import Progress
-from dlscale.data import parts
+from dlscale.data import parts, reads
 from dlscale.data.kind import file_name, is_url
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 def main(args: argparse.Namespace) -> None:
     """Make `args.out`, the raw file `args.file` of the dataset in `args.config`."""
-    dataset = parts.load_dataset(args.config)
+    dataset = reads.load_dataset(args.config)
     raws = parts.raws(dataset)
     if args.file not in raws:
         raise UserError(f"--file {args.file}: no such raw file{nearest(args.file, raws)}; there are: {', '.join(raws)}")
@@ -40,7 +40,8 @@ def main(args: argparse.Namespace) -> None:
             logging.info("%s: SHA-256 %s, expected %s, from %s", out, digest, sha256, urls.hidden(raw.origin))
         else:
             acquire = parts.needed(dataset, acquirer or "", "acquire")
-            acquire(dataset, raw, out, progress.update)
+            with reads.only_named(dataset.kind, [raw.origin, out.parent]):
+                acquire(dataset, raw, out, progress.update)
 
 
 class _TransientError(Exception):

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
-from dlscale.core.files import reading, sha256, whole
+from dlscale.core.files import reading, sha256, stamp, whole
 from dlscale.core.progress import tracked
-from dlscale.data import parts, staging, store
+from dlscale.data import parts, reads, staging, store
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.store import Field, Moments
 
 
 def main(args: argparse.Namespace) -> None:
     """Write `args.manifest` and `args.stats` of the dataset in `args.config`."""
-    dataset = parts.load_dataset(args.config)
+    dataset = reads.load_dataset(args.config)
     folder = Path(args.manifest).resolve().parent
     if parts.kind_of(dataset).prepared(dataset):
         prepared = parts.needed(dataset, "describe", "describe_prepared")
-        manifest: Manifest = prepared(dataset, [Path(path) for path in args.source], folder)
+        with reads.only_named(dataset.kind, args.source):
+            manifest: Manifest = prepared(dataset, [Path(path) for path in args.source], folder)
     else:
         manifest = describe_own(dataset, folder)
     check_disjoint(manifest)
@@ -30,7 +32,8 @@ def main(args: argparse.Namespace) -> None:
     with whole(args.stats) as stats:
         stats.mkdir()
         if complete is not None:
-            manifest = complete(dataset, manifest, stats, Path(args.stats).name)
+            with reads.only_named(dataset.kind, [folder, *args.source]):
+                manifest = complete(dataset, manifest, stats, Path(args.stats).name)
         if parts.kind_of(dataset).standardised:
             fields = {name: info.standardised() for name, info in manifest.fields.items()}
             manifest = manifest.model_copy(update={"fields": fields})
@@ -77,7 +80,9 @@ def new_manifest(
     dataset: DatasetSettings, fields: dict[str, FieldInfo], splits: dict[str, list[File]], folder: Path
 ) -> Manifest:
     """Return the manifest of a dataset before its kind completes it."""
-    provenance = {"settings": dataset.model_dump(mode="json")}
+    provenance: dict[str, Any] = {"settings": dataset.model_dump(mode="json")}
+    raws = {raw.origin: Path(raw.origin) for raw in parts.raws(dataset).values() if "://" not in raw.origin}
+    provenance["raws"] = {origin: stamp(path) for origin, path in raws.items() if path.is_file()}
     rows = parts.kind_of(dataset).rows
     return Manifest(kind=dataset.kind, rows=rows, fields=fields, splits=splits, provenance=provenance, folder=folder)
 

@@ -6,6 +6,7 @@ Memory is bounded, whatever a file's size.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,14 @@ from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
-from dlscale.data import parts, store
+from dlscale.data import parts, reads, store
 from dlscale.data.source import Source
 from dlscale.data.store import Field, Moments
 
 
 def main(args: argparse.Namespace) -> None:
     """Write a piece of a part of the dataset in `args.config` to `args.out`, or the part: its `args.pieces` joined."""
-    dataset = parts.load_dataset(args.config)
+    dataset = reads.load_dataset(args.config)
     if "pieces" in args:
         assemble(dataset, args.pieces, args.out)
     else:
@@ -36,8 +37,9 @@ def preprocess(dataset: DatasetSettings, args: argparse.Namespace) -> None:
     """Write piece `args.piece` of part `args.part`, in model units, to `args.out`."""
     part = parts.part(dataset, args.part)
     open_source = parts.needed(dataset, "source", "open_source")
-    source: Source = open_source(dataset, part, [Path(path) for path in args.source])
-    try:
+    with reads.only_named(dataset.kind, args.source), contextlib.ExitStack() as stack:
+        source: Source = open_source(dataset, part, [Path(path) for path in args.source])
+        stack.callback(source.close)
         start, stop = parts.piece_rows(source.fields[0].rows, args.piece, dataset.pieces)
         if stop <= start:
             raise UserError(
@@ -47,8 +49,6 @@ def preprocess(dataset: DatasetSettings, args: argparse.Namespace) -> None:
         block = max(1, store.MEMORY // source.bytes_per_row)
         with whole(args.out) as out:
             write_piece(source, out, start, stop, block, args.part)
-    finally:
-        source.close()
 
 
 def write_piece(source: Source, out: Path, start: int, stop: int, block: int, label: str) -> None:

@@ -27,12 +27,13 @@ from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
 from dlscale.core import registry, urls
 from dlscale.core.errors import UserError
-from dlscale.core.files import sha256
+from dlscale.core.files import read_json, sha256, stamp
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
 from dlscale.core.machine import gpus
 from dlscale.core.process import LAUNCHED
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
+from dlscale.data.kind import DatasetKind
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import cost
 from dlscale.preflight.probe import Finding, probe_raw
@@ -178,19 +179,38 @@ class Jobs:
             settings = {**kind.raw_settings(dataset, raw), **({"files": seen} if seen else {})}
         return self.params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
 
-    def _seen(self, name: str, raw: Any) -> str | None:
+    def _seen(self, name: str, raw: Any) -> Any:
         """Return the state of a raw file's origin, or the fault of a broken one, which its job reports."""
         dataset = self.datasets[name]
+        kind = parts.kind_of(dataset)
+        if type(kind).look is DatasetKind.look:
+            return self._stamp(name, raw)
         try:
-            return self._broken.get(name) or parts.kind_of(dataset).look(dataset, raw, Path(self.raw_path(name, raw)))
+            return self._broken.get(name) or kind.look(dataset, raw, Path(self.raw_path(name, raw)))
         except UserError as error:
             self._broken[name] = str(error)
             self.say_of_data(Finding(f"data {name}", "FAIL", str(error)))
         return self._broken[name]
 
+    def _stamp(self, name: str, raw: Any) -> list[int] | None:
+        """Return size and time of a user's file; of a missing one those that the manifest remembers."""
+        if raw.origin == "simulated" or "://" in raw.origin or self.makes(raw.origin):
+            return None
+        if (path := Path(raw.origin)).is_file():
+            return list(stamp(path))
+        manifest = Path(f"{self.results}/data/{name}/manifest.json")
+        known = read_json(manifest) if manifest.is_file() else {}
+        found: list[int] | None = known.get("provenance", {}).get("raws", {}).get(raw.origin)
+        return found
+
     def preprocess_params(self, wildcards: Wildcards) -> Params:
         dataset = self.dataset(wildcards)
-        settings = parts.kind_of(dataset).part_settings(dataset, self.part(wildcards))
+        part = self.part(wildcards)
+        settings = parts.kind_of(dataset).part_settings(dataset, part)
+        # Files of users may be swapped for older ones, which modification times alone do not show.
+        raws = [raw for raw in part.raws if not parts.acquired(dataset, raw)]
+        if files := {raw.origin: seen for raw in raws if (seen := self._stamp(wildcards.dataset, raw))}:
+            settings = {**settings, "files": files}
         return self.params(data_modules("preprocess", dataset.kind), settings)
 
     def assemble_params(self, wildcards: Wildcards) -> Params:

@@ -157,9 +157,9 @@ def _field(key: str, stored: tuple[int, ...], dtype: np.dtype, rows: int, info: 
     grid = stored[1:]
     axis = info.channel_axis or _evident_axis(grid, len(info.channels))
     if axis is None or (axis in ("first", "last") and not grid):
-        problem = f"which has no axis of channels ({axis})" if axis else "whose axis of channels is unclear"
+        fact = f"no axis of channels ({axis})" if axis else "no evident axis of channels"
         raise UserError(
-            f"{path}: '{info.array or key}' has shape {list(stored)}, {problem}; set `source.{key}.channel_axis` of the "
+            f"{path}: '{info.array or key}' has shape {list(stored)}, {fact}; set `source.{key}.channel_axis` of the "
             "dataset: none (samples have no channels), first or last (axis of a sample), new (samples are one channel)"
         )
     shape = {"none": grid, "first": grid, "last": (*grid[-1:], *grid[:-1]), "new": (1, *grid)}[axis]

@@ -1,6 +1,6 @@
 """Data of the study in waves.py, made in memory. An edit here makes them again, one there does not.
 
-A file that is opened here and not named in `parts` is not fingerprinted: return a `RawFile` for it, and read `paths`.
+A file that is opened here and not named in `parts` is refused: return a `RawFile` for it, and read `paths`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,113 @@
+"""Files that a study's own data code reads: only those that its `parts` name, because only their changes are seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import site
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from dlscale.config.dataset import DatasetSettings
+from dlscale.core import registry
+from dlscale.core.errors import UserError
+from dlscale.core.settings import read_settings
+from dlscale.data import parts
+
+#: Variables that name folders of caches and settings.
+_CACHES = re.compile(r".*CACHE.*|XDG_CONFIG_HOME|MPLCONFIGDIR|TORCH_HOME|HF_HOME")
+#: Suffixes of code: fingerprints cover the modules of a study.
+_CODE = (".py", ".pyc", ".pyi", ".so")
+
+
+class _Guard:
+    """Judges each file that this process opens while it is active."""
+
+    active: _Guard | None = None  #: Audit hooks stay for good, so one hook looks here.
+    hooked = False
+
+    def __init__(self, named: Iterable[str | Path]) -> None:
+        places: list[str | Path] = [
+            sys.prefix,
+            sys.base_prefix,
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            registry.PACKAGE,
+        ]
+        places += ["/proc", "/sys", "/dev", "/etc", "/usr/lib", "/usr/share", *named]
+        places += [value for name, value in os.environ.items() if value and _CACHES.fullmatch(name)]
+        self._places = [Path(os.path.realpath(place)) for place in places]
+        self._temporary, self._home = (Path(os.path.realpath(p)) for p in (tempfile.gettempdir(), Path.home()))
+        self._began, self._written = time.time(), set[Path]()
+        self.refused: UserError | None = None
+
+    def judge(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Raise a `UserError` if an audit event reads a file whose changes would stay unseen."""
+        path = arguments[0] if arguments else None
+        if event not in ("open", "sqlite3.connect", "os.rename") or not isinstance(path, str | bytes | os.PathLike):
+            return
+        real = Path(os.path.realpath(os.fsdecode(path)))
+        if event == "os.rename":
+            self._written |= {Path(os.path.realpath(os.fsdecode(arguments[1])))} if real in self._written else set()
+            return
+        flags = arguments[2] if event == "open" else os.O_RDONLY
+        with contextlib.suppress(OSError):
+            made = bool(flags & os.O_TRUNC) or (flags & os.O_CREAT and not real.exists())
+            if made or flags & os.O_ACCMODE == os.O_WRONLY:
+                self._written |= {real} if made else set()
+            elif self._is_unseen(real):
+                self.refused = UserError(
+                    f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`: its changes would "
+                    "be ignored; return a `RawFile` of it from `parts` and open `paths`, or use kind `starter` with "
+                    "`source: {kind: arrays}` (docs/adding.md)"
+                )
+                raise self.refused
+
+    def _is_unseen(self, real: Path) -> bool:
+        status = real.stat()
+        if not stat.S_ISREG(status.st_mode) or real.suffix in _CODE or real in self._written:
+            return False
+        hidden = real.is_relative_to(self._home) and real.relative_to(self._home).parts[0].startswith(".")
+        fresh = real.is_relative_to(self._temporary) and status.st_ctime >= self._began
+        return not (hidden or fresh or any(map(real.is_relative_to, self._places)))
+
+
+@contextlib.contextmanager
+def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
+    """Refuse files of users but `named` and what is below, for kinds of datasets from outside."""
+    if kind in registry.shipped_kinds():
+        yield
+        return
+    if not _Guard.hooked:
+        sys.addaudithook(lambda event, arguments: _Guard.active.judge(event, arguments) if _Guard.active else None)
+        _Guard.hooked = True
+    guard, before, init = _Guard(named), _Guard.active, h5py.File.__init__
+
+    def checked(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if mode[0] in "wx" else os.O_RDONLY
+        guard.judge("open", (name, mode, flags))  # HDF5 opens files without an audit event
+        init(self, name, mode, *args, **kwargs)
+
+    try:
+        _Guard.active, h5py.File.__init__ = guard, checked
+        yield
+        if guard.refused:  # also where the study's code caught it
+            raise guard.refused
+    finally:
+        _Guard.active, h5py.File.__init__ = before, init
+
+
+def load_dataset(config: str | Path) -> DatasetSettings:
+    """Read a dataset's settings; a module from outside reads no user's file when it is imported."""
+    kind = str(read_settings(config)[0].get("kind"))
+    with only_named(kind, []):
+        registry.kind(kind)
+    return parts.load_dataset(config)
