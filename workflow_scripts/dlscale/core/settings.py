@@ -93,8 +93,8 @@ def _expanded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
     if node not in sizes:
         sizes[node] = 1  # also of a node within itself, which its construction refuses
         if isinstance(node, yaml.CollectionNode):
-            pairs = isinstance(node, yaml.MappingNode)
-            inner = itertools.chain.from_iterable(node.value) if pairs else node.value
+            mapping = isinstance(node, yaml.MappingNode)
+            inner = itertools.chain.from_iterable(node.value) if mapping else node.value
             sizes[node] += sum(_expanded(each, sizes) for each in inner)
     return sizes[node]
 
