@@ -299,10 +299,10 @@ def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row
 
 def _check_order(path: Path, training: Sequence[tuple[float, Row]]) -> None:
     """Refuse times that do not increase with the steps."""
-    pairs = [(a, b) for a, b in itertools.pairwise(training) if a[1][2] != b[1][2]]
-    wrong = [(a, b) for a, b in pairs if (a[0] - b[0]) * (a[1][2] - b[1][2]) < 0]
-    if len(pairs) > 1 and (len(wrong) > MAX_BACKWARD * len(pairs) or training[0][0] == training[-1][0]):
-        (_, before), (_, after) = (wrong or pairs)[0]
+    successive = [(a, b) for a, b in itertools.pairwise(training) if a[1][2] != b[1][2]]
+    wrong = [(a, b) for a, b in successive if (a[0] - b[0]) * (a[1][2] - b[1][2]) < 0]
+    if len(successive) > 1 and (len(wrong) > MAX_BACKWARD * len(successive) or training[0][0] == training[-1][0]):
+        (_, before), (_, after) = (wrong or successive)[0]
         raise UserError(
             f"log of steps {path}: `time` does not increase with `step` ({before[1]} at step {before[2]}, {after[1]} "
             f"at step {after[2]}); {EXPECTED}"
