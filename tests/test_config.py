@@ -324,6 +324,8 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
         ("a: " + 3000 * "[", "not valid YAML"),
         ('a: "\\ud800"\n', "line 1: not valid YAML: found invalid Unicode character"),
+        ('a: [1, "b\\0"]\n', "line 1: not valid YAML: a NUL character; remove it"),
+        ('a: 1\n"b\\0": 1\n', "line 2: not valid YAML: a NUL character; remove it"),
         ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),
         (ALIASES, r"not valid YAML: its aliases \(\*\) stand for 2\.1e\+08 values; expected at most 100,000"),
         (MERGED, r"not valid YAML: its aliases \(\*\) stand for .* values; expected at most 100,000"),

@@ -1187,6 +1187,19 @@ def measure_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 Measured = Callable[..., tuple[int, Path]]
 
 
+@pytest.mark.parametrize("size", [None, 8])
+def test_a_page_has_the_unit_of_the_terminal(
+    measure_here: Measured, capfd: pytest.CaptureFixture[str], size: int | None
+) -> None:
+    unit, other = ("samples/s", "steps/s") if size else ("steps/s", "samples/s")
+    _, folder = measure_here(batch_size=size)
+    told, page = capfd.readouterr().err, (folder.parent / "report.html").read_text()
+    assert f" {unit} " in told and other not in told
+    assert unit in page and other not in page
+    record = json.loads((folder / "throughput.json").read_text())
+    assert record["unit"] == unit and 10 < record["FULL"]["mean"] / (size or 1) < 101
+
+
 def test_words_that_are_not_utf_8_and_junk_among_the_steps(measure_here: Measured) -> None:
     """Files of other names, a pipe, a folder, a link, bytes, numbers that no clock shows; what was right counts."""
     times = ["begin 1e307 1.0 0", "begin 1 1 0\ns nan 0 0", "begin 1 1 0\ns 1 0", f"s 1{'0' * 400} 0 0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from dlscale.measure import profile
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
-from dlscale.report.compare import Summary, _calls, compare, short_names
+from dlscale.report.compare import Summary, _calls, compare, read_rows, short_names
 from tests.conftest import stage
 from tests.nsys_databases import Recording
 
@@ -34,6 +36,15 @@ def summary(*rows: TopEntry, steps: int = 4, batch: float | None = None) -> Summ
 def compared(before: Summary, after: Summary) -> dict[str, Any]:
     """Return what became of each row, by name."""
     return {each.name: each for each in compare(before, after).itertuples()}
+
+
+def test_names_in_a_summary_are_no_formulas(tmp_path: Path) -> None:
+    """What a spreadsheet reads has a quote before; what we read has none."""
+    names = ["=cmd()", "+x", "-x", "@x", "\tx", "'=x", "'x", "x=", "-1.5"]
+    profile.write(Profile(), [row(name, 1.0) for name in names], tmp_path)
+    written = [line["name"] for line in csv.DictReader((tmp_path / "profile_summary.csv").open(newline=""))]
+    assert written == ["'=cmd()", "'+x", "'-x", "'@x", "'\tx", "''=x", "'x", "x=", "-1.5"]
+    assert [each.name for each in read_rows(tmp_path / "profile_summary.csv")] == names
 
 
 def test_changes_are_by_profiler_kind_and_name() -> None:

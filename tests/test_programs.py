@@ -25,6 +25,7 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.core.files import temporary_folder
+from dlscale.core.metrics import epoch_lines
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
 from dlscale.outside import checkout, run_program, turns
 from dlscale.outside.program import SOURCES, earlier, epochs_of, steps_at
@@ -220,6 +221,27 @@ def test_a_metric_is_of_the_validation_at_its_step() -> None:
     assert [each.metrics for each in epochs] == [{"epochs": 0.1}, {"epochs": 0.2, "late": 0.9}, {}]
 
 
+@pytest.mark.parametrize(
+    ("samples", "size", "ends", "expected"),
+    [
+        (True, 8, [], (32, 64.0, 0.5)),
+        (False, None, [], (None, None, 0.0625)),  # 4 steps at 64 steps/s
+        (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # it prints samples/s alone
+        (True, None, [], (None, 64.0, 4.0)),  # nothing shows when it validated
+    ],
+)
+def test_samples_of_a_program_are_known_or_missing(
+    samples: bool, size: int | None, ends: list[float], expected: tuple[float | None, ...]
+) -> None:
+    found: Any = SimpleNamespace(
+        full=SimpleNamespace(mean=64.0), outside=SimpleNamespace(samples=samples), batch_size=size
+    )
+    epochs = epochs_of({"loss/valid": [(12.0, 4, 0.5), (16.0, 8, 0.4)]}, ends, found, begin=8.0)
+    epoch = json.loads(epoch_lines(epochs).splitlines()[0])
+    assert (epoch["samples"], epoch["samples_per_second"], epoch["epoch_seconds"]) == expected
+    assert epochs[0].step == 4
+
+
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
     """The first is killed after step 310 of steps of 10 ms, its last second unwritten; the second repeats some."""
     ends = [1000 + step / 100 for step in range(1, 621)]
@@ -265,7 +287,10 @@ def words(**program: Any) -> list[str]:
         ({"command": ["{x}"], "values": {"x": ["a/"]}}, "a/: a folder; .*once its placeholders are replaced"),
         ({"folder": "{x}", "values": {"x": ""}}, "program.folder: .*once its placeholders are replaced"),
         ({"command": ["a", "{x}"], "values": {"x": ["{x}"]}}, "program.values: their placeholders go in a circle"),
-        ({"command": ["a", "b\0c"]}, "program: a NUL character"),
+        (
+            {"command": ["a", "b\0c"]},
+            r"plans\.mine\.runs\.a\.program\.command: a NUL character; remove it",
+        ),
         ({"values": {"batch_size": 99}}, "program.values.batch_size: a setting has this name"),
         ({"values": {"optimizer.lr": 99}}, "program.values.optimizer.lr: a setting has this name"),
         ({"losses": {"a (.)": "loss/vaild"}}, "losses: expected one of ours for each, loss/valid among them"),

@@ -530,6 +530,22 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     assert (a["valid_loss"], a["valid_loss_std"]) == ("nan", "") and float(b["valid_loss_std"]) == 0, "one diverged"
 
 
+def test_text_in_a_table_is_no_formula(results: Results, tmp_path: Path) -> None:
+    """Nor are names of columns; numbers stay."""
+    labels = {"a": '=HYPERLINK("x")', "b": "@SUM(1)", "c": "\tx", "d": "-1", "e": "- 1", "f": "plain"}
+    for name in labels:
+        results.run("p", name)
+    plan = results.plan("p", labels)
+    expected = ['\'=HYPERLINK("x")', "'@SUM(1)", "'\tx", "-1", "'- 1", "plain"]
+    rows = results.collect(plan)
+    assert [row["label"] for row in rows] == expected and rows[0]["full_samples_per_second"] == "22.0"
+    points = [{"run": label, "x": 1.5, "value": -2.5} for label in labels.values()]
+    charts.lines("chart", "about", points, {"x": "=x"}, {"value": "y"}, by="run").write(tmp_path, [*labels.values()])
+    written = [*csv.DictReader((tmp_path / "chart.csv").open(newline=""))]
+    assert [each["run"] for each in written] == expected
+    assert (written[0]["'=x"], written[0]["y"]) == ("1.5", "-2.5")
+
+
 def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> None:
     rows = ladder.collect(ladder.plans[0])
     assert [row["run"] for row in rows] == ["baseline", "workers", "bf16"]
@@ -680,10 +696,10 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower one. A faster loader would help."),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "both alike", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "both alike", "do not overlap"),  # exactly one after the other
+        ((100.0, 100.0, 50.0), "loading in turn", "do not overlap"),  # exactly one after the other
         ((1000.0, 200.0, 120.0), "computation", "they compete"),  # one after the other: 167
         ((100.0, 50.0, 38.0), "computation", "only in part"),
-        ((1000.0, 200.0, 214.0), "computation", "FULL reaches the slower one, within the noise."),
+        ((1000.0, 200.0, 214.0), "computation", "FULL reaches 214: equal to SYNTHETIC within noise."),
     ],
 )
 def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
@@ -712,7 +728,7 @@ def test_what_cannot_be_is_noise_or_a_disturbed_machine(
         )
     )
     assert found and (found.what == "not known") is beyond
-    assert ("the slower one, within the noise. A" in found.why) is not beyond
+    assert (f"FULL reaches {full[0]:.0f}: equal to SYNTHETIC within noise. A" in found.why) is not beyond
     said = f"FULL reaches {full[0]:.0f}, beyond noise. It cannot be faster than its slower part: the machine was"
     assert (said in found.why) is beyond and ("none of these rates hold. Measure again." in found.why) is beyond
 

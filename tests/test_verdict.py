@@ -172,6 +172,7 @@ OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 71]), ["slowing"]),
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 141]), []),
     (program(rates=[100, 101, 102, 100, 100, 100, 99, 98, 98]), []),
+    (program(stopped="OSError: no space left on device"), ["unwatched"]),
     (program(stalled=0.12), ["swapping"]),
     (program(stalled=0.12, waiting=0.6), ["swapping", "workers"]),
     (program(usage(1.5), rank_cores=[0.5, 1.0], rank_waiting=[0.0, 0.0]), ["straggler"]),

@@ -193,15 +193,13 @@ def check(run: Any) -> str | None:
         if known[name] is None:
             return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
     try:
-        found = filled(run)
+        filled(run)
     except RecursionError:
         return "program.values: their placeholders go in a circle"
     except ValidationError as error:  # a list that stands for no word, say
         first = error.errors()[0]
         key = ".".join(map(str, ("program", *first["loc"])))
         return f"{key}: {first['msg'].removeprefix('Value error, ')}, once its placeholders are replaced"
-    if any("\0" in text for text in found.texts()):
-        return "program: a NUL character, which no command can have"
     return None
 
 

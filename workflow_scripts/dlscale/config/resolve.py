@@ -353,12 +353,14 @@ def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]
     return replace(configuration, workflow=workflow.model_copy(update={"report": report}))
 
 
-def _plain(value: Any) -> Any:
-    """Copy nested mappings to dicts; `--config` passes strings, and its null is one."""
+def _plain(value: Any, where: str = "configuration") -> Any:
+    """Copy nested mappings to dicts; refuse NUL characters. `--config` passes strings, and its null is one."""
+    if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, Mapping) else [value])):
+        raise UserError(f"{where}: a NUL character; remove it")
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_plain(inner, where) for inner in value]
     return None if value == "null" else value
 
 

@@ -104,12 +104,13 @@ class Epoch(Record):
 
     epoch: int = Field(ge=1)
     step: int  #: Optimiser steps so far.
-    samples: int  #: Training samples so far.
+    samples: int | None  #: Training samples so far; None if a program's batch size is unknown.
     learning_rate: Number  #: Of the epoch's last step.
     train_loss: Number  #: Mean over the epoch's training samples.
     valid_loss: Number  #: Mean over all validation samples.
     epoch_seconds: Measured  #: Time of training alone, s.
-    samples_per_second: Measured  #: Of training alone; the wait for the first batch is included.
+    #: Of training alone, with the wait for the first batch; None if a program's batch size is unknown.
+    samples_per_second: Measured | None
     valid_seconds: Measured = 0.0  #: Time of validation, which follows, s.
     valid_samples: int = 0  #: Validation samples; 0 if not known.
     valid_steps: int = 0  #: Validation batches; 0 if not known.

@@ -65,6 +65,13 @@ class YamlLoader(yaml.CSafeLoader):
             raise yaml.MarkedYAMLError(problem=problem)
         return self.construct_object(node, deep=True)  # deep: a value in itself is refused
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        """Refuse a NUL character, which no path, command or label can have."""
+        value = super().construct_scalar(node)
+        if "\0" in str(value):
+            raise yaml.MarkedYAMLError(problem="a NUL character; remove it", problem_mark=node.start_mark)
+        return value
+
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Refuse repeated keys, then merge what `<<` brings."""
         written: dict[str, yaml.Node] = {}

@@ -6,13 +6,14 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 #: Stands for a value that is not known.
 NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u00a0"  # a number and its unit stay on one line
-
+#: Text that a spreadsheet runs as a formula, and the same with leading quotes.
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 _COLOURS = {"bold": 1, "red": 31}
 
@@ -104,6 +105,22 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
 def readable(text: str) -> str:
     """Return a word of a command line with bytes that are not UTF-8 written as hexadecimal numbers."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
+
+
+def escape_formula(value: Any) -> Any:
+    """Return text with a leading quote if a spreadsheet would run it as a formula; keep numbers and other values."""
+    if not isinstance(value, str) or not _FORMULA.match(value):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def unescape_formula(text: str) -> str:
+    """Return the text that `escape_formula` wrote."""
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def shorten(text: str, length: int) -> str:

@@ -19,6 +19,7 @@ from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
+from dlscale.core.text import escape_formula
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
 from dlscale.measure.profilers.lines import LineProfiler
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
@@ -59,7 +60,7 @@ def write(record: Profile, rows: list[TopEntry], folder: Path) -> None:
     """Write a profile's record, and all rows of its summary."""
     record.write(folder / "profile.json")
     table = pd.DataFrame([row.model_dump() for row in rows], columns=list(TopEntry.model_fields))
-    table.to_csv(folder / "profile_summary.csv", index=False, float_format="%.6g")
+    table.map(escape_formula).to_csv(folder / "profile_summary.csv", index=False, float_format="%.6g")
 
 
 def measure(

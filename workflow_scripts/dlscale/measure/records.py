@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, computed_field
 
 from dlscale.core.noise import interval
 from dlscale.core.record import Measured, Positive, Record
@@ -138,6 +138,7 @@ class Throughput(Record):
     links: Links | None = None  #: Between several processes, if they were tested.
     outside: Outside | None = None  #: Of another program; FULL is then of windows of its steps.
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def unit(self) -> str:
         """Unit of all rates."""

@@ -211,8 +211,8 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         When the try began, seconds since 1970-01-01 UTC; what was logged before is of earlier ones.
     """
     assert found.full and found.outside
-    size = found.batch_size or 1
-    rate = found.full.mean / (size if found.outside.samples else 1)
+    size, speed = found.batch_size, found.full.mean if found.outside.samples else None
+    rate = _step_rate(found, ends)
     epochs, before, since, untrained = list[Epoch](), 0, -math.inf, None
     points = curves.get("loss/valid", [])
     measured = {name: _by_step(curve, points) for name, curve in curves.items() if name.startswith("valid/")}
@@ -224,17 +224,17 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         if not (number or done):  # before the first step
             untrained, since = Untrained(train_loss=train_loss, valid_loss=value, metrics=metrics), time
             continue
-        seconds = max(done - before, 0) / rate if rate else 0.0
+        seconds = max(done - before, 0) / rate if rate else time - max(since, begin)
         epochs.append(
             Epoch(
                 epoch=len(epochs) + 1,
                 step=done,
-                samples=done * size,
+                samples=done * size if size else None,
                 learning_rate=rates[-1] if rates else math.nan,
                 train_loss=train_loss,
                 valid_loss=value,
                 epoch_seconds=seconds,
-                samples_per_second=rate * size,
+                samples_per_second=speed,
                 valid_seconds=max(time - since - seconds, 0.0) if since > 0 else 0.0,
                 wall_time=time,
                 metrics=metrics,
@@ -249,6 +249,16 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         usual = statistics.median(each.valid_seconds for each in epochs)
         epochs = [each.model_copy(update={"valid_seconds": usual}) for each in epochs]
     return epochs
+
+
+def _step_rate(found: Throughput, ends: list[float]) -> float | None:
+    """Return a program's steps/s; None if it prints samples/s, and neither batch size nor steps are known."""
+    assert found.full and found.outside
+    if found.batch_size or not found.outside.samples:
+        return found.full.mean / (found.batch_size or 1)
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    usual = statistics.median(steps) if steps else 0.0
+    return 1 / usual if usual else None
 
 
 def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:

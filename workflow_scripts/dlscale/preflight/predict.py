@@ -25,7 +25,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
 from dlscale.core.settings import flat, read_yaml
 from dlscale.core.text import aligned, duration, many, number, percent, shorten, size
-from dlscale.measure.records import Throughput
+from dlscale.measure.records import SAMPLE_RATE, Throughput
 from dlscale.measure.scaling import fit as fitting
 from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
 from dlscale.measure.scaling.model import (
@@ -98,6 +98,11 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
                 f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
+            )
+        if measured and measured.unit != SAMPLE_RATE:
+            raise UserError(
+                f"{path}: its batch size is unknown, and its rate is in steps/s; put {{batch_size}} into "
+                "program.command, or measure with --batch-size"
             )
         settings[path] = flat({key: each for key, each in compute_settings(raw).items() if key not in FREE})
         for key in [key for key in settings[path] if key.startswith("program.") and _follows(key)]:
@@ -176,8 +181,9 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
     made = epochs[-1].made_with
     epochs = [epoch for epoch in epochs if made is not None and epoch.made_with == made][1:]
     training, validating = (samples_of(run, split, results) for split in ("train", "valid"))
-    if epochs and training:
-        yield Point(job, statistics.median(epoch.samples_per_second for epoch in epochs), Measure("EPOCH", training))
+    rates = [epoch.samples_per_second for epoch in epochs if epoch.samples_per_second is not None]
+    if rates and training:
+        yield Point(job, statistics.median(rates), Measure("EPOCH", training))
     # One that diverged was not validated.
     taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds and math.isfinite(epoch.train_loss)]
     if taken and validating:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.files import whole, write_text
+from dlscale.core.text import escape_formula
 from dlscale.measure.records import MODES
 
 #: Values for Vega-Lite, or the template.
@@ -115,7 +116,7 @@ class Chart:
         write_text(folder / f"{self.name}.svg", vl_convert.vegalite_to_svg(spec))
         with whole(folder / f"{self.name}.pdf") as temporary:
             temporary.write_bytes(vl_convert.vegalite_to_pdf(spec))
-        table = pd.DataFrame(self.rows).rename(columns=self.titles)
+        table = pd.DataFrame(self.rows).rename(columns=self.titles).rename(columns=escape_formula).map(escape_formula)
         write_text(folder / f"{self.name}.csv", table.to_csv(index=False, lineterminator="\n"))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from dlscale.core.files import write_text
 from dlscale.core.metrics import Epoch
-from dlscale.measure.records import MODES, SAMPLE_RATE
+from dlscale.core.text import escape_formula
+from dlscale.measure.records import MODES
 from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, reached, read_plan
 from dlscale.report.speedup import SCALING, SpeedUp, SpeedUps, series
@@ -30,9 +31,10 @@ def summary_csv(plan: PlanResult) -> str:
 
     rows = rows_of(plan)
     columns = dict.fromkeys(key for row in rows for key in row)
-    table = pd.DataFrame([[row.get(key) for key in columns] for row in rows], columns=list(columns), dtype=object)
     # As text, since pandas writes NaN as a missing value.
-    return table.map(lambda value: value if value is None else str(value)).to_csv(index=False, lineterminator="\n")
+    cells = [[None if row.get(key) is None else escape_formula(str(row[key])) for key in columns] for row in rows]
+    table = pd.DataFrame(cells, columns=[escape_formula(key) for key in columns], dtype=object)
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def rows_of(plan: PlanResult) -> list[Row]:
@@ -43,7 +45,7 @@ def rows_of(plan: PlanResult) -> list[Row]:
     rows = []
     for run, before in zip(plan.runs, [None, *plan.runs], strict=False):
         made, target, figure = run.provenance, reached(run), figures.get(run.name)
-        unit, sized = run.unit.partition("/")[0], run.unit == SAMPLE_RATE
+        unit = run.unit.partition("/")[0]
         row: Row = {
             "run": run.name,
             "label": run.label,
@@ -54,14 +56,14 @@ def rows_of(plan: PlanResult) -> list[Row]:
             **(plan.record.sweep.trials[run.name] if plan.record.sweep else {}),
             **_of(made, parameters="parameters"),
             **({"seeds": 1 + len(run.repeats)} if plan.repeats else {}),
-            **_of(run.last, epochs="epoch", steps="step", **({"samples": "samples"} if sized else {})),
+            **_of(run.last, epochs="epoch", steps="step", samples="samples"),
             **_mean(plan, run, "train_loss", lambda epoch: epoch.train_loss),
             **_mean(plan, run, "valid_loss", lambda epoch: epoch.valid_loss),
             "best_valid_loss": run.best_valid_loss,
             **_of(made and made.best, best_metric="metric", best_epoch="epoch", best_value="value"),
             **_of(target, target="aim"),
             "target_reached": target and ("yes" if target.epoch else "no"),
-            **_of(target and target.epoch, target_epoch="epoch", **({"target_samples": "samples"} if sized else {})),
+            **_of(target and target.epoch, target_epoch="epoch", target_samples="samples"),
             **_of(target, target_seconds="seconds", target_gpu_hours="gpu_hours", target_energy_joules="joules"),
             f"train_{unit}_per_second": run.training_speed,
             **_of(run.goodput, goodput="training"),

@@ -262,12 +262,16 @@ def read(folder: Path) -> Summary:
     )
 
 
+def _unescaped(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: text.unescape_formula(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
+
+
 def read_rows(file: Path) -> list[TopEntry]:
     """Read a `profile_summary.csv`."""
     no_pipe(file)
     try:
         with file.open(newline="", encoding="utf-8") as lines:
-            each = enumerate(csv.DictReader(lines), 1)
+            each = enumerate(map(_unescaped, csv.DictReader(lines)), 1)
             rows = [TopEntry.checked(row, f"{file}: row {number}") for number, row in each]
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; run the profile stage first") from None

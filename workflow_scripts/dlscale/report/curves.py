@@ -91,7 +91,7 @@ def curve(run: RunResult, what: str, value: Value) -> list[View]:
 def places(run: RunResult) -> list[View]:
     """Return the places on each axis of the begin, and of a run's epochs."""
     times = accumulate((epoch.epoch_seconds + epoch.valid_seconds for epoch in run.epochs), initial=0.0)
-    begin: View = {"epoch": 0, "step": 0, "samples": 0}
+    begin: View = {"epoch": 0, "step": 0, "samples": 0 if run.last and run.last.samples is not None else None}
     found = [begin, *({over: getattr(epoch, over) for over in begin} for epoch in run.epochs)]
     known = run.training_seconds is not None
     return [{**place, "time": time if known else None} for place, time in zip(found, times, strict=True)]

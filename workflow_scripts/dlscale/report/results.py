@@ -24,7 +24,7 @@ from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.measure.profilers import Profile
-from dlscale.measure.records import MODES, SAMPLE_RATE, Throughput, Trials, Usage
+from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE, Throughput, Trials, Usage
 from dlscale.measure.tune_records import Tuning
 from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
@@ -125,8 +125,10 @@ class RunResult:
 
     @cached_property
     def training_speed(self) -> float | None:
-        """Median training samples/s over the epochs; the first, which warms up, counts only alone."""
-        speeds = [epoch.samples_per_second for epoch in self.timed]
+        """Median rate of training over the epochs; the first, which warms up, counts only alone."""
+        if self.unit == STEP_RATE:
+            return self.program.full.mean if self.program and self.program.full else None
+        speeds = [epoch.samples_per_second for epoch in self.timed if epoch.samples_per_second is not None]
         return statistics.median(speeds[1:] or speeds) if speeds else None
 
     @property
@@ -166,8 +168,8 @@ class RunResult:
         for epoch in self.timed[1:] or self.timed:
             used = energy(nodes, epoch.begin, epoch.wall_time)
             if used is not None and epoch.begin >= begin(nodes[0]):  # else of an earlier try
-                joules, samples = joules + used, samples + epoch.samples_per_second * epoch.epoch_seconds
-        return joules / samples if samples and self.unit == SAMPLE_RATE else None
+                joules, samples = joules + used, samples + (epoch.samples_per_second or 0.0) * epoch.epoch_seconds
+        return joules / samples if samples else None
 
     def energy_of(self, mode: str) -> float | None:
         """Return the joules a sample of a mode of the throughput stage; None where nothing tells them."""
@@ -201,6 +203,12 @@ class RunResult:
 
     def setting(self, path: str, default: Any = None) -> Any:
         return setting(self.settings, path, default)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Global batch size; of another program as it was measured, None if unknown."""
+        measured = self.throughput
+        return measured.batch_size if measured and measured.outside else self.setting("batch_size")
 
     @property
     def devices(self) -> int:
@@ -326,6 +334,11 @@ class PlanResult:
         if metric and not math.isfinite(run.final_loss):
             return math.nan, "lower"
         if metric == "samples_per_second":
+            if run.unit != SAMPLE_RATE:
+                raise UserError(
+                    f"{self.name}: sweep.metric samples_per_second: the batch size of {run.name} is unknown, and its "
+                    "rate is in steps/s; put {batch_size} into program.command"
+                )
             return run.speed or math.nan, "higher"
         described = self.metrics.get(metric, VALID_LOSS) if metric else self.judge or VALID_LOSS
         return described.of(run.mean), described.better

@@ -11,7 +11,7 @@ from typing import Any
 from dlscale.config.records import Published
 from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
-from dlscale.measure.records import MODES
+from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import published
 from dlscale.report.charts import MODE_COLOURS, SHAPES, Chart, View, lines
 from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, joules, table
@@ -89,14 +89,21 @@ def glance(plan: PlanResult) -> str | None:
 
 def section(plan: PlanResult) -> Section | None:
     """Return figures and table; None of other plans, and where nothing was measured."""
-    found = series(plan) if plan.record.kind in SCALING else []
-    if not found:
+    scaled = plan.record.kind in SCALING
+    found = series(plan) if scaled else []
+    left_out = [run.called for run in plan.runs if run.unit == STEP_RATE] if scaled else []
+    if not (found or left_out):
         return None
     several = [each for each in found if len(each.points) > 1]
     weak = plan.record.kind == "weak_scaling"
     batch = "the batch of each device" if weak else "the batch of all devices together"
     alone = [f"{each.label} ({many(each.points[0].devices, 'device')})" for each in found if each not in several]
     notes = [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
+    if left_out:
+        notes.append(
+            f"Left out: {', '.join(left_out)}. Their batch size is unknown, and their rates are in steps/s. Put "
+            "{batch_size} into program.command."
+        )
     return Section(
         "Scaling",
         f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. Ideal is the rate of the fewest devices, "
@@ -104,7 +111,7 @@ def section(plan: PlanResult) -> Section | None:
         "that is gone where gradients are not averaged, 1 − time without / time with. ± is what noise leaves: the 95 % "
         "interval over the trials, and 5 % at least between two processes.",
         [*_charts(plan.name, several), *_energies(plan, several)] if several else [],
-        [_table(plan, [point for each in found for point in each.points])],
+        [_table(plan, [point for each in found for point in each.points])] if found else [],
         notes,
     )
 
@@ -205,7 +212,7 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
     columns: list[tuple[str, str, list[Cell]]] = [
         ("Run", "run", [heading(plan, point.run, n) for n, point in enumerate(rows)]),
         ("Run", "devices", [cell(p.devices, str, f"{n} nodes" * (n > 1)) for p, n in zip(rows, nodes, strict=True)]),
-        ("Run", "samples a step", [cell(point.batch, count) for point in rows]),
+        ("Run", "samples a step", [cell(point.batch or None, count) for point in rows]),
     ]
     for mode in ORDER:
         columns += [
@@ -214,7 +221,7 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
             ratios(mode, "communication", [point.communication(mode) for point in rows]),
         ]
         if mode == "FULL":
-            times = [1e3 * point.batch / rate if (rate := point.rate(mode)) else None for point in rows]
+            times = [1e3 * point.batch / rate if point.batch and (rate := point.rate(mode)) else None for point in rows]
             columns.append(("Step of FULL", "time (ms)", [cell(time) for time in times]))
             used, factor = [point.run.energy_of("FULL") for point in rows], plan.record.grams_per_kwh
             if any(used):
@@ -272,7 +279,7 @@ def convergence(plan: PlanResult) -> Section | None:
     columns = [
         ("Training", "run", [Cell(label, n, link=plan.anchor(runs[0])) for n, (label, runs) in enumerate(found)]),
         ("Training", "seeds", [cell(len(runs), count) for runs in several]),
-        ("Training", "batch size", [cell(run.setting("batch_size"), count) for run in firsts]),
+        ("Training", "batch size", [cell(run.batch_size, count) for run in firsts]),
         ("Training", "devices", [cell(run.devices, count) for run in firsts]),
         ("Training", "learning rate", [_learning_rate(run) for run in firsts]),
         ("Training", "steps", [_mean([run.epochs[-1].step for run in runs], _whole) for runs in several]),
@@ -337,7 +344,8 @@ def _losses(values: Sequence[float]) -> Cell:
 
 def parallelism(plan: PlanResult) -> Section | None:
     """Return memory and rate by the way in which devices share a model; None of other plans."""
-    runs = [run for run in plan.runs if run.throughput] if plan.record.kind == "parallelism" else []
+    runs = [run for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE]
+    runs = runs if plan.record.kind == "parallelism" else []
     if not runs:
         return None
 
@@ -353,7 +361,7 @@ def parallelism(plan: PlanResult) -> Section | None:
         column("Devices", "in all", lambda run: run.devices, count),
         *(("Devices", axis, [cell(value, count) for value in values]) for axis, values in {**axes, "dp": dp}.items()),
         ("Devices", "weights", [_weights(run, tp) for run, tp in zip(runs, axes["tp"], strict=True)]),
-        column("Devices", "batch size", lambda run: run.setting("batch_size"), count),
+        column("Devices", "batch size", lambda run: run.batch_size, count),
         column("Memory of a device", "predicted", _predicted, size),
         column("Memory of a device", "measured", lambda run: run.throughput and run.throughput.peak_memory_bytes, size),
         (

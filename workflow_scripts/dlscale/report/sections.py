@@ -359,7 +359,7 @@ def runs_table(plan: PlanResult) -> Table:
     columns: list[tuple[str, str, Make]] = [
         ("Run", "run", lambda run, row: heading(plan, run, order[run])),
         ("Run", "what it changes", lambda run, row: cell(plan.changed(run))),
-        ("Run", "batch size", lambda run, row: cell(run.settings.get("batch_size"), text.count)),
+        ("Run", "batch size", lambda run, row: cell(run.batch_size, text.count)),
         ("Throughput (samples/s)", "training", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
         ("Throughput (steps/s)", "training", column("train_steps_per_second")),

@@ -84,7 +84,7 @@ def spread_of(run: RunResult, looks: int = 1) -> float:
     """Return half of the interval of a run's speed, relative to it: of FULL, or of its training epochs."""
     if trials := run.trials("FULL"):
         return spread(trials, looks)
-    speeds = [epoch.samples_per_second for epoch in run.timed[1:]]
+    speeds = [epoch.samples_per_second for epoch in run.timed[1:] if epoch.samples_per_second is not None]
     return reach(statistics.stdev(speeds) / statistics.fmean(speeds), len(speeds), looks) if speeds[1:] else math.inf
 
 
@@ -267,7 +267,8 @@ class Point:
 
     @property
     def batch(self) -> int:
-        return int(self.run.setting("batch_size", 0))
+        """Global batch size; 0 if unknown."""
+        return self.run.batch_size or 0
 
     def rate(self, mode: str) -> float | None:
         trials = self.run.trials(mode)
@@ -307,12 +308,12 @@ class Series:
 
 
 def series(plan: PlanResult) -> list[Series]:
-    """Return the plan's measured runs that average gradients, by batch and settings.
+    """Return the plan's runs that average gradients, measured in samples/s, by batch and settings.
 
     A run's twin has the same devices, batch and settings but those of `parallel`, which do nothing there.
     """
     weak = plan.record.kind == "weak_scaling"
-    batch = {run: _batch(run, weak) for run in plan.runs if run.throughput}
+    batch = {run: _batch(run, weak) for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE}
     shared = {run: _shared(run) for run in batch}
     found: dict[str, dict[int, RunResult]] = {}
     twins: dict[str, RunResult] = {}
@@ -348,7 +349,7 @@ def _key(*parts: Any) -> str:
 
 def _batch(run: RunResult, weak: bool) -> int:
     """Return the samples a step that the plan keeps the same."""
-    batch, sharing = int(run.setting("batch_size", 0)), run.setting("geometry.tp", 1) * run.setting("geometry.cp", 1)
+    batch, sharing = run.batch_size or 0, run.setting("geometry.tp", 1) * run.setting("geometry.cp", 1)
     return int(batch * sharing // run.devices) if weak else batch
 
 
@@ -356,7 +357,7 @@ def _label(batch: int, weak: bool, settings: dict[str, Any], alike: Sequence[dic
     """Return a series' batch, and its settings that differ among those of that batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
     said = [f"{key.rpartition('.')[2]} {'none' if settings[key] is None else settings[key]}" for key in keys]
-    return "; ".join([f"{batch} samples {'a device' if weak else 'a step'}", *said])
+    return "; ".join([f"{batch or 'unknown'} samples {'a device' if weak else 'a step'}", *said])
 
 
 def _share(together: Trials | None, apart: Trials | None, floor: float) -> Ratio | None:

@@ -188,7 +188,7 @@ class Trainer:
         return self._untrained
 
     def _epoch(self, epoch: int, poll: Callable[[], Request], hooks: Sequence[Hook]) -> Epoch:
-        done, seen = (self.history[-1].step, self.history[-1].samples) if self.history else (0, 0)
+        done, seen = (self.history[-1].step, self.history[-1].samples or 0) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
         before, self._resumed = self._resumed, CheckpointRecord()  # only the first epoch goes on within itself
