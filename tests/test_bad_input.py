@@ -81,6 +81,25 @@ def damaged(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fi
 # ---- raw volumes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["files", "prepared"])
+def test_a_file_that_makes_hdf5_loop(
+    tmp_path: Path, refused: Check, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object without size in the heap of a text attribute."""
+    monkeypatch.setattr("dlscale.data.source.MAX_STRUCTURE_SECONDS", 1)
+    path, good = damaged(tmp_path), write_volume(tmp_path / "b.h5", volume((8, 8, 8), 1))
+    with h5py.File(path, "a") as file:
+        file["Nbody"].attrs["names"] = ["a", "b"]
+    content = bytearray(path.read_bytes())
+    size = content.index(b"GCOL") + 16 + 8  # of the first object
+    content[size : size + 8] = (2**64 - 16).to_bytes(8, "little")
+    path.write_bytes(content)
+    settings = cosmo([path], [good], kind)
+    raw = kind == "files"
+    text = refused(*(preprocess(tmp_path, settings, path) if raw else describe(tmp_path, settings, path, good)))
+    assert f"{path}: HDF5 loops while it reads the structure of this file" in text and "fetch or make it again" in text
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 def test_a_truncated_file(tmp_path: Path, refused: Check, share: float) -> None:
     path = damaged(tmp_path)

@@ -14,6 +14,7 @@ from dlscale.core.files import reading, sha256, stamp, whole
 from dlscale.core.progress import tracked
 from dlscale.data import parts, reads, staging, store
 from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.data.source import check_structure
 from dlscale.data.store import Field, Moments
 
 
@@ -23,8 +24,10 @@ def main(args: argparse.Namespace) -> None:
     folder = Path(args.manifest).resolve().parent
     if parts.kind_of(dataset).prepared(dataset):
         prepared = parts.needed(dataset, "describe", "describe_prepared")
+        paths = [Path(path) for path in args.source]
+        check_structure(paths)
         with reads.only_named(dataset.kind, args.source):
-            manifest: Manifest = prepared(dataset, [Path(path) for path in args.source], folder)
+            manifest: Manifest = prepared(dataset, paths, folder)
     else:
         manifest = describe_own(dataset, folder)
     check_disjoint(manifest)

@@ -20,7 +20,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import whole
 from dlscale.core.progress import Progress
 from dlscale.data import parts, reads, store
-from dlscale.data.source import Source
+from dlscale.data.source import Source, check_structure
 from dlscale.data.store import Field, Moments
 
 
@@ -37,8 +37,10 @@ def preprocess(dataset: DatasetSettings, args: argparse.Namespace) -> None:
     """Write piece `args.piece` of part `args.part`, in model units, to `args.out`."""
     part = parts.part(dataset, args.part)
     open_source = parts.needed(dataset, "source", "open_source")
+    paths = [Path(path) for path in args.source]
+    check_structure(paths)
     with reads.only_named(dataset.kind, args.source), contextlib.ExitStack() as stack:
-        source: Source = open_source(dataset, part, [Path(path) for path in args.source])
+        source: Source = open_source(dataset, part, paths)
         stack.callback(source.close)
         start, stop = parts.piece_rows(source.fields[0].rows, args.piece, dataset.pieces)
         if stop <= start:

@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import math
+import mmap
+import os
+import resource
+import signal
+import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+import h5py
 import numpy as np
 
 from dlscale.core.errors import UserError, unknown
+from dlscale.core.files import TORN, no_pipe
 from dlscale.data.store import Field
+
+#: CPU time in which HDF5 reads a file's structure, s; waiting for a slow file system does not count.
+MAX_STRUCTURE_SECONDS = 10
+#: Chunks of a dataset whose addresses are read.
+MAX_CHUNKS = 10**6
+
+
+def check_structure(paths: Sequence[Path]) -> None:
+    """Refuse HDF5 files in which HDF5 loops or crashes, tried in a child process.
+
+    HDF5 follows a damaged file's addresses in circles, and Python's signal handlers wait for its return.
+    """
+    for path in paths:
+        no_pipe(path)
+    paths = [path for path in paths if path.is_file() and h5py.is_hdf5(path)]
+    if not paths:
+        return
+    current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that it reads
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads do not use HDF5
+        child = os.fork()
+    if not child:
+        _walk_and_exit(paths, current)
+    if os.WIFSIGNALED(status := os.waitpid(child, 0)[1]):
+        path = paths[int.from_bytes(current[:], "little")]
+        does = "loops" if os.WTERMSIG(status) == signal.SIGXCPU else "crashes"
+        raise UserError(f"{path}: HDF5 {does} while it reads the structure of this file; {TORN}")
+
+
+def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
+    """Read the structure of files, and end this forked process; exceptions are left to the files' reader."""
+    try:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        for number, path in enumerate(paths):
+            current[:] = number.to_bytes(8, "little")
+            start = time.process_time()
+            with contextlib.suppress(ValueError):  # the process's own limit is lower
+                resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(start + MAX_STRUCTURE_SECONDS), hard))
+            with contextlib.suppress(Exception), h5py.File(path, "r") as file:
+                _read_structure(file)
+                stop = start + MAX_STRUCTURE_SECONDS / 2  # of a walk through many objects; a loop goes beyond
+                file.visititems(lambda _, item, stop=stop: _read_structure(item) or time.process_time() > stop or None)
+    finally:
+        os._exit(0)
+
+
+def _read_structure(item: Any) -> None:
+    """Read attributes, members, dimensions and chunk addresses of a group or dataset."""
+    with contextlib.suppress(Exception):
+        dict(item.attrs)
+    with contextlib.suppress(Exception):
+        if isinstance(item, h5py.Group):
+            list(item)
+        else:
+            [list(dim) for dim in item.dims]
+            if item.chunks and math.prod(item.shape) <= MAX_CHUNKS * math.prod(item.chunks):
+                item.id.get_num_chunks()
 
 
 class Source(ABC):
