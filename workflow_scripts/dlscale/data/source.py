@@ -56,8 +56,8 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
     try:
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
-            signal.signal(number, signal.SIG_DFL)
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
+            signal.signal(each, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         for number, path in enumerate(paths):
@@ -66,15 +66,15 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
             with contextlib.suppress(ValueError):  # the process's own limit is lower
                 resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(start + MAX_STRUCTURE_SECONDS), hard))
             with contextlib.suppress(Exception), h5py.File(path, "r") as file:
-                _read_structure(file)
                 stop = start + MAX_STRUCTURE_SECONDS / 2  # of a walk through many objects; a loop goes beyond
-                file.visititems(lambda _, item, stop=stop: _read_structure(item) or time.process_time() > stop or None)
+                _read_structure(file, stop)
+                file.visititems(lambda _, item, stop=stop: _read_structure(item, stop) or None)
     finally:
         os._exit(0)
 
 
-def _read_structure(item: Any) -> None:
-    """Read attributes, members, dimensions and chunk addresses of a group or dataset."""
+def _read_structure(item: Any, stop: float) -> bool:
+    """Read attributes, members, dimensions and chunk addresses of an object; return whether CPU time `stop` passed."""
     with contextlib.suppress(Exception):
         dict(item.attrs)
     with contextlib.suppress(Exception):
@@ -84,6 +84,7 @@ def _read_structure(item: Any) -> None:
             [list(dim) for dim in item.dims]
             if item.chunks and math.prod(item.shape) <= MAX_CHUNKS * math.prod(item.chunks):
                 item.id.get_num_chunks()
+    return time.process_time() > stop
 
 
 class Source(ABC):
