@@ -68,7 +68,7 @@ def test_an_option_without_its_word(option: str) -> None:
     [
         *(("cosmo_demo", "plan_cosmo_demo"), ("plan_cosmo_demo", "plan_cosmo_demo")),
         *((word, word) for word in ("data_cosmo_demo", "study_cosmo_unet", "all", "image", "results/plans/a")),
-        ("results/plans/cosmo_demo/bf16/throughput.json", "results/plans/cosmo_demo/bf16/throughput.json"),
+        ("results/plans/cosmo_demo/baseline/throughput.json", "results/plans/cosmo_demo/baseline/throughput.json"),
         ("./results/data/cosmo_demo/preview.png", "results/data/cosmo_demo/preview.png"),
         (f"{ROOT}/results/data/cosmo_demo/preview.png", "results/data/cosmo_demo/preview.png"),
     ],
@@ -85,7 +85,7 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
         ("data_cosmo_dmo", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("study_cosmo_net", "no study is called 'cosmo_net' (did you mean 'cosmo_unet'?)"),
         ("al", "no target is called 'al' (did you mean 'all'?)"),
-        ("cosmo_demo.bf16", "a run, which is made with its plan: dlscale run cosmo_demo"),
+        ("cosmo_demo.baseline", "a run, which is made with its plan: dlscale run cosmo_demo"),
         ("results/plans/cosmo_dmo/a/b.json", "no plan is called 'cosmo_dmo'"),
         ("results/data/cosmo_dmo/manifest.json", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("results/plans/cosmo_demo/baselin/a.json", "no run is called 'baselin' (did you mean 'baseline'?)"),
@@ -96,6 +96,25 @@ def test_a_target_that_is_none(configuration: resolve.Configuration, word: str, 
     with pytest.raises(UserError) as error:
         run.typed_target(word, configuration)
     assert str(error.value).startswith(f"{word}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("word", "example"),
+    [("cosmo_demo", "dlscale run cosmo_demo --cores 4"), ("seed=2", "dlscale run PLAN seed=2 --cores 4")],
+)
+def test_words_after_snakemakes_options_are_refused(
+    configuration: resolve.Configuration, word: str, example: str
+) -> None:
+    run.refuse_late_words(["plan_cosmo_demo", "train", "results/a=b/c"], configuration)
+    with pytest.raises(UserError) as error:
+        run.refuse_late_words(["plan_cosmo_demo", word], configuration)
+    assert str(error.value) == f"{word}: write plans and settings before Snakemake's options: {example}"
+
+
+def test_snakemakes_line_on_its_profile_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    run.print_without_profile("Using workflow specific profile profiles/default for setting ...", file=sys.stderr)
+    run.print_without_profile("Error: a mistake", file=sys.stderr)
+    assert capsys.readouterr().err == "Error: a mistake\n"
 
 
 def typed(*words: str) -> tuple[list[str], dict[str, Any]]:
@@ -158,9 +177,9 @@ def test_the_call() -> None:
     words = ["--workflow-profile", "profiles/perlmutter", "--dry-run", "--printshellcmds"]
     plans = json.dumps(over["plans"])
     words += ["--config", f"plans={plans}", "--configfile", "m.yaml", "--cores", "2", "--", "plan_a"]
-    assert run.command(call, ["plan_a"], over) == [sys.executable, "-c", run.SNAKEMAKE, *words]
+    assert run.command(call, ["plan_a"], over) == [sys.executable, "-P", "-c", run.SNAKEMAKE, *words]
     rest = run.sort(["a", "--forcerun", "train", "--", "plan_b"])
-    assert run.command(rest, ["plan_a"], {})[3:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
+    assert run.command(rest, ["plan_a"], {})[4:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
 
 
 @pytest.mark.parametrize(

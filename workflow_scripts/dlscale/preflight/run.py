@@ -211,7 +211,7 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
             f"{word}: of which plan? Name it, as in dlscale run PLAN {word}; or write the key from its beginning, "
             f"plans.PLAN.settings.{word}"
         )
-    return {"plans": {plan: {"settings": nested({key: given})} for plan in plans}}
+    return {"plans": {plan: {"settings": nested({key: value})} for plan in plans}}
 
 
 def configured(call: Typed) -> tuple[Configuration, list[Target], Raw]:
