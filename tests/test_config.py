@@ -1295,3 +1295,13 @@ def test_a_plan_is_not_called_as_the_results_of_measure() -> None:
     plan = {"study": "starter_cnn", "runs": {"a": {}}}
     with pytest.raises(UserError, match=r"plans\.measured: `dlscale measure` uses this name; choose another"):
         config.load({"targets": ["measured"], "plans": {"measured": plan}})
+
+
+BOOLEANS: list[dict[str, Any]] = [{"training": {"epochs": True}}, {"batch_size": True}, {"optimizer": {"lr": False}}]
+
+
+@pytest.mark.parametrize("changes", BOOLEANS)
+def test_a_boolean_is_no_number(changes: dict[str, Any]) -> None:
+    plan = {"study": "starter_cnn", "settings": changes, "runs": {"a": {}}}
+    with pytest.raises(UserError, match=r"expected a number as `(epochs|batch_size|lr)`, not (true|false)"):
+        config.load({"targets": ["p"], "plans": {"p": plan}})

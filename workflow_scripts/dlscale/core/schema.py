@@ -83,9 +83,30 @@ class Strict(BaseModel):
                 )
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_boolean_numbers(cls, data: Any) -> Any:
+        """Refuse `true` for 1, also in lists."""
+        for name, field in cls.model_fields.items() if isinstance(data, dict) else ():
+            value = data.get(key := field.alias or name)
+            for each in value if isinstance(value, list) else [value]:
+                if (
+                    isinstance(each, bool)
+                    and (types := {*_types(field.annotation)}) & {int, float}
+                    and bool not in types
+                ):
+                    values = {"key": key, "value": str(each).lower()}
+                    raise PydanticCustomError("boolean_number", "a number as `{key}`, not {value}", values)
+        return data
+
     @classmethod
     def _keys(cls) -> list[str]:
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    inner = get_args(annotation)
+    yield from itertools.chain.from_iterable(map(_types, inner)) if inner else [annotation]
 
 
 def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
