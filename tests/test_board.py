@@ -36,6 +36,32 @@ def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
     return found
 
 
+#: Fills the disk of a folder, then writes points until an error is raised, which it prints.
+FILLING = """
+import sys
+from pathlib import Path
+from dlscale.core import board
+
+try:
+    with board.writer(Path(sys.argv[1])) as writer:
+        with open(sys.argv[1] + "/fill", "wb", buffering=0) as file:
+            while len(bytes(4096)) == file.write(bytes(4096)): pass
+except OSError:
+    pass
+try:
+    with board.writer(Path(sys.argv[1])) as writer:
+        for step in range(2000): writer.add_scalar("a" * 100, 1.0, step)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_one_error(full_disk: Path) -> None:
+    """The thread that writes has no traceback of its own."""
+    ended = subprocess.run([sys.executable, "-c", FILLING, full_disk], capture_output=True, text=True, timeout=100)
+    assert ended.stdout == "[Errno 28] No space left on device\n" and "Traceback" not in ended.stderr, ended
+
+
 @pytest.mark.parametrize("mode", ["r", "w", "a", "a+"])
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device", "socket"])
 def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str, mode: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,7 @@ def writer(folder: Path, step: int = -1) -> SummaryWriter:
     for file in files(folder):
         if step < 0 or file.name.endswith(LAST):
             file.unlink()
+    _print_no_traceback()
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 
@@ -37,7 +40,20 @@ def last_writer(folder: Path) -> SummaryWriter:
     """Return a writer of what is known at a run's end, in a file of its own beside the others."""
     from torch.utils.tensorboard import SummaryWriter
 
+    _print_no_traceback()
     return SummaryWriter(str(folder), filename_suffix=LAST)
+
+
+@functools.cache
+def _print_no_traceback() -> None:
+    """Keep quiet when TensorBoard's thread fails: the writer raises the same error where it is used or closed."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if type(failed.thread).__name__ != "_AsyncWriterThread":
+            before(failed)
+
+    threading.excepthook = hook
 
 
 def files(folder: Path) -> list[Path]:

@@ -65,7 +65,7 @@ class YamlLoader(yaml.CSafeLoader):
             raise yaml.MarkedYAMLError(problem=problem)
         return self.construct_object(node, deep=True)  # deep: a value in itself is refused
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """Refuse a NUL character, which no path, command or label can have."""
         value = super().construct_scalar(node)
         if "\0" in str(value):
