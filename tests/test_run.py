@@ -157,7 +157,7 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
         (["cosmo_demo", "optimiser.lr=1"], "configuration: plans.cosmo_demo.settings: unknown key 'optimiser' (did"),
         (["cosmo_demo", "seed=1", "optimizer.lr=fast"], "configuration: plans.cosmo_demo.settings.optimizer.lr: "),
         (["reslts=x", "cosmo_demo"], "configuration: plans.cosmo_demo.settings: unknown key 'reslts'"),
-        (["cosmo_demo", "seed=[1"], "seed=[1: not valid YAML: "),
+        (["cosmo_demo", "seed=[1"], "seed=[1, line 2: not valid YAML: "),
         (["cosmo_dmo", "seed=1"], "cosmo_dmo: no target is called"),
         (["--configfile", "nothere.yaml", "cosmo_demo"], "nothere.yaml: no such file"),
         (["seed=1", "--cores", "2", "--config", "seed=2"], "--cores: write all settings, and files of them, before it"),
