@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from dlscale.config import resolve
-from dlscale.core import registry, urls
+from dlscale.core import redact, registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, remember
 from dlscale.core.machine import CALLER, callers_values
@@ -28,9 +28,9 @@ remember(Path(".snakemake/parsed.json"))
 def layers():
     """The user's configuration, each with its folder: config.yaml, then --configfile, then --config."""
     settings = workflow.config_settings
-    if urls.has_secret(settings.config):
+    if urls.has_secret(settings.config) or redact.redact_programs(settings.config) != settings.config:
         raise UserError(
-            "--config: an address with a login: everyone can read a command line, and Snakemake logs it; "
+            "--config: a secret, or an address with a login: everyone can read a command line, and Snakemake logs it; "
             "write it into a file, and name that with --configfile"
         )
     files = [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]
@@ -80,7 +80,7 @@ CALLED = "DLSCALE_CALLED"
 try:
     if (called := os.environ.get(CALLED)) and not workflow.is_main_process:
         whole = json.loads(os.environ.get(urls.VARIABLE, "{}"))
-        BASE, LAYERS = json.loads(urls.exchanged(Path(called).read_text(encoding="utf-8"), whole))
+        BASE, LAYERS = redact.put_back(json.loads(Path(called).read_text(encoding="utf-8")), whole)
     else:
         BASE, LAYERS = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"), layers()
     AS_CALLED = json.dumps([BASE, LAYERS], default=str)

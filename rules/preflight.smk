@@ -28,8 +28,12 @@ def remember_sources():
 
 def keep_configuration():
     """Write this call's configuration for its jobs."""
-    file, hidden = Path(".snakemake/called.json").absolute(), {whole: url for url, whole in CONFIG.secrets.items()}
-    write_text(file, urls.exchanged(AS_CALLED, hidden))
+    file, secrets = Path(".snakemake/called.json").absolute(), CONFIG.secrets
+    addresses = {whole: url for url, whole in secrets.items() if not redact.has_marker(url)}
+    # A layer may have secrets that another one replaces.
+    hidden = redact.redact_programs(json.loads(urls.exchanged(AS_CALLED, addresses)), secrets)
+    urls.publish(secrets)
+    write_text(file, json.dumps(hidden))
     os.environ[CALLED] = str(file)
 
 

@@ -73,6 +73,21 @@ def test_secrets_of_addresses_are_kept_from_programs(tmp_path: Path) -> None:
         assert words[:3] == ["env", "-u", "DLSCALE_URLS"]
 
 
+def test_secrets_of_a_program_reach_it_by_its_environment_alone(tmp_path: Path) -> None:
+    given = {
+        "command": ["train", "--token", "{tok}"],
+        "environment": {"API_KEY": "s3cret"},
+        "values": {"tok": "s3cret2"},
+    }
+    found = jobs(tmp_path, {"program": given})
+    words = [*found.run_launch(RUN, []), found.run_settings(RUN, []), str(found.run_params("program")(RUN))]
+    assert "DLSCALE_URLS" not in words and "s3cret" not in str(words)
+    assert found.configuration.secrets == {"***tok***": "s3cret2", "***API_KEY***": "s3cret"}
+    assert "DLSCALE_URLS" in found.checkout_launch(RUN, []), "which no other stage gets"
+    other = jobs(tmp_path, {"program": {**given, "environment": {"API_KEY": "an0ther"}}})
+    assert other.run_params("program")(RUN) == found.run_params("program")(RUN)
+
+
 def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
     """Asked for by a file, such as a program's metrics.jsonl."""
     found = jobs(tmp_path, {"program": {"command": ["true"]}})

@@ -693,6 +693,25 @@ def test_a_program_without_steps_has_one_message_and_its_own_status(
     assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "nothing half-written"
 
 
+def test_secrets_of_a_command_are_in_none_of_its_files(tmp_path: Path) -> None:
+    code = "import sys; assert sys.argv[2] == 's3cret1'; [print('avg', 100 + k, 'samples/sec') for k in range(9)]"
+    words = [*("env", "API_KEY=s3cret2", sys.executable, "-c", code, "--token", "s3cret1", "--max-tokens", 4096)]
+    url = "https://me:s3cret3@h.example/x?X-Amz-Signature=s3cret4&split=train"
+    ended = measure(tmp_path, "--rate", "nersc", "--name", "quiet", "--", *words, url)
+    assert ended.returncode == 0 and "s3cret" not in ended.stderr, ended.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in files if re.search(rb"s3cret[2-9]|token\W+s3cret1", path.read_bytes())] == []
+    command = read_yaml(tmp_path / "results/plans" / PLAN / "quiet/config.yaml")["program"]["command"]
+    assert command[1] == "API_KEY=***API_KEY***" and command[-5:-1] == [
+        "--token",
+        "***token***",
+        "--max-tokens",
+        "4096",
+    ]
+    assert command[-1] == "https://***login***@h.example/x?X-Amz-Signature=***X-Amz-Signature***&split=train"
+    assert found(tmp_path, "quiet").outside.command == command
+
+
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     ended = measure(tmp_path, "--", "no-such-command")
     assert ended.returncode == 127 and ended.stderr == "dlscale measure: no-such-command: no such command\n"

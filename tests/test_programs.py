@@ -23,6 +23,7 @@ from dlscale.config import resolve
 from dlscale.config.program import Program
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
+from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.core.files import temporary_folder
 from dlscale.core.metrics import epoch_lines
@@ -113,6 +114,28 @@ def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
     path = f"PYTHONPATH={HOOK}{os.pathsep}mine"
     assert found.command == ["env", f"--chdir={tmp_path}", "env", path, "A=b c", "train"]
     assert found.environment == {} and found.words == ["train"]
+
+
+def test_its_secrets_are_in_no_record_and_in_no_word_of_what_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {"***tok***": "s3{{cret", "***API_KEY***": "s3cret2"}
+    monkeypatch.setenv(urls.VARIABLE, json.dumps(secrets))
+    environment = {"API_KEY": "***API_KEY***", "A": "b"}
+    program = Program(command=["train", "--token=***tok***"], folder=str(tmp_path), environment=environment)
+    run = SimpleNamespace(program=program, study="program", batch_size=8)
+    found = run_program.RunProgram(run, json.dumps(["env"]), tmp_path / "out", tmp_path / "steps")
+    assert found.command == ["env", "env", "A=b", "train", "--token=s3{cret"]
+    assert found.environment == {"API_KEY": "s3cret2"}
+    assert found.words == ["train", "--token=***tok***"]
+
+
+@pytest.mark.parametrize(("engine", "named"), [("podman", ["--env=API_KEY"]), ("docker", ["--env=API_KEY"])])
+def test_a_container_gets_its_secrets_by_name(engine: str, named: list[str]) -> None:
+    program = Program(command=["train"], image="theirs:2", environment={"API_KEY": "***API_KEY***", "A": "b"})
+    site = Site(engine=engine, image="ours:1", gpu=False)
+    words = launch_program(site, HERE, SimpleNamespace(program=program, geometry=ONE))[1]
+    assert [word for word in words if "API_KEY" in word and "WANDB" not in word] == named
 
 
 # ---- how they end ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from dlscale.core.files import sha256
+from dlscale.core.settings import read_yaml
 from dlscale.data.manifest import Manifest
 from dlscale.report.collect import summary_csv
 from dlscale.report.results import read_plan
@@ -106,6 +107,11 @@ def test_its_files_are_those_of_the_results(crate: Path, finished: tuple[Tree, O
     for name, entity in files.items():
         assert entity["sha256"] == sha256(crate / name) == sha256(results / name)
     packed = read_plan(crate / "plans/cosmo/plan.yaml")
+    for name, entity in known.items():
+        if name.startswith("data/") and name.endswith("/"):
+            splits = Manifest.read(results / name / "manifest.json").splits.values()
+            there = [(results / name / file.path).stat().st_size for files in splits for file in files]
+            assert entity["contentSize"] == str(sum(there)), "bytes"
     assert summary_csv(packed) == (results / "plans/cosmo/summary.csv").read_text(), "it is a folder of results, too"
     assert "default-src 'none'" in (crate / "ro-crate-preview.html").read_text(), "a title runs nothing"
 
@@ -121,6 +127,13 @@ def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, 
     assert told["device.name"] == made["device"]["name"]
     timed = known["#throughput/cosmo.unet"]
     assert timed["startTime"] <= timed["endTime"] <= known["./"]["datePublished"]
+    ran = known["#plan_cosmo"]
+    stages = [
+        each for name, each in known.items() if name.startswith("#") and "/cosmo." in name and "startTime" in each
+    ]
+    assert len({each["startTime"] for each in stages}) > 1, "which differ"
+    assert ran["startTime"] == min(each["startTime"] for each in stages)
+    assert ran["endTime"] == max(each["endTime"] for each in stages)
     assert known["./"]["license"]["@id"].endswith("CC-BY-4.0")
     assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), "which is not the results' own"
 
@@ -207,3 +220,8 @@ def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree,
     settings.write_text(settings.read_text().replace("dataset: ", "dataset: ../data/"))
     refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")
     assert refused.returncode == 2 and "dataset: ../data/mnist_cnn: expected" in refused.stderr
+    settings.write_text(settings.read_text().replace("dataset: ../data/", "dataset: "))
+    record = read_yaml(settings) | {"program": {"command": ["train", "--token", "t0ken"]}}
+    settings.write_text(yaml.safe_dump(record))
+    refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")
+    assert refused.returncode == 2 and "or a program's secret" in refused.stderr and "t0ken" not in refused.stderr

@@ -55,6 +55,12 @@ def _with_secrets(text: bytes) -> bool:
     return any(word.encode() in text for word in (PASSWORD, TOKEN, OTHER, LOGIN.split()[1]))
 
 
+def _files_with_secrets(tree: Tree) -> list[Path]:
+    """Return the files that hold a secret, but for the user's own."""
+    found = [path for path in tree.path.rglob("*") if path.is_file() and _with_secrets(path.read_bytes())]
+    return [path for path in found if path.name != "tiny.yaml"]
+
+
 @contextlib.contextmanager
 def _watched() -> Iterator[tuple[set[str], set[str]]]:
     """Collect the command lines of processes: those that hold a secret, and those of whose environment that is so."""
@@ -95,14 +101,10 @@ def test_secrets_reach_what_fetches_and_nothing_else(
         fetched = {"kind": "mnist", "source": source}
         return {"results": "results", "targets": ["p"], "datasets": {"fetched": fetched}, "plans": {"p": plan}}
 
-    def outside_of_the_users_own(tree: Tree) -> list[Path]:
-        found = [path for path in tree.path.rglob("*") if path.is_file() and _with_secrets(path.read_bytes())]
-        return [path for path in found if path.name != "tiny.yaml"]
-
     tree = make_tree(config("wr0ng" + TOKEN))
     refused = tree.snakemake("--cores", "2", "--printshellcmds", "--", "data_fetched")
     assert refused.status == 1 and "HTTP status 403" in refused.output
-    assert not _with_secrets(refused.output.encode()) and outside_of_the_users_own(tree) == []
+    assert not _with_secrets(refused.output.encode()) and _files_with_secrets(tree) == []
 
     tree.config = config(TOKEN)
     tree.write()
@@ -110,9 +112,9 @@ def test_secrets_reach_what_fetches_and_nothing_else(
         done = tree.snakemake("--cores", "2", "--printshellcmds", "--", "all")
     assert done.status == 0, done.output[-3000:]
     assert len(asked) == 2
-    crate = tree.shell("python -P -m dlscale crate p --configfile tiny.yaml")
+    crate = tree.shell("python -P -m dlscale crate p --configfile tiny.yaml --citation CITATION.cff")
     assert crate.returncode == 0, crate.stderr
-    assert not _with_secrets(done.output.encode()) and outside_of_the_users_own(tree) == []
+    assert not _with_secrets(done.output.encode()) and _files_with_secrets(tree) == []
     assert host in (tree.results / "report/p.html").read_text(), "the page says where the data are from"
     assert lines == set()
     assert environments, "the watch saw none"
@@ -123,9 +125,61 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     tree.write()
     assert tree.planned(targets=["all"]).names == [], "another token is no other file"
     told = tree.snakemake("-n", "--cores", "1", "--config", f"datasets={tree.config['datasets']}", "--", "all")
-    assert told.status == 2 and "--config: an address with a login: everyone can read" in told.output
+    assert told.status == 2 and "--config: a secret, or an address with a login: everyone can read" in told.output
     for log in (tree.path / ".snakemake/log").iterdir():  # of the last call: its own command line, as it was typed
         log.unlink()
     report = tree.snakemake("--report", "report.html", "--", "all")
     assert report.status == 0, report.output[-3000:]
-    assert outside_of_the_users_own(tree) == []
+    assert _files_with_secrets(tree) == []
+
+
+#: A program that trains only with its secrets.
+NEEDY = """
+import os, sys
+token, at = sys.argv[2:]
+assert (os.environ["WANDB_API_KEY"], token, at.partition("//")[2]) == ("{0}", "{1}", "me:{0}@h.example/x?sig={1}")
+assert "{2}" in os.environ["NOTES"] and not [name for name in os.environ if name.startswith("DLSCALE_U")]
+for k in range(9):
+    print("avg", 100 + k, "samples/sec", flush=True)
+print("val loss 0.25")
+"""
+
+
+@pytest.mark.slow  # test_redact and test_config hold what this rests on
+def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree], tmp_path: Path) -> None:
+    script = tmp_path / "needy.py"
+    script.write_text(NEEDY.format(PASSWORD, TOKEN, OTHER))
+
+    def config(password: str) -> dict[str, Any]:
+        program = {
+            "command": ["python", str(script), "--token", "{tok}", f"https://me:{password}@h.example/x?sig={TOKEN}"],
+            "environment": {"WANDB_API_KEY": password, "NOTES": f"password={OTHER}"},
+            "values": {"tok": TOKEN},
+            "rate": "nersc",
+            "losses": {r"val loss (\S+)": "loss/valid"},
+        }
+        settings = {"program": program, "throughput": {"beside": 0, "trials": 2}}
+        plan = {"study": "program", "settings": settings, "runs": {"one": {}}}
+        return {"results": "results", "targets": ["p"], "plans": {"p": plan}}
+
+    tree = make_tree(config(PASSWORD))
+    with _watched() as (lines, environments):
+        done = tree.snakemake("--cores", "2", "--printshellcmds", "--", "all")
+    assert done.status == 0, done.output[-3000:]
+    crate = tree.shell("python -P -m dlscale crate p --configfile tiny.yaml --citation CITATION.cff")
+    assert crate.returncode == 0, crate.stderr
+    assert _files_with_secrets(tree) == [] and not _with_secrets(done.output.encode())
+    assert lines and all(str(script) in line and "dlscale" not in line for line in lines), (
+        "the program's own words alone"
+    )
+    stages = [line for line in environments if " -m dlscale " in line and line.split()[0].endswith("python")]
+    assert stages and all(" dlscale program " in line or " dlscale throughput " in line for line in stages)
+    record = (tree.results / "plans/p/one/config.yaml").read_text()
+    assert "***WANDB_API_KEY***" in record and "--token\n  - '***tok***'" in record
+    assert "***WANDB_API_KEY***" in (tree.path / ".snakemake/called.json").read_text()
+
+    tree.config = config("a-new-" + PASSWORD)
+    tree.write()
+    assert tree.planned(targets=["all"]).names == [], "another token computes nothing new"
+    told = tree.snakemake("-n", "--cores", "1", "--config", f"plans={tree.config['plans']}", "--", "all")
+    assert told.status == 2 and "--config: a secret" in told.output

@@ -29,6 +29,7 @@ from dlscale.core.errors import PeerLost, Stopped, UserError, nearest
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
 from dlscale.core.process import Ranks, ranks
+from dlscale.core.redact import redact, redact_programs
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
 from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
 from dlscale.core.text import coloured
@@ -458,7 +459,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(terminal, name, USER_ERROR, mistake)
         outside = "".join(f"{study.file} or of " for study in registry.added().values())
         where = f"; the log {args.log} has the traceback" if args.log else ""
-        return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {type(error).__name__}: {error}{where}")
+        what = redact(f"{type(error).__name__}: {error}")
+        return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {what}{where}")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -487,7 +489,7 @@ def _run(args: argparse.Namespace) -> int:
         stage = _imported(_module(args))
         logging.info(progress.STARTED, progress.age())
         if first and getattr(args, "record", None):
-            write_yaml(args.record, read_settings(args.config)[0])
+            write_yaml(args.record, redact_programs(read_settings(args.config)[0]))
         stage.main(args)
         if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
             registry.load("dlscale.report.report").fill(args.page)

@@ -12,6 +12,7 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import brief, unknown
+from dlscale.core.redact import has_marker
 from dlscale.core.schema import Number, Whole
 from dlscale.core.settings import flat
 from dlscale.core.urls import hidden
@@ -147,6 +148,10 @@ class Program(Lawful):
         yield from (*self.command, *self.environment.values(), self.folder, *filter(None, [self.log]), *self.resume)
         for value in self.values.values():
             yield from map(str, value if isinstance(value, list) else [value])
+
+    def secret_variables(self) -> list[str]:
+        """Return the names of variables with secrets, which no command line may show."""
+        return [name for name, value in self.environment.items() if has_marker(value)]
 
     def placeholders(self) -> Iterator[str]:
         """Yield the names of all placeholders."""

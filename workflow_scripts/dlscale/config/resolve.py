@@ -26,6 +26,7 @@ from dlscale.config.workflow import BLOCKS, Plan, Workflow, workflow_class
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
+from dlscale.core.redact import redact_programs
 from dlscale.core.schema import MOST_SEED, Name, Strict
 from dlscale.core.settings import Raw, flat, holds, read_yaml, validate
 from dlscale.core.stages import STAGES
@@ -77,7 +78,8 @@ class Configuration:
     workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
     plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
     left_out: dict[str, dict[str, str]]  #: By plan and run name: needs of the run that this machine lacks.
-    secrets: dict[str, str] = field(default_factory=dict, repr=False)  #: Whole addresses of datasets by hidden ones.
+    #: Whole addresses of datasets by hidden ones, and secrets of programs by their markers.
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def stages(self, plan: str, run: str) -> list[str]:
         stages = ["train"] if self.plans[plan][run].repeats else self.workflow.plans[plan].stages(run)
@@ -105,6 +107,10 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             registry.add(name, study)
             user["studies"][name] = {}
     files = study_files()
+    own = {name: files[name].model_dump(include={"settings", "plans"}) for name in registry.added()}
+    hidden = redact_programs([{key: user[key] for key in ("studies", "plans")}, own], secrets)
+    user |= hidden[0]
+    files |= {name: files[name].model_copy(update=each) for name, each in hidden[1].items()}
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
     for name, file in files.items():
         study = registry.added().get(name)

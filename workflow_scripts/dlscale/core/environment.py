@@ -22,6 +22,7 @@ from dlscale.core.errors import brief
 from dlscale.core.machine import answer, nvml, text_of
 from dlscale.core.process import Image
 from dlscale.core.record import Record, Time
+from dlscale.core.redact import redact
 from dlscale.core.urls import hidden_in
 
 #: Beginnings of the names of environment variables that are kept; no others are.
@@ -95,7 +96,7 @@ def record(path: Path) -> None:
 
 def _shown(name: str) -> str:
     value = os.environ[name].encode(errors="replace").decode()  # which may be no text
-    return "***" if SECRET.search(name) else hidden_in(value)
+    return "***" if SECRET.search(name) else redact(hidden_in(value))
 
 
 def _packages() -> list[str]:

@@ -51,6 +51,7 @@ GUARDS = {
     "dlscale.core.progress": "how far a stage is",
     "dlscale.core.ranges": "names of what is at work, for profilers and the watchdog",
     "dlscale.core.text": "numbers as messages have them",
+    "dlscale.core.redact": "secrets of programs, which decide no number",
     "dlscale.core.urls": "addresses as messages have them; a job's params hold them so",
 }
 

@@ -19,12 +19,17 @@ from dlscale.core.errors import UserError
 #: Name in the environment: whole addresses by hidden ones, as JSON.
 VARIABLE = "DLSCALE_URLS"
 #: Keys of a query that change while the file stays the same: logins, and signatures of presigned addresses.
-_LOGINS = re.compile(
-    r"x-(amz|goog|ms)-.*|.*(token|secret|signature|passw(or)?d|credential).*|sig|pw|pwd|pass|auth|authorization|expires|"
-    r"(api|access|aws)[-_]?(access)?[-_]?key([-_]?id)?|googleaccessid|key-pair-id|key|policy|s[etpvr]|spr|sip|sk(oid|tid|[tesv])",
+LOGINS = re.compile(
+    r"x-(amz|goog|ms)-.*|.*(token(?!s|iz)|secret|signature|passw(or)?d|credential).*|sig|pw|pwd|pass|auth|authorization"
+    r"|expires|(api|access|aws)[-_]?(access)?[-_]?key([-_]?id)?|googleaccessid|key-pair-id|key|policy|s[etpvr]|spr|sip|"
+    r"sk(oid|tid|[tesv])",
     re.IGNORECASE,
 )
-_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+#: What stands for a secret of a program: `***NAME***`.
+MARKER = re.compile(r"\*\*\*[\w-]+(\.\d+)?\*\*\*")
+#: What stands for a value of a query, or for a secret of a program.
+HIDDEN = re.compile(rf"\*\*\*|~[0-9a-f]{{8}}|{MARKER.pattern}")
+IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
 def hidden(url: str) -> str:
@@ -55,10 +60,10 @@ def _hidden_value(word: str) -> str:
     key, equals, value = word.partition("=")
     if not equals:
         key, value = "", key
-    if not value or re.fullmatch(r"\*\*\*|~[0-9a-f]{8}", value):
+    if not value or HIDDEN.fullmatch(value):
         return word
     digest = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:8]
-    return f"{key}{equals}{'***' if _LOGINS.fullmatch(key) else f'~{digest}'}"
+    return f"{key}{equals}{'***' if LOGINS.fullmatch(key) else f'~{digest}'}"
 
 
 def has_secret(settings: Any) -> bool:
@@ -67,16 +72,17 @@ def has_secret(settings: Any) -> bool:
         return any(map(has_secret, settings.values()))
     if isinstance(settings, list | tuple):
         return any(map(has_secret, settings))
-    found = [split(match[0]) for match in _IN_TEXT.finditer(settings)] if isinstance(settings, str) else []
+    found = [split(match[0]) for match in IN_TEXT.finditer(settings)] if isinstance(settings, str) else []
+    logins = [parts.netloc.rpartition("@")[0] for parts in found if parts]
     words = [word for parts in found if parts for word in parts.query.split("&") if _hidden_value(word) != word]
-    return any(parts and "@" in parts.netloc for parts in found) or any(
-        "=" not in word or _LOGINS.fullmatch(word.partition("=")[0]) for word in words
+    return any(login and not MARKER.search(login) for login in logins) or any(
+        "=" not in word or LOGINS.fullmatch(word.partition("=")[0]) for word in words
     )
 
 
 def hidden_in(text: str) -> str:
     """Return a text with the addresses in it hidden."""
-    return _IN_TEXT.sub(lambda match: hidden(match[0]), text)
+    return IN_TEXT.sub(lambda match: hidden(match[0]), text)
 
 
 def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> Any:
@@ -107,8 +113,8 @@ def publish(secrets: Mapping[str, str]) -> None:
     text = json.dumps(secrets)
     if len(text) > 100_000:  # Linux takes 131,072 bytes in one variable, or starts no process at all
         raise UserError(
-            f"configuration: datasets: {len(secrets)} addresses with logins or queries have {len(text):,} characters; "
-            "expected at most 100,000; put logins into ~/.netrc, or fetch the files before"
+            f"configuration: {len(secrets)} secrets of programs, and addresses with logins or queries, have "
+            f"{len(text):,} characters; expected at most 100,000; put logins into ~/.netrc, or fetch the files before"
         )
     if secrets:
         os.environ[VARIABLE] = text

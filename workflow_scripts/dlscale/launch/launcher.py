@@ -268,6 +268,7 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
         f"--workdir={here}",
         *(f"--env={name}={value}" for name, value in environment.items()),
         *(f"--env={name}" for name in PASSED_ON if name not in environment),
+        *(f"--env={name}" for name in (program.secret_variables() if program else ())),
         f"--env={STEPS}" if program else "--env=DLSCALE_LIFELINE=1",
         image,
         *held,

@@ -19,6 +19,7 @@ from dlscale.core import machine, telemetry
 from dlscale.core.errors import UserError, cut
 from dlscale.core.files import explained, remove, write_text
 from dlscale.core.noise import interval
+from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
 from dlscale.measure.records import Throughput
@@ -50,7 +51,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     reading = Reading(args.batch_size, args.rate, log, logs.start_of(log) if log else None, log_first=True)
     folder, profilers = _reserved(args.name or _called(args.command), plan), None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
-    own = {"command": [readable(word) for word in args.command], "folder": readable(str(Path.cwd()))}
+    own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}
     try:
         steps.mkdir()
         _write_settings(folder, own)
@@ -100,7 +101,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 def _complain(error: Exception, known: str = "") -> None:
     """Print the message of a failure, and what is `known` all the same."""
     mistake = explained(error, "") if isinstance(error, OSError) else error
-    said = str(mistake) if isinstance(mistake, UserError) else f"a defect of dlscale: {error!r:.300}"
+    said = str(mistake) if isinstance(mistake, UserError) else redact(f"a defect of dlscale: {error!r:.300}")
     print(f"dlscale measure: {said}{known}", file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import make_folder
 from dlscale.core.machine import given
 from dlscale.core.progress import Doing, tell
+from dlscale.core.redact import restore
 from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs
@@ -33,7 +34,10 @@ class RunProgram:
         self.run, self.out, self.steps = run, out, steps
         for folder in (out, steps):
             make_folder(folder)
-        words = program.Words(run.program, str(out.absolute()), resumed)
+        # Records have the words as the configuration was read: without secrets.
+        self.words = program.Words(run.program, str(out.absolute()), resumed).command
+        whole = type(run.program).model_validate(restore(run.program.model_dump()))
+        words = program.Words(whole, str(out.absolute()), resumed)
         self.folder, self.environment = words.folder, words.environment
         if not Path(self.folder).is_dir():
             raise UserError(f"program.folder: {self.folder}: no such folder")
@@ -41,17 +45,20 @@ class RunProgram:
             checkout = steps.absolute().with_name("checkout")
             self.folder = fresh(words.folder, revision, bool(run.program.repository), checkout)
             _check_pinned(words, checkout)
-        #: Its own words, and those with what starts them, where its variables are none of what starts it.
-        self.words, self.command = words.command, words.command
+        #: Its own words, after what starts them: its variables are none of what starts it, but for secret ones.
+        self.command = words.command
+        self.contained = False
         if start and (before := json.loads(start)):
             here = str(Path(self.folder).absolute())
             environment = dict(words.environment)
             if "PYTHONPATH" in environment:
                 environment["PYTHONPATH"] = with_hook(environment["PYTHONPATH"])
-            own = [f"{name}={value}" for name, value in environment.items()]
+            secret = run.program.secret_variables()
+            own = [f"{name}={value}" for name, value in environment.items() if name not in secret]
             inside = ["env", *own] if own else []
             self.command = [*(word.replace(FOLDER, here) for word in before), *inside, *words.command]
-            self.environment = {}
+            self.environment = {name: environment[name] for name in secret}
+            self.contained = True
         self.log = Path(self.folder, words.log) if words.log else None
         self.log_start = logs.start_of(self.log) if self.log else logs.Start(time.time())
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
@@ -75,7 +82,7 @@ class RunProgram:
         return run_command(
             *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
             losses=None if enough else self.losses,
-            contained=self.command is not self.words,
+            contained=self.contained,
             warn=not self.log,
         )
 

@@ -25,6 +25,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import sha256, whole
 from dlscale.core.fingerprint import WORKFLOW
 from dlscale.core.record import Record
+from dlscale.core.redact import redact, redact_programs
 from dlscale.core.schema import NAME, NAME_IN_WORDS
 from dlscale.core.settings import Raw, flat, read_yaml, validate
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES, STAGES
@@ -144,17 +145,20 @@ class Crate:
         self.tools, self.steps = dict[str, Any](), dict[str, Any]()
 
     def write(self, folder: Path) -> None:
-        """Write the files; an address with a login in any of them is a `UserError`."""
+        """Write the files; a secret in any of them is a `UserError`."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of entities that are no files
             self.crate.write(folder)
         preview = folder / "ro-crate-preview.html"  # which has titles and names as they are
         preview.write_text(preview.read_text(encoding="utf-8").replace("<head>", PREVIEW, 1), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            if path.suffix not in (".png", ".pt") and has_secret(path.read_text(encoding="utf-8", errors="replace")):
+            if path.suffix in (".png", ".pt"):
+                continue
+            record = read_yaml(path) if path.name == "config.yaml" else {}
+            if has_secret(path.read_text(encoding="utf-8", errors="replace")) or redact_programs(record) != record:
                 raise UserError(
-                    f"{path.relative_to(folder)}: holds an address with a login or a signature, which a crate would "
-                    "publish; make its results again by the workflow, which hides them"
+                    f"{path.relative_to(folder)}: holds an address with a login or a signature, or a program's secret, "
+                    "which a crate would publish; make its results again by the workflow, which hides them"
                 )
 
     # ---- entities ------------------------------------------------------------------------------------
@@ -221,7 +225,7 @@ class Crate:
             f"#{stage}/{quote(what)}",
             "CreateAction",
             name=f"{stage} {what}",
-            description=hidden_in(told.get("command") or STAGES[stage].text),
+            description=redact(hidden_in(told.get("command") or STAGES[stage].text)),
             instrument=self._tool(stage),
             object=objects,
             result=results,
@@ -251,7 +255,7 @@ class Crate:
         return self.tools[stage]
 
     def _value(self, key: str, value: Any) -> Any:
-        text = hidden_in(value if isinstance(value, str) else json.dumps(value))
+        text = redact(hidden_in(value if isinstance(value, str) else json.dumps(value)))
         digest = hashlib.sha256(f"{key}={text}".encode()).hexdigest()[:12]
         return self.add(f"#environment-{digest}", "PropertyValue", name=key, value=text)
 

@@ -25,7 +25,7 @@ from dlscale.config.records import Rung
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Site
-from dlscale.core import registry, urls
+from dlscale.core import redact, registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, sha256, stamp
 from dlscale.core.fingerprint import ROOT, data_modules, fingerprint, run_modules
@@ -578,7 +578,7 @@ class Jobs:
     def launch(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:
         """Return the words that start a stage that reads `paths`: in a container it sees these, here and there alike.
 
-        Addresses with secrets are kept from it unless it fetches something.
+        Addresses with secrets, and secrets of programs, are kept from it unless `secrets`.
         """
         try:
             return self._stage(launcher.launch(self.site, self._place(paths), geometry), secrets)
@@ -586,7 +586,7 @@ class Jobs:
             self.refuse(error)
 
     def _stage(self, words: list[str], secrets: bool = False) -> list[str]:
-        """Return the words that start a stage, with the studies that it knows, and without addresses' secrets.
+        """Return the words that start a stage, with the studies that it knows, and without secrets.
 
         Variables of the calling shell that number processes, such as RANK, are withheld: a starter sets its own.
         """
@@ -595,7 +595,7 @@ class Jobs:
         withheld = ["env", *(word for name in names for word in ("-u", name))] if names else []
         return [*withheld, *words, *(f"--study={name}={study.file}" for name, study in registry.added().items())]
 
-    def _launch_program(self, paths: Iterable[str], run: Run) -> tuple[list[str], list[str]]:
+    def _launch_program(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
         """Return the words that start the stage of a run's program, and those that it puts before the command."""
         placed = self._placed(run)
         assert placed.program
@@ -604,14 +604,17 @@ class Jobs:
             outer, inner = launcher.launch_program(self.site, place, placed)
         except UserError as error:
             self.refuse(error)
-        return self._stage(outer), inner
+        return self._stage(outer, secrets), inner
 
     def stage_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         return self.launch(input)
 
     def run_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         run = self.run(wildcards)
-        return self._launch_program(input, run)[0] if run.program else self.launch(input, run.processes)
+        programs = [each.program.model_dump() for each in (run, self.beside(wildcards)) if each and each.program]
+        if not run.program:
+            return self.launch(input, run.processes, redact.has_marker(programs))
+        return self._launch_program(input, run, redact.has_marker(programs))[0]
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         dataset = self.dataset(wildcards)

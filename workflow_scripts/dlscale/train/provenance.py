@@ -13,6 +13,7 @@ from pydantic import ConfigDict
 
 from dlscale.core.metrics import Best, LossInfo, Metric
 from dlscale.core.record import Record, Time
+from dlscale.core.redact import redact
 from dlscale.parallel.records import Device, Links
 
 
@@ -53,7 +54,7 @@ def now() -> str:
 def provenance(**more: Any) -> Provenance:
     """Return the provenance of this process, and `more`; of the environment it has Slurm's job numbers alone."""
     return Provenance(
-        command=shlex.join([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]]),
+        command=shlex.join(redact([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]])),
         finished=now(),
         host=socket.gethostname(),
         slurm={key: os.environ[key] for key in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if key in os.environ},

@@ -1,0 +1,135 @@
+"""Secrets of programs: what counts as one, and what must stay as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dlscale.core import redact, urls
+from dlscale.core.errors import UserError
+
+S = "s3cr3t-Value"
+
+SECRETS: dict[str, Any] = {
+    "option": ["--token", S],
+    "option with =": [f"--token={S}"],
+    "one dash": ["-api_key", S],
+    "its name has words": ["--hf-token", S],
+    "its name has capitals": [f"--accessToken={S}"],
+    "its name has dots": [f"logger.wandb.api_key={S}"],
+    "variable": ["env", f"API_KEY={S}", "python"],
+    "variable of a word": [f"--env=WANDB_API_KEY={S}"],
+    "spaces": [f"--password={S} {S}"],
+    "header": ["-H", f"Authorization: Bearer {S}"],
+    "header of a word": [f"--header=X-Api-Key: {S}"],
+    "scheme": ["-H", f"bearer {S}"],
+    "login": ["curl", "-u", f"me:{S}"],
+    "address": [f"https://me:{S}@h.org/x"],
+    "address with a token": [f"--data=https://{S}@h.org/x"],
+    "database": [f"postgresql://me:{S}@h.org:5432/runs"],
+    "malformed address": [f"https://me:a/{S}@h.org/x"],
+    "signed address": [f"https://h.org/x?a=1&X-Amz-Signature={S}&X-Amz-Credential={S}%2F1"],
+    "sas": [f"https://h.org/x?sv=2024-01-01&sig={S}"],
+    "access_token": [f"https://h.org/x?access_token={S}&split=train"],
+    "shell": ["sh", "-c", f"HF_TOKEN={S} python train.py --password '{S}' --lr 1"],
+    "JSON": ["--logger", f'{{"api_key": "{S} {S}", "entity": "me"}}'],
+    "JSON in a shell": ["sh", "-c", f'train --logger "{{\\"api_key\\": \\"{S}\\"}}"'],
+    "WANDB_API_KEY": {"WANDB_API_KEY": S},
+    "HF_TOKEN": {"HF_TOKEN": S},
+    "AWS": {"AWS_SECRET_ACCESS_KEY": S, "AWS_ACCESS_KEY_ID": S, "AWS_SESSION_TOKEN": S},
+    "PGPASSWORD": {"PGPASSWORD": S, "DB_PASS": S, "MYSQL_PWD": S},
+    "OPENAI_KEY": {"OPENAI_KEY": S, "GITHUB_PAT": S},
+    "DATABASE_URL": {"DATABASE_URL": f"mysql://me:{S}@h.org/runs"},
+    "value": {"values": {"password": S, "tokens": 5}},
+    "several": {"values": {"api_key": [S, f"{S}2"]}},
+}
+
+OPEN: tuple[Any, ...] = (
+    ["--max-tokens", "4096"],
+    ["--num-tokens=4096", "--tokens", "train,valid"],
+    ["--token", "12.5e3"],
+    ["--tokenizer", "bert-base"],
+    ["--tokenizer-path=/data/t.json"],
+    ["--token_type", "bpe"],
+    ["--pad-token", "<pad>", "--eos_token", "END", "--mask-token", "[MASK]"],
+    ["--class-token=mean", "model.cls_token=first"],
+    ["--key-dim", "value"],
+    ["--key", "image", "--label-key", "y", "--sort-key=loss"],
+    ["--monkey", "see", "turkey=1", "--hotkeys", "a"],
+    ["--password-file", "/home/me/.pw", "--secret-path=/run/x"],
+    ["--use-auth-token", "true"],
+    ["--forward-pass", "fused", "--compass=north", "--bypass", "x"],
+    ["--secretary", "x", "--author", "me", "--signal", "TERM"],
+    ["--token", "--epochs", "3"],
+    ["--password=$PASSWORD", "--token", "${HF_TOKEN}"],
+    ["python", "-u", "train.py", "pwd=/here"],
+    ["https://h.org/x?split=train&tokenizer=bert&max_tokens=5", "git+https://h.org/x@v1"],
+    ["scp", "me@h.org:/x", "s3://bucket/key", "file:///data/x"],
+    ["sh", "-c", "python train.py --tokenizer bert; echo key: value"],
+    {"TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0", "PWD": "/here"},
+    {"MAX_TOKENS": "4096", "PRIMARY_KEY": "name", "KEY_DIM": "x", "AUTHOR": "me"},
+    {"values": {"token": 4096, "key_dim": "wide", "monkey": "see"}},
+    ["--sig", "gauss", "--signature", "serving_default"],
+)
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+def test_secrets_are_replaced_and_come_back(kind: str) -> None:
+    given, secrets = SECRETS[kind], dict[str, str]()
+    found = redact.redact(given, secrets)
+    assert S not in str(found) and "***" in str(found)
+    assert redact.put_back(found, secrets) == given
+    assert redact.redact(found) == found
+    assert not urls.has_secret(found)
+
+
+@pytest.mark.parametrize("given", OPEN)
+def test_what_only_looks_like_a_secret_stays(given: Any) -> None:
+    assert redact.redact(given) == given
+    assert not urls.has_secret(given)
+
+
+def test_a_secret_is_known_by_its_form() -> None:
+    forms = ("ghp_" + "a1" * 18, "hf_" + "aB3" * 11, "sk-proj-" + "aB3" * 9, "AKIA" + "A1" * 8, "glpat-" + "a1" * 10)
+    for form in forms:
+        assert redact.redact(["login", form]) == ["login", "***token***"]
+    assert redact.redact(["task-" + "a1" * 12, "hf_model", "sk-learn-experiment-2024-run"])[0].startswith("task")
+
+
+def test_a_marker_has_the_secrets_name_and_a_number_where_two_differ() -> None:
+    secrets = dict[str, str]()
+    given = {"plans": {"p": {"runs": {name: {"program": {"environment": {"HF_TOKEN": name * 9}}} for name in "aba"}}}}
+    found = redact.redact_programs(given, secrets)["plans"]["p"]["runs"]
+    tokens = [found[name]["program"]["environment"]["HF_TOKEN"] for name in "ab"]
+    assert tokens == ["***HF_TOKEN***", "***HF_TOKEN.2***"]
+    assert secrets == {"***HF_TOKEN***": "a" * 9, "***HF_TOKEN.2***": "b" * 9}
+
+
+def test_values_that_stand_where_a_secret_does_are_secrets() -> None:
+    given = {
+        "settings": {
+            "program": {"command": ["t", "--token", "{tok}", "--n={n}"], "environment": {"API_KEY": "{inner}"}}
+        },
+        "runs": {"a": {"program": {"values": {"tok": S, "n": "many", "inner": "{deep}", "deep": f"{S}2"}}}},
+        "sweep": {"values": {"program.values.tok": [S, f"{S}3"]}},
+        "key": {"token": S},  # of no program
+    }
+    found = redact.redact_programs(given, secrets := {})
+    assert found["key"] == given["key"] and found["settings"] == given["settings"]
+    assert found["runs"]["a"]["program"]["values"] == {
+        **{"tok": "***tok***", "n": "many", "inner": "{deep}", "deep": "***deep***"},
+    }
+    assert found["sweep"]["values"] == {"program.values.tok": ["***tok***", "***tok.2***"]}
+    assert redact.put_back(found, secrets) == given
+
+
+def test_patterns_of_a_program_are_no_secrets() -> None:
+    given = {"program": {"rate": r"token=(\S+)", "losses": {r"token: (\S+)": "loss/valid"}}}
+    assert redact.redact_programs(given) == given
+
+
+def test_a_missing_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(urls.VARIABLE, raising=False)
+    with pytest.raises(UserError, match="stands for a secret, which is not here"):
+        redact.restore(["--token=***token***"])

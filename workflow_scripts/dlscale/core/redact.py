@@ -1,0 +1,237 @@
+"""Programs without their secrets: `***NAME***` stands for a password, token or key in a command or an environment.
+
+The configuration of programs is read so. Only the process that starts a program gets the secrets: in its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import SplitResult
+
+from dlscale.core.errors import UserError
+from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, VARIABLE, split
+
+#: Last words of names of secrets; some depend on the word before.
+_NAMES = {
+    *("password", "passwd", "passphrase", "passcode", "passwords", "pgpassword", "sshpass", "pass", "pwd"),
+    *("secret", "secrets", "credential", "credentials", "signature", "sig", "authorization", "auth", "cookie"),
+    *("apikey", "apitoken", "authkey", "authtoken", "accesskey", "accesstoken", "secretkey", "sastoken"),
+    *("token", "bearer", "webhook", "pat", "jwt"),
+}
+#: Of these, those that alone are no secret: a working folder, a pattern, a signature of a model.
+_NOT_ALONE = {"pwd", "pat", "sig", "signature"}
+#: Words before `key` that make it a secret. In upper case, as a variable, all do but the others.
+_KEYS = {
+    *("api", "access", "secret", "private", "auth", "account", "shared", "signing", "encryption", "license", "licence"),
+    *("service", "client", "storage", "master", "ssh", "deploy", "subscription", "app", "admin", "wandb", "openai"),
+}
+_PLAIN_KEYS = {"primary", "foreign", "sort", "public", "cache", "partition", "group", "index", "image", "label", "data"}
+#: Words before `token` or `pass` that make it a part of a model or a tokenizer.
+_PLAIN = {
+    *("pad", "eos", "bos", "unk", "mask", "cls", "sep", "class", "special", "image", "stop", "start", "end", "begin"),
+    *("prefix", "suffix", "first", "last", "second", "next", "new", "per", "separator", "word", "decoder", "query"),
+    *("forward", "backward", "single", "multi", "one", "two", "n", "by", "distill", "distillation", "register"),
+}
+#: Keys of a program that may hold secrets.
+_OF_PROGRAM = {"command", "resume", "values", "environment", "folder", "log", "repository", "image"}
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+#: Values that are no secrets: numbers, switches, special tokens, variables of a shell.
+_OPEN = re.compile(
+    r"[\d.,:_+-]*(e[+-]?\d+)?|true|false|yes|no|on|off|none|null|auto|default|<[^<>]*>|\[[a-z]+\]|\$\{?\w+\}?|\$\(.*\)",
+    re.IGNORECASE,
+)
+_PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_][\w.-]*)\}")
+_NAME = r"(?P<name>(?<![\w.])[A-Za-z_][\w.-]*)"
+_SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
+#: A word of a command that gives a value to a name.
+_ASSIGNED = re.compile(rf"[-+~]{{0,2}}{_NAME}=(?P<value>.+)", re.DOTALL)
+_OPTION = re.compile(rf"-{{1,2}}{_NAME}")
+_LOGIN = re.compile(r"[^\s:/]+:[^\s/]+")
+#: Names with their values within a text: "NAME": "VALUE", NAME=VALUE, NAME: VALUE, --NAME VALUE.
+_PAIRS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"{_NAME}\\?[\"']?\s*[=:]\s*\\?(?P<quote>[\"']){_SCHEME}(?P<value>.+?)(?=\\?(?P=quote))",
+        rf"{_NAME}\\?[\"']?\s*[=:]\s*{_SCHEME}(?P<value>[^\s\"'&;]+)",
+        rf"(?<!\S)--?{_NAME}\s+[\"']?(?P<value>[^\s\"'&;|-][^\s\"'&;|]*)",
+        r"\b(?P<name>bearer)\s+(?P<value>[^\s\"']+)",
+    )
+)
+#: Secrets that are known by their form.
+_FORMS = re.compile(
+    r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"
+    r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+)"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a name's last words are those of a secret: API_KEY, hf-token, password; not key_dim, tokens."""
+    words = [word.lower() for word in _WORD.findall(re.sub(r"[\d_.-]+$", "", name))]
+    last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
+    if words[-3:] == ["access", "key", "id"]:
+        return True
+    if last in ("key", "keys"):
+        return before in _KEYS or (name.isupper() and bool(before) and before not in _PLAIN_KEYS)
+    if last in _NOT_ALONE:
+        return bool(before)
+    return last in _NAMES and not (last in ("token", "pass") and before in _PLAIN)
+
+
+def redact(settings: Any, secrets: dict[str, str] | None = None) -> Any:
+    """Return words, texts or variables with their secrets replaced; these go into `secrets`, by what replaces them."""
+    return _Redaction({} if secrets is None else secrets).settings(settings)
+
+
+def redact_programs(settings: Any, secrets: dict[str, str] | None = None) -> Any:
+    """Return a configuration with the secrets of all its programs replaced; these go into `secrets`.
+
+    Values that a placeholder puts where a secret stands are secrets, too.
+    """
+    known, names = {} if secrets is None else secrets, set[str]()
+    while True:
+        redaction = _Redaction(dict(known), names)
+        found = redaction.programs(settings)
+        if redaction.names == names:
+            known.update(redaction.secrets)
+            return found
+        names = redaction.names
+
+
+def has_marker(settings: Any) -> bool:
+    """Return whether settings hold what stands for a secret."""
+    return bool(MARKER.search(json.dumps(settings)))
+
+
+def restore(settings: Any) -> Any:
+    """Return settings with the secrets that the environment has in place of their markers."""
+    return put_back(settings, json.loads(os.environ.get(VARIABLE, "{}")))
+
+
+def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:
+    """Return settings with these secrets; a missing one is a `UserError`."""
+    if isinstance(settings, Mapping):
+        return {key: put_back(value, secrets) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [put_back(value, secrets) for value in settings]
+
+    def put(match: re.Match[str]) -> str:
+        if match[0] not in secrets:
+            raise UserError(
+                f"{match[0]} stands for a secret, which is not here; let snakemake start the program, or give "
+                "--config a file with the secret"
+            )
+        return secrets[match[0]]
+
+    return secrets.get(settings) or MARKER.sub(put, settings) if isinstance(settings, str) else settings
+
+
+class _Redaction:
+    """Replaces secrets, and collects them and the names of values that are secrets."""
+
+    def __init__(self, secrets: dict[str, str], names: set[str] | None = None) -> None:
+        self.secrets, self.names = secrets, set(names or ())
+        self._markers = {whole: marker for marker, whole in secrets.items() if MARKER.fullmatch(marker)}
+
+    def programs(self, settings: Any) -> Any:
+        if isinstance(settings, list | tuple):
+            return [self.programs(value) for value in settings]
+        if not isinstance(settings, Mapping):
+            return settings
+        found = {}
+        for key, value in settings.items():
+            of_program = key == "program" and isinstance(value, Mapping) and value.keys() & _OF_PROGRAM
+            first, _, rest = str(key).partition(".")  # as sweeps name settings
+            of_program = of_program or (first == "program" and rest.partition(".")[0] in _OF_PROGRAM)
+            found[key] = self.settings(value, str(key)) if of_program else self.programs(value)
+        return found
+
+    def settings(self, settings: Any, name: str = "") -> Any:
+        if isinstance(settings, Mapping):
+            kept = {"rate", "losses"} if name == "program" else ()  # patterns, and names of metrics
+            return {key: value if key in kept else self.settings(value, str(key)) for key, value in settings.items()}
+        if isinstance(settings, list | tuple):
+            return self._secret_list(settings, name) if self._is_name(name) else self._words(settings)
+        if not isinstance(settings, str):
+            return settings
+        return self._put(name, settings) if self._is_name(name) else self._text(settings)
+
+    def _is_name(self, name: str) -> bool:
+        return is_secret_name(name) or name.removeprefix("program.").removeprefix("values.") in self.names
+
+    def _secret_list(self, values: Any, name: str) -> list[Any]:
+        return [self._put(name, value) if isinstance(value, str) else value for value in values]
+
+    def _words(self, words: Any) -> list[Any]:
+        found = list[Any]()
+        for before, word in zip([None, *words], words, strict=False):
+            if not isinstance(word, str):
+                found.append(self.settings(word))
+                continue
+            option = _OPTION.fullmatch(before) if isinstance(before, str) else None
+            if option and not re.match("-{1,2}[A-Za-z]", word) and is_secret_name(option["name"]):
+                found.append(self._put(option["name"], word))
+            elif before in ("-u", "--user", "--proxy-user") and _LOGIN.fullmatch(word):
+                found.append(self._put("login", word))
+            elif (given := _ASSIGNED.fullmatch(word)) and is_secret_name(given["name"]):
+                found.append(word[: given.start("value")] + self._put(given["name"], given["value"]))
+            else:
+                found.append(self._text(word))
+        return found
+
+    def _text(self, text: str) -> str:
+        if (marker := self._markers.get(text)) and len(text) > 3:
+            return marker
+        for pattern in _PAIRS:
+            text = self._pairs(pattern, text)
+        text = IN_TEXT.sub(lambda match: self._address(match[0]), text)
+        return _FORMS.sub(lambda match: self._put("token", match[0]), text)
+
+    def _pairs(self, pattern: re.Pattern[str], text: str) -> str:
+        found, place = "", 0
+        while match := pattern.search(text, place):
+            begin, end = match.span("value") if is_secret_name(match["name"]) else (match.end("name"),) * 2
+            found += text[place:begin] + (self._put(match["name"], text[begin:end]) if end > begin else "")
+            place = end
+        return found + text[place:]
+
+    def _address(self, url: str) -> str:
+        parts = split(url)
+        if parts is None:
+            return self._replaced("address", url) if "@" in url else url
+        query = "&".join(map(self._query_word, parts.query.split("&"))) if parts.query else ""
+        login, at, host = parts.netloc.rpartition("@")
+        return _joined(url, parts, f"{self._replaced('login', login)}{at}{host}" if at else host, query)
+
+    def _query_word(self, word: str) -> str:
+        key, equals, value = word.partition("=")
+        if equals and not (LOGINS.fullmatch(key) or is_secret_name(key)):
+            return word
+        return f"{key}={self._replaced(key, value)}" if equals else self._replaced("query", word)
+
+    def _put(self, name: str, value: str) -> str:
+        """Return what stands for a value, unless it is plainly no secret."""
+        return value if _OPEN.fullmatch(value) else self._replaced(name, value)
+
+    def _replaced(self, name: str, secret: str) -> str:
+        placeholders = set(_PLACEHOLDER.findall(secret))
+        self.names |= placeholders
+        if not secret or placeholders or HIDDEN.fullmatch(secret) or MARKER.search(secret) or "\0" in secret:
+            return secret
+        known = re.sub(r"[^\w-]", "_", name.rpartition(".")[2])
+        marker, count = f"***{known}***", 1
+        while self.secrets.setdefault(marker, secret) != secret:
+            count += 1
+            marker = f"***{known}.{count}***"
+        self._markers[secret] = marker
+        return marker
+
+
+def _joined(url: str, parts: SplitResult, netloc: str, query: str) -> str:
+    """Return an address with another login and query, and otherwise as it is."""
+    start = url.replace(parts.netloc, netloc, 1)
+    return start.replace(f"?{parts.query}", f"?{query}", 1) if parts.query else start
