@@ -52,7 +52,7 @@ _ASSIGNED = re.compile(rf"[-+~]{{0,2}}{_NAME}=(?P<value>.+)", re.DOTALL)
 _OPTION = re.compile(rf"-{{1,2}}{_NAME}")
 _LOGIN = re.compile(r"[^\s:/]+:[^\s/]+")
 #: Names with their values within a text: "NAME": "VALUE", NAME=VALUE, NAME: VALUE, --NAME VALUE.
-_PAIRS = tuple(
+_ASSIGNMENTS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         rf"{_NAME}\\?[\"']?\s*[=:]\s*\\?(?P<quote>[\"']){_SCHEME}(?P<value>.+?)(?=\\?(?P=quote))",
@@ -186,12 +186,12 @@ class _Redaction:
     def _text(self, text: str) -> str:
         if (marker := self._markers.get(text)) and len(text) > 3:
             return marker
-        for pattern in _PAIRS:
-            text = self._pairs(pattern, text)
+        for pattern in _ASSIGNMENTS:
+            text = self._assignments(pattern, text)
         text = IN_TEXT.sub(lambda match: self._address(match[0]), text)
         return _FORMS.sub(lambda match: self._put("token", match[0]), text)
 
-    def _pairs(self, pattern: re.Pattern[str], text: str) -> str:
+    def _assignments(self, pattern: re.Pattern[str], text: str) -> str:
         found, place = "", 0
         while match := pattern.search(text, place):
             begin, end = match.span("value") if is_secret_name(match["name"]) else (match.end("name"),) * 2
