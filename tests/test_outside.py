@@ -437,11 +437,12 @@ def test_times_of_another_kind_are_refused(tmp_path: Path, in_india: None, times
 
 @pytest.mark.parametrize("form", ["seconds", "local", "since the start", "milliseconds since the start"])
 @pytest.mark.parametrize("how", ["appended", "anew", "copied"])
-def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form: str, how: str) -> None:
+@pytest.mark.parametrize("slower", [3.1, 0.5])
+def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form: str, how: str, slower: float) -> None:
     """Whether a program appends to its log, writes it anew, or puts a longer one in its place."""
     log, earlier = tmp_path / "log.jsonl", BEGIN - 86400
     moved = earlier - BEGIN if "since" not in form else 0.0
-    write_log(log, [TIMES[form](BEGIN + moved + 3.1 * tick) for tick in TICKS])
+    write_log(log, [TIMES[form](BEGIN + moved + slower * tick) for tick in TICKS])
     start = replace(logs.start_of(log), begin=BEGIN)
     times = [TIMES[form](BEGIN + tick) for tick in TICKS]
     if how == "copied":
