@@ -423,9 +423,12 @@ def shown(command: Sequence[str]) -> int:
         ):
             stack.callback(signal.signal, number, signal.signal(number, handler))
         os.close(writing)
-        output = stack.enter_context(os.fdopen(reading, encoding="utf-8", errors="replace"))
-        reader = threading.Thread(target=lambda lines: said.extend(map(str.rstrip, lines)), args=[output])
-        reader.daemon = True
+
+        def read_output() -> None:  # closes it, too: another thread that did would wait for the end of the output
+            with os.fdopen(reading, encoding="utf-8", errors="replace") as output:
+                said.extend(map(str.rstrip, output))
+
+        reader = threading.Thread(target=read_output, daemon=True)
         reader.start()
         while True:
             ended, now = child.poll() is not None, time.time()
