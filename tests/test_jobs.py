@@ -88,6 +88,18 @@ def test_secrets_of_a_program_reach_it_by_its_environment_alone(tmp_path: Path) 
     assert other.run_params("program")(RUN) == found.run_params("program")(RUN)
 
 
+def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
+    """Code alone does not decide how it looks."""
+    found, template = jobs(tmp_path), tmp_path / "page.j2"
+    ours = found.report_params("title", ["p"])
+    assert ours["sources"] != found.own_params("report", ours["settings"])["sources"]
+    digests = set()
+    for text in ("one", "other"):
+        template.write_text(text)
+        digests.add(found.own_params("report", ours["settings"], [template])["sources"])
+    assert len(digests) == 2
+
+
 def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
     """Asked for by a file, such as a program's metrics.jsonl."""
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
