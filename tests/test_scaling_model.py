@@ -222,6 +222,13 @@ def test_the_slowest_of_many() -> None:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shared", [{"tp": 2}, {"cp": 4}])
+def test_all_devices_wait_for_the_slowest(shared: dict[str, int]) -> None:
+    """Also those that share a model: the greatest of eight, not of as many groups."""
+    found = step(CLUSTER, Workload(400e6, (1.0,)), COSTS, Job(8, 10, **shared))
+    assert found.waiting == pytest.approx(found.compute * 0.02 * 1.4236, rel=1e-4)
+
+
 def test_a_step_by_hand() -> None:
     """One bucket on two nodes of four: its all-reduce is exposed but for nothing, and computing is not slowed."""
     found = step(CLUSTER, Workload(400e6, (1.0,)), COSTS, Job(8, 10))
