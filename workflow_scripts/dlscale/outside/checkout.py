@@ -3,127 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
-from dlscale.core.errors import UserError, cut
-from dlscale.core.files import temporary_folder, whole
-from dlscale.core.urls import hidden_in
-
-#: Git's settings for other people's commits: no helper of another protocol, no password, no configuration, no lazy
-#: fetch.
-SAFE = {
-    "GIT_ALLOW_PROTOCOL": "https:file",
-    "GIT_TERMINAL_PROMPT": "0",
-    "GIT_CONFIG_GLOBAL": os.devnull,
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_NO_LAZY_FETCH": "1",
-}
-
-#: Variables of the caller's that a fetch by https may need.
-KEPT = ("GIT_SSL", "GIT_HTTP", "GIT_CURL", "GIT_TRACE")
-
-#: Begin of a file that Git LFS keeps elsewhere, and most bytes of such a file.
-LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+from dlscale.core.files import whole
+from dlscale.outside.revision import fetch
 
 
 def main(args: argparse.Namespace) -> None:
     """Fetch `args.revision` of `args.repository` into `args.out`."""
     with whole(args.out) as folder:
         fetch(args.repository, args.revision, folder, f"program.repository {args.repository}")
-
-
-def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
-    """Check a commit out into a new folder, file by file as it was committed.
-
-    A repository on this machine lends its objects alone: its configuration, hooks, filters, index and work tree are
-    not read. `where` begins messages.
-    """
-    if not shutil.which("git"):
-        raise UserError(f"{where}: there is no git here; install it")
-    folder.mkdir(parents=True)
-    with temporary_folder("dlscale-git") as lender:
-        if (local := repository.removeprefix("file://")).startswith("/"):
-            _git(Path(lender), where, revision, "init", "--quiet", "--bare", "--template=")
-            Path(lender, "objects/info").mkdir(exist_ok=True)
-            Path(lender, "objects/info/alternates").write_text(f"{_objects(Path(local), where, revision)}\n")
-            repository = lender
-        _git(folder, where, revision, "init", "--quiet", "--template=")
-        _git(folder, where, revision, "fetch", "--quiet", "--depth=1", repository, revision)
-    _git(folder, where, revision, "checkout", "--quiet", "--detach", revision)
-    there = _git(folder, where, revision, "rev-parse", "HEAD").strip()
-    if there != revision:
-        raise UserError(f"{where}: expected commit {revision}, fetched {there}")
-    Path(folder, ".git/FETCH_HEAD").unlink(missing_ok=True)
-    _check_complete(folder, where, revision)
-
-
-def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
-    """Check a revision of a program's folder out into `checkout`; return the same folder in it.
-
-    `fetched`: whether the stage `checkout` made the folder's repository, which can be copied without git.
-    """
-    if checkout.is_symlink():
-        checkout.unlink()
-    shutil.rmtree(checkout, ignore_errors=True)
-    there = Path(folder).resolve()
-    top = next((each for each in (there, *there.parents) if Path(each, ".git").exists()), None)
-    if top is None:
-        raise UserError(f"program.revision: {folder} is in no git repository")
-    if shutil.which("git"):
-        fetch(str(top), revision, checkout, f"program.revision: {folder}")
-    elif fetched:
-        shutil.copytree(top, checkout, symlinks=True)
-    else:
-        raise UserError(
-            "program.revision: there is no git here that could fetch it; install git, or name program.repository"
-        )
-    own = Path(checkout, there.relative_to(top))
-    if not own.is_dir():
-        raise UserError(f"program.folder: {folder}: no such folder in commit {revision}")
-    return str(own)
-
-
-def _git(folder: Path, where: str, revision: str, *words: str) -> str:
-    """Return the output of git in a repository of dlscale's own."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
-    command = ["git", "-c", "gc.auto=0", "-c", "maintenance.auto=false", *words]
-    done = subprocess.run(command, cwd=folder, env={**kept, **SAFE}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        what = cut(" ".join(done.stderr.split()), 300)
-        raise UserError(f"{where}: git {words[0]} of {revision}: {hidden_in(what)}")
-    return done.stdout
-
-
-def _objects(repository: Path, where: str, revision: str) -> Path:
-    """Return the folder with the objects of a repository, a bare one, or a linked work tree."""
-    git = repository / ".git" if (repository / ".git").exists() else repository
-    if git.is_file():
-        git = repository / git.read_text().partition("gitdir:")[2].strip()
-    if (common := git / "commondir").is_file():
-        git /= common.read_text().strip()
-    if not (git / "objects").is_dir():
-        raise UserError(f"{where}: git fetch of {revision}: {repository} is no git repository")
-    return (git / "objects").resolve()
-
-
-def _check_complete(folder: Path, where: str, revision: str) -> None:
-    """Refuse submodules and files of Git LFS, which a commit does not contain."""
-    entries = [entry.partition("\t") for entry in _git(folder, where, revision, "ls-files", "-sz").split("\0") if entry]
-    modules = [name for mode, _, name in entries if mode.startswith("160000")]
-    files = [name for mode, _, name in entries if mode.startswith("100") and _is_pointer(folder / name)]
-    for what, names in (("submodules", modules), ("files in Git LFS", files)):
-        if names:
-            raise UserError(
-                f"{where}: commit {revision} has {what}, which are not fetched: {cut(', '.join(names), 300)}; name a "
-                "commit without them, or leave program.revision out and prepare program.folder yourself"
-            )
-
-
-def _is_pointer(file: Path) -> bool:
-    if file.stat().st_size > MAX_POINTER_BYTES:
-        return False
-    with file.open("rb") as opened:
-        return opened.read(len(LFS)) == LFS

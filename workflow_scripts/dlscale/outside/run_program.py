@@ -23,7 +23,7 @@ from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
-from dlscale.outside.checkout import fresh
+from dlscale.outside.revision import fresh
 from dlscale.outside.running import Outcome, Reading, measured, run_command, warn_of_lost_hook, with_hook
 
 
