@@ -160,6 +160,39 @@ def test_nodes_have_what_the_site_says(
     assert found.status == status and word in found.text
 
 
+@pytest.mark.parametrize(
+    ("listed", "gres", "gpus"),
+    [
+        ("gpu:4", "gpu", 4),
+        ("gpu", "gpu", 1),
+        ("gpu:nvidia_a100-sxm4-40gb:4(S:0-1)", "gpu", 4),
+        ("gpu:nvidia_a100-sxm4-40gb:4(S:0-1)", "gpu:nvidia_a100-sxm4-40gb", 4),
+        ("gpu:rtx-a6000:4", "gpu", 4),
+        ("gpu:nvidia_a100_1g.5gb:7", "gpu", 7),
+        ("gpu:2080ti:2", "gpu", 2),
+        ("gpu:3090:2", "gpu", 2),
+        ("gpu:3090:2", "gpu:3090", 2),
+        ("gpu:a100:4(IDX:0-3)", "gpu", 4),
+        ("gpu:a100:8(S:0,2),shard:16(S:0,2)", "gpu", 8),
+        ("gpu:a100:no_consume:2", "gpu", 2),
+        ("gpu:tesla:2,gpu:kepler:2", "gpu", 4),
+        ("gpu:tesla:2,gpu:kepler:3", "gpu:kepler", 3),
+        ("gpu:a100-80gb:4", "gpu:a100", 0),
+        ("shard:gpu:8,mps:400,gpu:a100:2", "gpu", 2),
+        ("mygpu:4", "gpu", 0),
+        ("(null)", "gpu", 0),
+    ],
+)
+def test_gpus_of_a_node_whatever_the_name_of_their_type(
+    command: Callable[[str, str], None], listed: str, gres: str, gpus: int
+) -> None:
+    command("sinfo", f"echo '(null)|64|{listed}|1|256000'")
+    if gpus:
+        assert doctor.probe_nodes(Nodes(cpus=64, gpus=gpus, gres=gres), 1).status == "ok"
+    found = doctor.probe_nodes(Nodes(cpus=64, gpus=gpus + 1, gres=gres), 1)
+    assert found.status == "FAIL" and f"64 CPUs, {gpus} GPU{'s' * (gpus != 1)}, 256,000 MB" in found.text
+
+
 def test_nodes_are_those_of_their_partition(command: Callable[[str, str], None]) -> None:
     """Nodes of a partition that is not the site's do not count, and a name that is not there is told."""
     command(

@@ -570,7 +570,14 @@ def test_stores_that_are_none(tmp_path: Path) -> None:
     for chunk in (tmp_path / "torn" / "t2m" / "c").rglob("*"):
         if chunk.is_file():
             chunk.write_bytes(chunk.read_bytes()[:20])
-    cases = {"none": "there is no Zarr store", "folder": "there is no Zarr store", "torn": "incomplete or damaged"}
+    write(atmosphere(names=("t2m",)), tmp_path / "interrupted", "zarr")
+    next(chunk for chunk in (tmp_path / "interrupted/t2m/c/1").rglob("*") if chunk.is_file()).unlink()
+    cases = {
+        "none": "there is no Zarr store",
+        "folder": "there is no Zarr store",
+        "torn": "incomplete or damaged",
+        "interrupted": "has no value at .* the copy may be incomplete: copy it again",
+    }
     for name, expected in cases.items():
         with pytest.raises(UserError, match=expected):
             acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / name), tmp_path / "out.nc")

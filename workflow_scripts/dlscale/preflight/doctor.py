@@ -291,8 +291,7 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
     fitting, seen = 0, list[str]()
     for row in [line.split("|") for line in text.split() if line.count("|") == 4]:
         if features <= set(row[0].split(",")):
-            gpus = re.findall(rf"\b{re.escape(kind.gres)}(?::[A-Za-z]\w*)?:(\d+)", row[2])
-            has = int(row[1].rstrip("+")), max(map(int, gpus), default=0), int(row[4].rstrip("+"))
+            has = int(row[1].rstrip("+")), _count_gpus(row[2], kind.gres), int(row[4].rstrip("+"))
             seen.append(f"{row[3]} of {_has(*has)}")
             fitting += int(row[3]) if all(one >= other for one, other in zip(has, asks, strict=True)) else 0
     which = {"partition": kind.partition, "constraint": constraint, "--gres": kind.gres if kind.gpus else ""}
@@ -303,6 +302,17 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
     remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
     text = f"{many(most, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
     return Finding(_name(kind), "FAIL", text, remedy)
+
+
+def _count_gpus(listed: str, gres: str) -> int:
+    """Return the number of `gres` in a node's list, such as `gpu:a100:4(S:0-1),shard:8`."""
+    total = 0
+    for each in re.sub(r"\([^)]*\)", "", listed).split(","):  # sockets and indices are in brackets
+        name, _, count = each.rpartition(":")
+        if not count.isdigit():  # Slurm's short form of one
+            name, count = each, "1"
+        total += int(count) if name == gres or name.startswith(f"{gres}:") else 0
+    return total
 
 
 def _name(kind: Nodes) -> str:

@@ -505,7 +505,8 @@ class Era5Source(Source):
             f"{self._label}: channel '{self.fields[0].channels[channel]}' has no value at "
             f"{_text(self.times[start + row])} at latitude {self.coordinates['latitude'][line]:g}, longitude "
             f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block); set `split` around "
-            "such times, `crop` such places, or fill them"
+            "such times, `crop` such places, or fill them; if the values should be there, the copy may be incomplete: "
+            "copy it again"
         )
 
     def close(self) -> None:
