@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -17,7 +18,9 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
 
+from dlscale.outside import logs
 from dlscale.report.curves import Over, Reference
 from tests.conftest import COSMO, COSMO_RUN, make_run, said, stage, train
 from tests.test_report import Results
@@ -103,6 +106,53 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
     assert points(found, "loss/valid", "samples") == [(1000, 1.0), (2000, 0.5)]
 
 
+@pytest.mark.parametrize(
+    ("steps", "first", "message"),
+    [
+        (
+            {"Val": (0, 1, 2), "Train": (0, 1, 2)},
+            1,
+            "the log counts epochs from 0: its point 0 is drawn after the first",
+        ),
+        ({"Val": (0, 1, 2), "Train": ()}, 1, "the log counts epochs from 0"),
+        ({"Val": (1, 3), "Train": (0, 1, 2, 3)}, 2, "the log counts epochs from 0"),
+        ({"Val": (0, 1, 2), "Train": (1, 2)}, 0, "point 0 is drawn as that of the untrained model\n"),
+        ({"Val": (1, 2), "Train": (1, 2)}, 1, ""),
+    ],
+)
+def test_epochs_from_zero_end_after_the_first_one(
+    results: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    steps: dict[str, tuple[int, ...]],
+    first: int,
+    message: str,
+) -> None:
+    """Epoch e ends 100 (e + 1) s after the writer began."""
+    rows = [(step, 100.0 * (step + 1) - 30, {tag: 1.0}) for tag, every in steps.items() for step in every]
+    log = write(tmp_path / "events.out.tfevents.1", rows)
+    more = ["--counts", "epoch", "--epoch-samples", 500, "--tag", "Val=loss/valid", "--tag", "Train=loss/train"]
+    assert bring(log, *more) == 0
+    printed = capfd.readouterr().out
+    assert message in printed if message else "point 0" not in printed
+    found = Reference.read(results / "references/theirs/reference.json")
+    shift = int("from 0" in printed)
+    assert points(found, "loss/valid", "samples") == [(500 * (step + shift), 1.0) for step in steps["Val"]]
+    assert points(found, "loss/valid", "samples")[0][0] == 500 * first
+    begin = 0 if first else 100  # of time: the writer, or the untrained model
+    assert [x for x, _ in points(found, "loss/valid", "time")] == [100 * (step + 1) - begin for step in steps["Val"]]
+
+
+def test_point_0_of_a_published_program_is_the_untrained_model(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = write(tmp_path / "events.out.tfevents.1", [(n, n, {"Loss/val": 1.0}) for n in (0, 1)])
+    assert bring(log, "--epoch-samples", 1000, study="imagenet_resnet50") == 0
+    assert "untrained model; if it is that of the first epoch, add --counts epoch" in capfd.readouterr().out
+    found = Reference.read(results / "references/theirs/reference.json")
+    assert points(found, "loss/valid", "samples") == [(0, 1.0), (1000, 1.0)]
+
+
 # ---- points that are left out, and why --------------------------------------------------------------------
 
 
@@ -148,6 +198,47 @@ def test_what_is_left_out_is_counted(
     assert printed.count("left out") == bool(message) and message in printed
     found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
     assert [value for _, _, value in found] == kept
+
+
+def add(folder: Path, steps: range, value: float, **more: Any) -> None:
+    """Log as PyTorch's writer does; its file follows those that are there by name."""
+    with SummaryWriter(str(folder), **more) as writer:
+        for step in steps:
+            writer.add_scalar("Loss/valid", value, step)
+    new = next(file for file in folder.glob("events.*") if not file.name.endswith(".kept"))
+    new.rename(folder / f"events.out.tfevents.{len([*folder.glob('*.kept')])}.kept")
+
+
+@pytest.mark.parametrize("purge", [None, 0, 55, 60, 121])
+def test_abandoned_points_are_those_of_tensorboard(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], purge: int | None
+) -> None:
+    add(tmp_path / "log", range(0, 121, 10), 1.0)
+    add(tmp_path / "log", range(55, 86, 10), 2.0, purge_step=purge)
+    truth = EventAccumulator(str(tmp_path / "log")).Reload().Scalars("Loss/valid")
+    expected = sorted((event.step, event.value) for event in truth)
+    assert len(expected) == {None: 17, 0: 4, 55: 10, 60: 10, 121: 17}[purge]
+    assert bring(tmp_path / "log") == 0
+    found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
+    assert [(step, value) for step, _, value in found] == expected
+    void, printed = 17 - len(expected), capfd.readouterr().out
+    assert (f"loss/valid: {void} points left out, of an abandoned try" in printed) == bool(void)
+    seen = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
+    assert sorted((step, value) for _, step, value in seen) == expected
+    # A folder beside it is another run to TensorBoard; steps of an abandoned try were made, too.
+    add(tmp_path / "log/beside", range(3), 3.0, purge_step=0)
+    both = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
+    assert len(both) == len(expected) + 3
+    assert len(logs._rows(tmp_path / "log", logs.Start(0.0))) == 17 + 3
+
+
+def test_a_log_of_abandoned_points_only_is_refused(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    add(tmp_path / "log", range(3), 1.0)
+    add(tmp_path / "log", range(0), 1.0, purge_step=0)
+    assert bring(tmp_path / "log") == 2
+    assert "all points are of an abandoned try" in said(capfd)
 
 
 def test_a_long_curve_is_thinned_out_and_says_so(

@@ -105,6 +105,11 @@ def events(path: Path) -> Iterator[Event]:
         raise UserError(f"{path}: holds no event; {expected}")
 
 
+def is_restart(event: Event) -> bool:
+    """Return whether earlier points of the folder from the event's step on are void, as TensorBoard has it."""
+    return event.HasField("session_log") and event.session_log.status == event.session_log.START
+
+
 def scalar(value: Summary.Value) -> float | None:
     """Return the number in a summary's value, written by either generation of programs; None if it is none."""
     from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT

@@ -139,12 +139,17 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
         )
     files = [file for file in files if any(f".{process}." in file.name for process in own)] or files
     if path.is_dir() or ".tfevents." in path.name:
-        return [
-            (value.tag, event.wall_time, event.step, number)
-            for event in _events(files)
-            for value in event.summary.value
-            if (tags is None or value.tag in tags) and (number := board.scalar(value)) is not None
-        ]
+        found = defaultdict[Path, list[Row]](list)
+        for folder, event in _events(files):
+            # Abandoned steps have taken time, but their values are void.
+            if tags is not None and board.is_restart(event):
+                found[folder] = [row for row in found[folder] if row[2] < event.step]
+            found[folder] += [
+                (value.tag, event.wall_time, event.step, number)
+                for value in event.summary.value
+                if (tags is None or value.tag in tags) and (number := board.scalar(value)) is not None
+            ]
+        return [*itertools.chain.from_iterable(found.values())]
     rows, wrong, known = list[Row](), "", False
     with _opened(path) as lines:
         # A program may also write its log anew.
@@ -175,12 +180,12 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
     return rows
 
 
-def _events(files: Sequence[Path]) -> Iterator[Any]:
-    """Yield the events of files, of a damaged one those before its damage; a `UserError` where none is whole."""
+def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
+    """Yield folder and events of files, of a damaged one those before its damage; refuse if all are damaged."""
     damaged = list[UserError]()
     for file in files:
         try:
-            yield from board.events(file)
+            yield from ((file.parent, event) for event in board.events(file))
         except UserError as error:
             damaged.append(error)
     if len(damaged) == len(files):

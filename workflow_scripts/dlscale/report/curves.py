@@ -43,7 +43,7 @@ class Reference(Record):
     counts: Literal["step", "epoch"] = "step"  #: Unit of the steps in the files.
     batch_size: int | None = Field(None, ge=1)
     epoch_samples: int | None = Field(None, ge=1)  #: Training samples of an epoch.
-    #: Points by our name of a quantity (`loss/valid`): step as in the files, seconds since training began, value.
+    #: Points by our name of a quantity (`loss/valid`): step (epochs from 1), seconds since training began, value.
     curves: dict[str, list[tuple[int, float, Number]]]
 
     def scale(self, over: Over) -> float | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import results_of
 from dlscale.core import registry
-from dlscale.core.board import events, scalar
+from dlscale.core.board import events, is_restart, scalar
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe, sha256, whole
 from dlscale.core.settings import validate
@@ -39,6 +39,7 @@ QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second",
 #: Why points of a log are left out.
 REPEATED = "of a step that is logged again later; the later one counts"
 RESTARTED = "of an earlier training in the same folder; import its file by itself"
+ABANDONED = "of an abandoned try: the program went on from an earlier step (purge_step)"
 STEPLESS = "because all have one step; log them with a step: add_scalar(tag, value, global_step)"
 UNDATED = "with a negative step or an impossible time"
 NO_NUMBER = "that are not a number"
@@ -46,6 +47,9 @@ THINNED = f"of a curve of more than {2 * POINTS} points, thinned out evenly"
 
 #: Points left out, by reason, for each curve.
 Dropped = dict[str, Counter[str]]
+
+#: Begins of the quantities that programs may log before training, too.
+VALIDATION = ("loss/valid", "valid/")
 
 #: A point: step, seconds since 1970-01-01 UTC, value.
 Point = tuple[int, float, float]
@@ -79,7 +83,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         "epoch_samples": args.epoch_samples,
     }
     validate(Reference, {**settings, "curves": {}}, "import")  # before all is read
-    curves, dropped = read(files, tags, frozenset() if args.tag else log.percent)
+    percent = frozenset[str]() if args.tag else log.percent
+    curves, dropped, from_zero = read(files, tags, percent, epochs=args.counts == "epoch")
     place = results_of(configuration) / "references" / args.name
     with whole(place) as new:
         new.mkdir()
@@ -96,6 +101,11 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     for name, reasons in dropped.items():
         for reason, count in reasons.items():
             print(f"{name}: {many(count, 'point')} left out, {reason}")
+    if from_zero:
+        print("the log counts epochs from 0: its point 0 is drawn after the first epoch, not as the untrained model")
+    elif counts == "epoch" and any(curve[0][0] == 0 for curve in curves.values()):
+        remedy = "" if args.counts else "; if it is that of the first epoch, add --counts epoch"
+        print(f"point 0 is drawn as that of the untrained model{remedy}")
     missing = [over for over in ("step", "samples") if reference.scale(over) is None]
     if missing:
         needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
@@ -105,13 +115,14 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def read(
-    files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str]
-) -> tuple[dict[str, list[Point]], Dropped]:
-    """Return the curves that `tags` (theirs: ours) name, and the number of points that are left out, by reason.
+    files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str], epochs: bool = False
+) -> tuple[dict[str, list[Point]], Dropped, bool]:
+    """Return the curves that `tags` (theirs: ours) name, the number of dropped points, and if epochs began at 0.
 
     Points have seconds since training began: at step 0, or else with the first file. Values of tags in `percent` become
     fractions. Of a repeated step the later value counts; a file that starts at the first step again replaces the
-    earlier ones.
+    earlier ones. A restart of TensorBoard's (`purge_step`) drops earlier points from its step on. Epochs from 0
+    become epochs from 1, unless only validation has a point 0.
     """
     found: dict[str, dict[int, tuple[float, float]]] = {}
     dropped: Dropped = {ours: Counter() for ours in tags.values()}
@@ -122,6 +133,12 @@ def read(
         for event in events(file):
             dated = abs(event.wall_time) < FARTHEST and event.step >= 0
             begun = min(begun, event.wall_time) if dated else begun
+            if is_restart(event):
+                for tag, points in found.items():
+                    void = [step for step in points if step >= event.step]
+                    dropped[tags[tag]][ABANDONED] += len(void)
+                    for step in void:
+                        del points[step]
             for value in event.summary.value:
                 number, tag = scalar(value), value.tag
                 if tag not in tags:
@@ -141,21 +158,27 @@ def read(
                 count += 1
             if count > MOST:
                 raise UserError(f"{files[0]}: a log of more than {MOST} points; name fewer tags: --tag 'THEIRS=OURS'")
+    if found and not any(found.values()):
+        raise UserError(f"{files[-1]}: all points are {ABANDONED}, and it logged no point since")
     if not found:
         there = f"it has {', '.join(others)}. Name its own: --tag 'THEIRS=OURS'" if others else "it has no scalars"
         below = "" if others else _below(files[0].parent)
         raise UserError(f"{files[0]}: none of the tags {', '.join(tags)} is in it; {there}{below}")
-    zero = min((points[0][0] for points in found.values() if 0 in points), default=begun)
+    found = {tag: points for tag, points in found.items() if points}
+    training = [tag for tag in found if not tags[tag].startswith(VALIDATION)]
+    at_zero = [tag for tag, points in found.items() if 0 in points]
+    from_zero = epochs and bool(at_zero) and all(tag in at_zero for tag in training)
+    zero = begun if from_zero else min((found[tag][0][0] for tag in at_zero), default=begun)
     curves = {}
     for tag, points in found.items():
-        every = [(step, round(time - zero, 3), value) for step, (time, value) in sorted(points.items())]
+        every = [(step + from_zero, round(time - zero, 3), value) for step, (time, value) in sorted(points.items())]
         stride = -(-len(every) // (2 * POINTS))
         curves[tags[tag]] = every[::stride] + every[-1:] * bool((len(every) - 1) % stride)
         if len(every) == 1 and (same := dropped[tags[tag]].pop(REPEATED, 0)):
             dropped[tags[tag]][STEPLESS] = same
         dropped[tags[tag]][THINNED] += len(every) - len(curves[tags[tag]])
     ordered = {ours: curves[ours] for ours in tags.values() if ours in curves}
-    return ordered, {ours: +dropped[ours] for ours in ordered if +dropped[ours]}
+    return ordered, {ours: +dropped[ours] for ours in ordered if +dropped[ours]}, from_zero
 
 
 def _files(path: Path) -> list[Path]:

@@ -28,7 +28,7 @@ class PublishedLog:
     """Tags that the published program writes for TensorBoard; ours are written beside them."""
 
     tags: Mapping[str, str] = field(default_factory=dict)  #: Its tags, each with ours (`dlscale.train.logs`).
-    over: Literal["step", "epoch"] = "step"  #: What its steps count.
+    over: Literal["step", "epoch"] = "step"  #: What its steps count; 0 is before training.
     percent: frozenset[str] = frozenset()  #: Tags of which the values are per cent.
 
 
