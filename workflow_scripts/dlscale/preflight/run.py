@@ -45,16 +45,21 @@ A WORD is
 options:
   -n, --dry-run          show what would run, why, and its cost; exit with 1 if it could not start
   -p, --printshellcmds   print the commands of jobs; in a dry run also the requests to Slurm
-  --profile NAME         site: profiles/NAME, or its path
+  --profile NAME         site: profiles/NAME, or its path (also --workflow-profile)
   --configfile FILE ...  YAML files, over config.yaml
 
-The first other option, and all words after it, are Snakemake's (`snakemake --help`): dlscale run PLAN --cores 4
+The first other option, and all words after it but --configfile and --config, are Snakemake's (`snakemake --help`):
+dlscale run PLAN --cores 4
 """
 
 #: A setting: a dotted key, and its value. A file of that name has a slash before it.
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 #: Options of ours.
-OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|config|configfile|profile(=.*)?)")
+OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|(workflow-)?profile(=.*)?)")
+#: Snakemake's options that settings follow, or files of them.
+SETTINGS = {"--config", "-C", "--configfile", "--configfiles"}
+#: Ends of the names of files of settings, of which several may follow `--configfile`.
+ENDS = (".yaml", ".yml", ".json")
 #: Begins of a target's name, and their kinds in words.
 KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
 #: Variable with the file to which a dry run writes its answer.
@@ -173,27 +178,33 @@ class Typed:
 
 
 def sort(words: Iterable[str]) -> Typed:
-    """Sort words: from the first option that is not one of ours on, all are Snakemake's."""
-    all_ = [part for word in words for part in (word.split("=", 1) if word.startswith("--configfile=") else [word])]
-    theirs = (place for place, word in enumerate(all_) if word.startswith("-") and not OURS.fullmatch(word))
-    end = next(theirs, len(all_))
+    """Sort words: from the first option that is not one of ours on, all but settings are Snakemake's."""
+    all_ = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in SETTINGS else [word])]
+    ours, rest, settings, files = list[str](), list[str](), list[str](), list[str]()
+    foreign = follows = False  # whether the word is Snakemake's, or follows an option with settings
+    for word in all_:
+        is_setting = SETTING.fullmatch(word) is not None
+        follows = word in SETTINGS or (follows and (is_setting or word.endswith(ENDS)))
+        foreign = foreign or (not follows and word.startswith("-") and not OURS.fullmatch(word))
+        if is_setting and (follows or not foreign):
+            settings.append(word)
+        elif follows:
+            files += [word] if word not in SETTINGS else []
+        else:
+            (rest if foreign else ours).append(word)
+    if {"--configfile", "--configfiles"} & set(all_) and not files:
+        raise UserError(f"--configfile: expected a file *{', *'.join(ENDS)}")
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-n", "--dry-run", "--dryrun", action="store_true", dest="dry")
     parser.add_argument("-p", "--printshellcmds", action="store_true", dest="commands")
-    parser.add_argument("--profile")
-    parser.add_argument("--configfile", nargs="+", action="extend", default=[])
+    parser.add_argument("--profile", "--workflow-profile")
     parser.add_argument("words", nargs="*")
-    try:  # `--` and `--config` Snakemake alone needs
-        args = parser.parse_intermixed_args([word for word in all_[:end] if word not in ("--", "--config")])
+    try:  # `--` Snakemake alone needs
+        args = parser.parse_intermixed_args([word for word in ours if word != "--"])
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}") from None
-    ends = (".yaml", ".yml", ".json")  # of files of settings, of which several may follow `--configfile`
-    files = [word for word in args.configfile if word.endswith(ends) and not SETTING.fullmatch(word)]
-    typed_ = [word for word in [*args.configfile, *args.words] if word not in files]
-    settings = [word for word in typed_ if SETTING.fullmatch(word)]
-    targets = [word for word in typed_ if word not in settings]
-    return Typed(targets, settings, files, args.profile, args.dry, args.commands, args.help, all_[end:])
+    return Typed(args.words, settings, files, args.profile, args.dry, args.commands, args.help, rest)
 
 
 def is_whole(word: str) -> bool:
@@ -216,8 +227,6 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
 
 def configured(call: Typed) -> tuple[Configuration, list[Target], Raw]:
     """Return the configuration, validated, the targets, and what was typed over the files."""
-    if (call.settings and "--config" in call.rest) or (call.files and "--configfile" in call.rest):
-        raise UserError(f"{call.rest[0]}: write all settings, and files of them, before it: Snakemake takes the last")
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
     whole = [placed(word, ()) for word in call.settings if is_whole(word)]
     configuration = load_files(*files, site=call.profile, over=whole)
