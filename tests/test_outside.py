@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,48 @@ def test_a_pause_in_a_log_is_judged_by_its_steps() -> None:
     assert found and found.rates == pytest.approx([10.0] * 4) and found.steps == 31
 
 
+@pytest.mark.parametrize("workers", [1, 2, 8, 16])
+@pytest.mark.parametrize("wait", [0.4, 1.5])
+@pytest.mark.parametrize(("count", "every"), [(40, 1), (80, 1), (240, 1), (240, 4), (1000, 20)])
+@pytest.mark.parametrize("validation", [0.0, 7.0])
+def test_waits_in_bursts_count_by_the_clock(
+    workers: int, wait: float, count: int, every: int, validation: float
+) -> None:
+    """A loader's slow batch is followed by quick ones of its other workers; a validation after 50 steps is apart."""
+    when, points, printed, trained = 1.7e9, list[tuple[float, float]](), list[tuple[float, float]](), [0.0]
+    for step in range(1, count + 1):
+        seconds = wait if workers > 1 and step % workers == 0 else 0.02
+        when, trained = when + seconds, [*trained, trained[-1] + seconds]
+        if step % every == 0:
+            points.append((when, float(step)))
+            printed.append((when, 8 * every / (trained[step] - trained[step - every])))
+        when += validation * (step % 50 == 0)
+    for pace, warm_up in ((steps.pace_of_rates(printed, 1.7e9, 8), every), (steps.pace_of_log(points, 8), 2 * every)):
+        assert pace
+        speed, clock = interval(pace.rates)[0], 8 * (count - warm_up) / (trained[-1] - trained[warm_up])
+        if warm_up == every or not (validation and wait > 1 and workers > 1):
+            assert speed == pytest.approx(clock, rel=0.1)
+        else:  # a wait is nearly as long as a validation: both may count
+            assert speed < 1.1 * clock
+        assert pace.training > 0.9 or validation
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None:
+    """With fewer steps than pauses are apart."""
+    times = list(accumulate([seconds] * 6 + [20 * seconds] + [seconds] * 4))
+    found = steps.pace_of_log([(1.7e9 + when, float(step)) for step, when in enumerate(times)], 8)
+    assert found and interval(found.rates)[0] == pytest.approx(8 * 9 / (28 * seconds), rel=0.1)
+    assert found.training == pytest.approx(1.0)
+
+
+def test_rates_read_at_once_share_their_time() -> None:
+    """Of a program whose output comes in blocks of lines."""
+    printed = [(1.7e9 + block, rate) for block in range(1, 41) for rate in (400.0, 400.0, 20.0)]
+    found = steps.pace_of_rates(printed, 1.7e9, None)
+    assert found and interval(found.rates)[0] == pytest.approx(3 / (2 / 400 + 1 / 20), rel=0.01)
+
+
 @pytest.mark.parametrize(("ahead", "samples", "waiting"), [(False, True, 0.5), (True, False, None)])
 def test_batches_of_another_thread_are_not_waited_for(
     tmp_path: Path, ahead: bool, samples: bool, waiting: float | None
@@ -288,7 +331,7 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
     for path in (tmp_path / "log.jsonl", tmp_path / "board"):
         (points,) = logs.logged(path, logs.Start(1.7e9 - 1))
         found = steps.pace_of_log(points, batch_size=32)
-        assert found and found.rates == pytest.approx([640.0] * 89, rel=1e-4) and found.samples
+        assert found and found.rates == pytest.approx([640.0] * 10, rel=1e-4) and found.samples
     assert logs.logged(tmp_path / "board", logs.Start(time + 1)) == [], "of an earlier run"
     (tmp_path / "board" / "events.out.tfevents.0.of.a.try").write_bytes(b"not one, but as long as a record's head")
     (tmp_path / "board" / "events.out.tfevents.1.of.another").touch()
@@ -389,7 +432,7 @@ def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form:
     os.utime(log, (BEGIN + 4, BEGIN + 4))
     (points,) = logs.logged(log, logs.Start(BEGIN), BEGIN + 4.5)
     found = steps.pace_of_log(points, batch_size=32)
-    assert found and found.rates == pytest.approx([640.0] * 38, rel=1e-3) and found.steps == 38
+    assert found and found.rates == pytest.approx([640.0] * 10, rel=1e-3) and found.steps == 38
     assert found.begin == pytest.approx(BEGIN + 2.05, abs=0.06)
     assert logs.values(log, {"step": "loss/valid"}, logs.Start(BEGIN), end=BEGIN + 4.5)["loss/valid"] == [
         (when, step, step) for when, step in points
@@ -452,7 +495,7 @@ def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form
         write_log(log, times, "a" if how == "appended" else "w")
     (points,) = logs.logged(log, start, BEGIN + 4.5)
     found = steps.pace_of_log(points, batch_size=32)
-    assert found and found.rates == pytest.approx([640.0] * 38, rel=1e-3)
+    assert found and found.rates == pytest.approx([640.0] * 10, rel=1e-3)
 
 
 def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
@@ -467,7 +510,7 @@ def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
     trainings = logs.logged(log, logs.Start(BEGIN), BEGIN + 20)
     assert [len(points) for points in trainings] == [30, 40, 30]
     found = steps.pace_of_log(trainings[1], None)
-    assert found and found.rates == pytest.approx([20.0] * 38)
+    assert found and found.rates == pytest.approx([20.0] * 10)
 
 
 @pytest.mark.parametrize(
@@ -1387,7 +1430,9 @@ def test_rates_between_nonsense(tmp_path: Path) -> None:
     names = ["train", "train_2", "train_3"]
     for name in names:
         record = found(tmp_path, name)
-        assert record.full and record.full.trial_throughput == [100.0] * 6 + [10.0]
+        assert record.full and record.outside and record.outside.steps == 7, "six times 100, and 10"
+        assert min(record.full.trial_throughput) > 9.9 and 10 < record.full.mean < 100
+        assert max(record.full.trial_throughput) < 100.01
         causes = [each.cause for each in of(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
         assert set(causes) <= {"neighbour", "idle"}, "it sleeps; how long a step is nobody knows"
     plan = (tmp_path / "results/plans" / PLAN / "plan.yaml").read_text()

@@ -16,6 +16,7 @@ from pathlib import Path
 from dlscale.config.program import RATES
 from dlscale.core.errors import UserError
 from dlscale.core.files import open_regular
+from dlscale.core.noise import interval
 
 #: Ways of seeing steps in a folder, the surest first: what the program says itself, what PyTorch's functions say.
 WAYS = ("timed", "seen")
@@ -38,6 +39,13 @@ MIN_TRAINING_STEPS = 12
 
 #: A step longer than so many others, and than so many seconds, is a pause: a checkpoint, a compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
+
+#: Least distance of a log's pauses, steps. More frequent ones are waits for loader workers, say; those so many times as
+#: long as such a wait are pauses.
+MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
+
+#: Greatest fraction by which the mean rate of windows may differ from that by the clock.
+MAX_CLOCK_ERROR = 0.05
 
 
 #: Begin and end, seconds since 1970-01-01 UTC.
@@ -431,6 +439,17 @@ def pace_of_rates(
     kept = [place for place in range(skipped, len(printed)) if not _within(*spans[place], apart)]
     if not kept:
         return None
+    factor = (batch_size or 1) if steps else 1
+    lines = list[tuple[float, float]]()
+    # Lines that were read at once share their time.
+    for _, same in itertools.groupby(kept, key=lambda place: times[place + 1]):
+        places = list(same)
+        rate = statistics.harmonic_mean([printed[place][1] for place in places]) * factor
+        lines.append((max(spans[places[0]][1] - spans[places[0]][0], 1e-9), rate))
+    # A line has about as many samples as any other one: longer waits, for a validation say, are not in its rate.
+    usual = statistics.median(seconds * rate for seconds, rate in lines)
+    lasted = [(min(seconds, usual / rate), rate) for seconds, rate in lines]
+    windows = _windows([(seconds, seconds * rate) for seconds, rate in lasted])
     return Pace(
         begin=times[skipped],
         end=times[-1],
@@ -439,12 +458,50 @@ def pace_of_rates(
         steps=len(kept),
         samples=not steps or batch_size is not None,
         batch_size=batch_size,
-        rates=[printed[place][1] * ((batch_size or 1) if steps else 1) for place in kept],
-        seconds=[max(spans[place][1] - spans[place][0], 1e-9) for place in kept],
+        rates=[amount / seconds for seconds, amount in windows],
+        seconds=[seconds for seconds, _ in windows],
         of_ranks=[],
         waiting=None,
         training=1.0,
     )
+
+
+def _without_pauses(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Drop rare stretches, of seconds and steps, with a long step: a validation or a checkpoint."""
+    usual = statistics.median_low(seconds / steps for seconds, steps in spans)
+    ends = list(itertools.accumulate(steps for _, steps in spans))
+    # Only a stretch that takes twice as long as usual may be one.
+    longest = [seconds - usual * (steps - 1) if seconds > 2 * usual * steps else 0.0 for seconds, steps in spans]
+    limit = PAUSE * usual
+    while long := [number for number, seconds in enumerate(longest) if seconds >= limit]:
+        distances = [ends[after] - ends[before] for before, after in itertools.pairwise(long)]
+        if statistics.median(distances or ends[-1:]) >= MIN_STEPS_BETWEEN_PAUSES:
+            break
+        limit = PAUSE_IN_WAITS * statistics.median_low(longest[number] for number in long)
+    pauses = set(long)
+    return [span for number, span in enumerate(spans) if number not in pauses]
+
+
+def _windows(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join stretches, of seconds and steps (or samples), into at most `WINDOWS` windows of similar length.
+
+    There are fewer windows if waits come in bursts: so few that the mean of their rates is that by the clock.
+    """
+    times, amounts = ([0.0, *itertools.accumulate(each)] for each in zip(*stretches, strict=True))
+    found = list[tuple[float, float]]()
+    for count in range(min(WINDOWS, len(stretches)), 0, -1):
+        edges = sorted({_nearest(times, times[-1] * number / count) for number in range(count + 1)})
+        found = [(times[b] - times[a], amounts[b] - amounts[a]) for a, b in itertools.pairwise(edges)]
+        mean = interval([amount / seconds for seconds, amount in found])[0]
+        if abs(mean * times[-1] / amounts[-1] - 1) <= MAX_CLOCK_ERROR:
+            break
+    return found
+
+
+def _nearest(times: Sequence[float], time: float) -> int:
+    """Return the index of the time nearest to another one."""
+    after = min(bisect.bisect_left(times, time), len(times) - 1)
+    return after - 1 if after and time - times[after - 1] < times[after] - time else after
 
 
 def processes(folder: Path) -> list[str]:
@@ -467,11 +524,11 @@ def pace_of_log(
     ]
     if not spans:
         return None
-    usual = statistics.median([seconds / steps for seconds, steps in spans if steps > 0] or [0.0])
-    # A validation or a checkpoint between two points is none of their steps.
-    kept = [(seconds, steps) for seconds, steps in spans if 0 < seconds <= 2 * usual * steps]
-    if not kept:
+    spans = [(seconds, steps) for seconds, steps in spans if seconds > 0 and steps > 0]
+    if not spans:
         return None
+    kept = _without_pauses(spans)
+    windows = _windows(kept)
     share = batch_size or 1
     lasted = sum(seconds for seconds, _ in kept)
     return Pace(
@@ -482,8 +539,8 @@ def pace_of_log(
         steps=round(sum(steps for _, steps in kept)),
         samples=batch_size is not None,
         batch_size=batch_size,
-        rates=[share * steps / seconds for seconds, steps in kept],
-        seconds=[seconds for seconds, _ in kept],
+        rates=[share * steps / seconds for seconds, steps in windows],
+        seconds=[seconds for seconds, _ in windows],
         of_ranks=[],
         waiting=None,
         training=lasted / max(points[-1][0] - points[1][0] - _within(points[1][0], points[-1][0], apart), 1e-9),

@@ -677,12 +677,13 @@ def besides(evidence: Evidence) -> Finding | None:
     if not program or program.training > 1 - 2 * LEAST:
         return None
     share = 1 - program.training
+    unseen = " A log does not show waits for batches: `dlscale.timed` does." if program.way == "log" else ""
     return Finding(
         "besides",
         "much besides training",
         f"From the first step that counts to the last, {percent(share)} of the time is in none of them: validations, "
         "checkpoints, other pauses. The rate is that of the steps alone.",
-        "Validate and save less often; validate on fewer samples, in larger batches; save in a thread.",
+        "Validate and save less often; validate on fewer samples, in larger batches; save in a thread." + unseen,
         share,
     )
 
