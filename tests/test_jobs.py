@@ -23,6 +23,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.process import LAUNCHED
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
+from dlscale.datasets.files import kind as files_kind
+from dlscale.datasets.files.describe import describe_prepared
 from dlscale.preflight import cost, doctor
 from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
@@ -408,6 +410,28 @@ def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path
             assert words in found.acquire_params(wildcards)["settings"]["files"]
         assert [finding.status for finding in said] == ["warn" if keep_going else "FAIL"]
         assert words in said[0].text
+
+
+def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_kind, "MOST", 2)
+    (tmp_path / "many").mkdir()
+    for number in range(3):
+        (tmp_path / f"many/{number}.txt").write_text("x")
+    source = {"paths": [str(tmp_path / "many")]}
+    wildcards = SimpleNamespace(dataset="d")
+    for keep_going in (False, True):
+        found, said = jobs(tmp_path / "results"), list[Finding]()
+        found.datasets["d"] = validate(dataset_type(), {"kind": "files", "source": source})
+        found.say, found.keep_going = said.append, lambda: keep_going  # noqa: B023
+        assert found.dataset_files(wildcards) == source["paths"]
+        assert [finding.status for finding in said] == ["warn" if keep_going else "FAIL"]
+        assert f"{tmp_path}/many: more than 2 files; name those that decide" in said[0].text
+        sources = [Path(word) for word in found.prepared_sources(wildcards)[1:]]
+        with pytest.raises(UserError, match="many: more than 2 files"):
+            describe_prepared(found.datasets["d"], sources, tmp_path)
+        assert found.describe_params(wildcards)["settings"]["files"] and len(said) == 1
 
 
 def test_a_missing_file_is_no_input_of_a_call_that_keeps_going(tmp_path: Path) -> None:

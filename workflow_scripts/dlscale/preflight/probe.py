@@ -148,8 +148,11 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     made, recorded = (folder / "manifest.json").exists(), folder / "config.yaml"
     read_once = made and kind.acquirer(dataset) is not None
     watched = type(kind).look is not DatasetKind.look
-    if (read_once and not watched) or not (trouble := _trouble(dataset)):
-        return None
+    try:
+        if (read_once and not watched) or not (trouble := _trouble(dataset)):
+            return None
+    except UserError as error:  # its files cannot be named
+        return Finding(f"data {name}", "FAIL", str(error))
     source = read_yaml(recorded).get("source") if made and recorded.exists() else None
     of_these = source == dataset.model_dump(mode="json")["source"] and not kind.prepared(dataset)
     if read_once or (made and of_these):

@@ -158,8 +158,12 @@ class Jobs:
         if not kind.prepared(dataset):
             return [f"{self.results}/data/{name}/{part.label}.h5" for part in parts.parts(dataset)]
         self.look_for_raw_files(name)
-        raws = parts.raws(dataset).values()
-        return [self.raw_path(name, raw) for raw in raws] or kind.prepared_files(dataset)
+        if raws := parts.raws(dataset).values():
+            return [self.raw_path(name, raw) for raw in raws]
+        try:
+            return kind.prepared_files(dataset)
+        except UserError:  # which was printed; its jobs report it
+            return kind.origins(dataset)
 
     def dataset_files(self, wildcards: Wildcards) -> list[str]:
         return self.data_files(wildcards.dataset)

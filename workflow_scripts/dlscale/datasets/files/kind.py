@@ -75,7 +75,7 @@ class Files(DatasetKind):
                     found.append(str(file))
                 if len(found) > MOST:
                     raise UserError(
-                        f"{path}: more than {MOST} files; name those that decide, or one that stands for them"
+                        f"{path}: more than {MOST:,} files; name those that decide, or one that stands for them"
                     )
         return sorted(found)
 
