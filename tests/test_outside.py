@@ -383,6 +383,27 @@ def test_a_log_may_end_within_a_line(tmp_path: Path) -> None:
     assert logs.values(log, {"seen": "loss/valid", "on": "valid/on"}, start) == {}
 
 
+def test_a_log_may_have_other_keys_for_the_step(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for key in ("global_step", "iteration", "iter", "current_steps"):
+        log.write_text(f'{{"{key}": 3, "time": {BEGIN + 1}, "loss": 1.0}}\n')
+        assert logs.logged(log, logs.Start(BEGIN)) == [[(BEGIN + 1, 3)]]
+    for line, message in (
+        (
+            {"current_steps": 1, "elapsed_time": "0:00:12"},
+            "no `time` among its keys current_steps, elapsed_time;",
+        ),
+        (
+            {"n": 1, "time": 1},
+            "no step (`step`, `global_step`, `iteration`, `iter`, `current_steps`) among its keys n, time",
+        ),
+        ({}, "and no `time` among its keys none; expected the time of day"),
+    ):
+        log.write_text(json.dumps(line) + "\n")
+        with pytest.raises(UserError, match=re.escape(message)):
+            logs.logged(log, logs.Start(BEGIN))
+
+
 @pytest.fixture
 def in_india(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set another local time than UTC."""
@@ -461,6 +482,10 @@ def test_a_log_may_count_whole_seconds(tmp_path: Path, in_india: None) -> None:
         ([0.5, 0.6, 0.8], "seems to be a step's duration"),
         ([1e6 * tick for tick in TICKS], "is outside of the run"),
         ([-tick for tick in TICKS], "is outside of the run"),
+        ([3600 + tick for tick in TICKS], "`time` 3602.0 is outside of the run, which took 4.5 s"),
+        ([50 + tick for tick in TICKS], "seems to be a step's duration, or of a clock that began before the run"),
+        ([tick / 60 for tick in TICKS], "seems to be in minutes"),
+        ([tick / 3600 for tick in TICKS], "seems to be in hours"),
         ([iso(BEGIN + 9 * 3600)] * 3, "is outside of the run"),
         (["1.2k"], "line 1: `time` '1.2k': expected the time of day"),
         (["12:00:05"], "line 1: `time` '12:00:05': expected the time of day"),
@@ -552,6 +577,53 @@ def test_a_printed_rate_has_its_suffix_and_its_unit(
     if expected or pattern == r"rate (\S+)":
         found = match and rate_of(match)
         assert (found and (found[0], pytest.approx(found[1]))) == expected
+
+
+#: Pattern, a program's line, and its rate; None where it is not one.
+PRINTED = [
+    (r"ms/batch (\S+)", "| lr 0.000249 | ms/batch 619.56 | loss 7.42", (PER_STEP, 1 / 0.61956)),
+    (r"sec: (\S+)", "INFO:tensorflow:global_step/sec: 12.2695", (PER_STEP, 12.2695)),
+    (r"\(ms\): (\S+)", "iteration 10/ 100 | elapsed time per iteration (ms): 101.0 | loss: 1", (PER_STEP, 1 / 0.101)),
+    (r"steps_per_second': (\S+)", "{'loss': 0.5, 'train_steps_per_second': '7.04'}", (PER_STEP, 7.04)),
+    (r"samples_per_second': '(\S+)'", "{'train_samples_per_second': '56.3', 'x': 1}", ("", 56.3)),
+    (r'steps_per_second":([\d.]+)', '{"loss":0.5,"train_steps_per_second":7.04}', (PER_STEP, 7.04)),
+    (r"sec per step (\S+)", "sec per step 0.5", (PER_STEP, 2)),
+    (r"s/it\D*(\S+)", "s/it (avg) = 0.5", (PER_STEP, 2)),
+    (r"ms/batch \| (\S+)", "| ms/batch | 500 |", (PER_STEP, 2)),
+    (r"time_ms=(\S+)", "loss=2.0 step_time_ms=101.0", (PER_STEP, 1 / 0.101)),
+    (r"images/sec: (\S+)", "images/sec: 7.5 +/- 0.1", ("", 7.5)),
+    (r"ms/sample (\S+)", "ms/sample 5", ("", 200)),
+    (r"\((\S+) msec", "step 5 (101.0 msec/step; 3 s)", (PER_STEP, 1 / 0.101)),
+    (r"(\S+) secs", "0.5 secs/iter", (PER_STEP, 2)),
+    (r"(\S+) usec", "500 usec/it", (PER_STEP, 2000)),
+    (r"(\S+) milli", "500 milliseconds per step", (PER_STEP, 2)),
+    (r"rate (\S+)", "rate 120 it/min", (PER_STEP, 2)),
+    (r"rate (\S+)", "rate 120 samples/min", ("", 2)),
+    (r"(\S+) ms/sample", "5 ms/sample", ("", 200)),
+    (r"Speed: (\S+)", "Speed: 84.05img/s", ("", 84.05)),
+    # A label of the next number, and a unit of the one before.
+    (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
+    (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),
+    (r"avg (\S+)", "avg 84.05 min 80 max 90", ("", 84.05)),
+    (r"avg (\S+) samples/sec", "Time taken for epoch 2 is 48.7 sec, avg 84.055 samples/sec", ("", 84.055)),
+    # Times are rates only if they are of one step, and have a unit.
+    (r"time (\S+)", "step time 101.00 ms", (PER_STEP, 1 / 0.101)),
+    (r"time (\S+)ms", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
+    (r"time (\S+),", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
+    (r"time: (\S+)", "lr: 1e-3 eta: 1:00 time: 0.2514 data_time: 0.01", None),
+    (r"took (\S+)", "100 steps took 5.3 s", None),
+    (r"iters: (\S+)", "sec per 10 iters: 5", None),
+    (r"(\S+) s/epoch", "5 s/epoch", None),
+    (r"GB/s (\S+)", "GB/s 5", None),
+    (r"rate (\S+)", "rate 50%", None),
+]
+
+
+@pytest.mark.parametrize(("pattern", "line", "expected"), PRINTED)
+def test_a_rates_unit_is_before_or_after_it(pattern: str, line: str, expected: tuple[str, float] | None) -> None:
+    match = re.search(pattern, line)
+    found = match and rate_of(match)
+    assert (found and (found[0], pytest.approx(found[1]))) == expected
 
 
 def test_rates_in_steps_are_samples_with_a_batch_size() -> None:
@@ -1198,7 +1270,11 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
         (["--rate", r"(\d+)", "--", "true"], "nothing that it printed has a rate that fits"),
         (
             ["--rate", r"avg (\S+)", "--", "python", "-c", PRINTS.format("('nan', '-inf', -1, 0, 1e300, 'x', '')")],
-            "nothing that it printed has a rate",
+            r"nothing that fits avg (\S+) is a rate: `avg nan samples`. Expected samples/s",
+        ),
+        (
+            ["--rate", r"time (\S+),", "--", "echo", "iter 10: loss 2.1, time 101.00ms, mfu 3 %"],
+            r"nothing that fits time (\S+), is a rate: `time 101.00ms, mfu 3 %`. Expected samples/s, or steps by it/s",
         ),
         (["--", "python", "-c", "import shutil; shutil.rmtree('results')"], "it removed the folder of results"),
         (["--", "env", "-i", sys.executable, "-c", "1"], "no Python there had dlscale's hook"),

@@ -42,6 +42,12 @@ MAX_BACKWARD = 0.1
 #: Fraction of a run that the times since its start cover at least.
 MIN_GROWTH = 0.05
 
+#: Longer units that are recognised to be refused, by their seconds, and the fraction of a run that they cover at least.
+LONGER, MIN_COVERED = {60.0: "minutes", 3600.0: "hours"}, 0.1
+
+#: Keys of a step's number in JSON lines, the first that is there counts.
+STEP_KEYS = ("step", "global_step", "iteration", "iter", "current_steps")
+
 EXPECTED = (
     "expected the time of day (seconds or milliseconds since 1970-01-01 UTC, or ISO 8601), or seconds since the start"
 )
@@ -79,7 +85,7 @@ def logged(path: Path, start: Start, end: float | None = None) -> list[list[Poin
     """Return the points of each training that a log has between the start and `end` (default: now).
 
     A training begins where the steps begin again. Of event files the tag with the most points counts. A line of JSON
-    has `step`, or `global_step`, and `time`.
+    has one of STEP_KEYS, and `time`.
 
     Raises
     ------
@@ -158,10 +164,13 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
             lines.seek(0)
         for number, line in enumerate(lines, 1):
             try:
-                found = json.loads(plain(line.decode(errors="replace")))
-                step = _step(found.get("step", found.get("global_step")))
-                given = found["time"]
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                entry = json.loads(plain(line.decode(errors="replace")))
+                keys = [key for key in STEP_KEYS if key in entry][:1]
+                if isinstance(entry, dict) and not (keys and "time" in entry):
+                    wrong = wrong or f"line {number}: {_missing(entry)}"
+                    continue
+                step, given = _step(entry[keys[0]]), entry["time"]
+            except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
                 # Half a line, within which a program was ended, or one of something else.
                 wrong = wrong or f"line {number}: expected JSON with `step` and `time`"
                 continue
@@ -174,10 +183,18 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
             if tags is None:
                 rows.append(("", when, step, math.nan))
             else:
-                rows += [(tag, when, step, float(found[tag])) for tag in tags if _is_number(found.get(tag))]
+                rows += [(tag, when, step, float(entry[tag])) for tag in tags if _is_number(entry.get(tag))]
     if wrong and not known:
         raise UserError(f"log of steps {path}: {wrong}")
     return rows
+
+
+def _missing(found: Mapping[str, object]) -> str:
+    """Return which keys a line of JSON lacks, those that it has, and those that are accepted."""
+    names = ", ".join(f"`{key}`" for key in STEP_KEYS)
+    has = {f"no step ({names})": any(key in found for key in STEP_KEYS), "no `time`": "time" in found}
+    absent = [text for text, there in has.items() if not there]
+    return f"{' and '.join(absent)} among its keys {shorten(', '.join(found) or 'none', 100)}; {EXPECTED}"
 
 
 def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
@@ -285,8 +302,21 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
     steps = max(row[2] for row in rows) - min(row[2] for row in rows)
     growth = max(seconds) - min(seconds)
     if growth < MIN_GROWTH * lasted or (growth < seconds[0] and steps * seconds[0] <= lasted):
-        raise UserError(f"log of steps {path}: `time` {times[0]} seems to be a step's duration; {EXPECTED}")
+        raise UserError(f"log of steps {path}: `time` {times[0]} {_other_clock(known, lasted)}; {EXPECTED}")
     return dated
+
+
+def _other_clock(times: Sequence[float], lasted: float) -> str:
+    """Return what times seem to be that increase, but hardly within a run of some seconds."""
+    growth, latest = max(times) - min(times), max(times)
+    for unit, name in LONGER.items():
+        if MIN_COVERED * lasted <= growth * unit and latest * unit <= lasted + SKEW_SECONDS:
+            return f"seems to be in {name}"
+    # As durations of steps they would be longer than the run.
+    if sum(times) * (1.0 if latest <= lasted + SKEW_SECONDS else UNITS[1]) > lasted + SKEW_SECONDS:
+        return f"is outside of the run, which took {lasted:.3g} s"
+    earlier = MIN_GROWTH * lasted <= growth <= lasted + SKEW_SECONDS < latest
+    return "seems to be a step's duration" + ", or of a clock that began before the run" * earlier
 
 
 def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row]]]:

@@ -29,23 +29,65 @@ MAX_SECONDS, MAX_SLOW = 1.0, 3
 #: Lines that wait to be looked at, and the time that is left for them at the end, s.
 MAX_WAITING, PATIENCE_SECONDS = 100_000, 30.0
 
+#: Characters that are shown of a text that is no rate.
+MAX_SHOWN = 80
+
 #: No program trains on as many samples a second.
 MAX_RATE = 1e12
 
 #: Sequences by which a terminal shows colours.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 
-#: A number, a suffix for thousands or more, and a unit of steps per time or time per step.
+#: A number, and the text after it.
 NUMBER = re.compile(
     r"(?P<number>[-+]?(?:\d[\d,._'’\u00a0\u202f]*|[.,]\d+)(?:[eE][-+]?\d+)?|nan|[-+]?inf(?:inity)?)"
     r"(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
 SUFFIX = re.compile(r"\s?([kKMG])(?![A-Za-z])|\s?([kKMG])(?=samples?|images?|im[gs]|it/|tok|seq|ex|pts|steps)")
-STEP = r"(?:it|iters?|iterations?|steps?|batch(?:es)?)"
-STEPS = re.compile(rf"\s?{STEP}\s?(?:/|per )\s?s(?:ec(?:onds?)?)?\b")
-SECONDS = re.compile(rf"\s?(us|µs|ms|s|sec|seconds?)\s?(?:/|per )\s?{STEP}\b")
-UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3}
+
+#: Units of time, by their seconds.
+TIMES = {
+    1e-9: "ns nsec nsecs nanos nanosecond nanoseconds",
+    1e-6: "us µs μs usec usecs micros microsec microsecs microsecond microseconds",
+    1e-3: "ms msec msecs millis millisec millisecs millisecond milliseconds",
+    1.0: "s sec secs second seconds",
+    60.0: "min mins minute minutes",
+    3600.0: "h hr hrs hour hours",
+    86400.0: "day days",
+}
+SECONDS = {word: seconds for seconds, words in TIMES.items() for word in words.split()}
+TIME = rf"(?P<time>{'|'.join(sorted(SECONDS, key=len, reverse=True))})(?![A-Za-z])"
+PER = r"(?:\s?/\s?|[\s_-]?per[\s_-])"
+STEP = r"(?:its?|iter(?:ation)?s?|steps?|(?:mini-?)?batch(?:es)?|updates?)"
+SAMPLE = r"(?:samples?|images?|im|ims|imgs?|ex|examples?|items?|rows?|records?|seqs?|sequences?|tok|tokens?)"
+#: Nouns whose number per second is neither of steps nor of samples.
+OTHER = re.compile(r"epochs?|[kmgtp]?i?b(?:ytes?|its?)?|[kmgtp]?flops?", re.IGNORECASE)
+#: A rate (`it/s`, `steps_per_second`), or a duration (`ms/step`).
+UNIT = rf"(?:(?P<noun>[a-z]+){PER}{TIME}|{TIME.replace('<time>', '<each>')}{PER}(?P<of>[a-z]+))"
+IN_LABEL = re.compile(rf"(?<![a-z]){UNIT}", re.IGNORECASE)
+#: Text between a number and its unit.
+GAP = r"[\s\"')\]]*[(\[]?(?:(?:train(?:ing)?|global|optimi[sz]er)[\s_-])?"
+#: A unit before `:` or `=` is the label of the next number, and so is `min` before a number.
+AFTER = re.compile(rf"{GAP}{UNIT}(?!\s*[:=])", re.IGNORECASE)
+DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
+#: A unit of time at a label's end: `(ms)`, `_ms`, `in s`, `time ms`.
+TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(?![a-z]))[^a-z]*$", re.IGNORECASE)
+#: A label of a time without a unit, or of more than one step (`s per 10 steps`).
+TIME_WORD = re.compile(
+    rf"(?:time|elapsed|duration|latency|took|eta)[^a-z]*$|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$", re.IGNORECASE
+)
+#: One step, in the label of a duration.
+ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
+#: A number in a label, with the unit between it and further words.
+AMOUNT = re.compile(
+    r"(?<!per[\s_-])(?<![a-z]/)\b\d[\w./%µ]*(?:\s" + re.sub(r"\?P<\w+>", "?:", UNIT) + r"(?=[^\d]*[a-z]))?",
+    re.IGNORECASE,
+)
+#: Characters that a number's group may begin with.
+START = " \t([{:=~<\"'"
+#: Characters before a number that are its label at most.
+MAX_LABEL = 100
 POWERS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -73,32 +115,72 @@ def number_in(text: str) -> float | None:
     return None
 
 
-def value_of(match: re.Match[str]) -> float | None:
-    """Return the number in a pattern's group, with the suffix or % sign after it."""
-    found = NUMBER.match((match[1] or "").strip(" \t([{:=~<"))
+def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
+    """Return the number in a pattern's group, the rest of the group, and all text after the number.
+
+    The number has the suffix that follows it, which the texts leave out.
+    """
+    found = NUMBER.match((match[1] or "").lstrip(START))
     number = number_in(found["number"]) if found else None
     if not found or number is None:
         return None
-    rest = found["rest"] + match.string[match.end(1) :]
-    suffix = SUFFIX.match(rest)
-    if not suffix and re.match(r"[A-Za-z_\d]", found["rest"]) and not (STEPS.match(rest) or SECONDS.match(rest)):
+    rest, after = found["rest"], found["rest"] + match.string[match.end(1) :]
+    if suffix := SUFFIX.match(after):
+        return number * POWERS[suffix[1] or suffix[2]], "", after[suffix.end() :]
+    return number, rest, after
+
+
+def value_of(match: re.Match[str]) -> float | None:
+    """Return the number in a pattern's group, with the suffix or % sign after it."""
+    found = parts_of(match)
+    if not found or (re.match(r"[A-Za-z_\d]", found[1]) and not AFTER.match(found[2])):
         return None
-    return number / 100 if rest.startswith("%") else number * (POWERS[suffix[1] or suffix[2]] if suffix else 1.0)
+    return found[0] / 100 if found[2].startswith("%") else found[0]
+
+
+def label_of(match: re.Match[str]) -> str:
+    """Return the text before a pattern's group: since the last number or mark, or as much as the pattern names."""
+    before, own = match.string[: match.start(1)][-MAX_LABEL:], match.string[match.start() : match.start(1)][-MAX_LABEL:]
+    return max(re.split(r"[,;|\0]", AMOUNT.sub("\0", before))[-1], AMOUNT.sub("\0", own).split("\0")[-1], key=len)
 
 
 def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
-    """Return whether a rate is of steps (`PER_STEP`) or samples (""), and the rate; None for other numbers."""
-    number = value_of(match)
-    if number is None or not 0 < number < MAX_RATE:
+    """Return whether a rate is of steps (`PER_STEP`) or samples (""), and the rate; None for other numbers.
+
+    Its unit follows the number, or is in the label before it.
+    """
+    found = parts_of(match)
+    if not found or not 0 < found[0] < MAX_RATE or found[2].startswith("%"):
         return None
-    group = match[1].lstrip(" \t([{:=~<")
-    found = NUMBER.match(group)
-    rest = (found["rest"] if found else "") + match.string[match.end(1) :]
-    if suffix := SUFFIX.match(rest):
-        rest = rest[suffix.end() :]
-    if seconds := SECONDS.match(rest):
-        return PER_STEP, 1 / (number * UNITS.get(seconds[1], 1.0))
-    return (PER_STEP if STEPS.match(rest) else ""), number
+    number, rest, after = found
+    label = label_of(match)
+    unit, named = AFTER.match(after), list(IN_LABEL.finditer(label))[-1:]
+    if named and (not unit or re.match(r"\s+[-+.]?\d", after[unit.end() :])):
+        unit = named[0]
+    if unit:
+        return _in_unit(number, unit)
+    if (time := DURATION.match(after) or TIME_LABEL.search(label)) and ONE_STEP.search(label):
+        return PER_STEP, 1 / (number * SECONDS[time["time"].lower()])
+    if time or TIME_WORD.search(label) or re.match(r"[A-Za-z_\d]", rest):
+        return None
+    return "", number
+
+
+def text_of(match: re.Match[str]) -> str:
+    """Return what a pattern found, with some text after it."""
+    return match.string[match.start() : match.end() + 20].strip()[:MAX_SHOWN]
+
+
+def _in_unit(number: float, unit: re.Match[str]) -> tuple[str, float] | None:
+    if unit["noun"]:
+        kind, rate = unit["noun"], number / SECONDS[unit["time"].lower()]
+        if OTHER.fullmatch(kind):
+            return None
+    else:
+        kind, rate = unit["of"], 1 / (number * SECONDS[unit["each"].lower()])
+        if not re.fullmatch(rf"{STEP}|{SAMPLE}", kind, re.IGNORECASE):
+            return None
+    return (PER_STEP if re.fullmatch(STEP, kind, re.IGNORECASE) else ""), rate
 
 
 class Finder:
@@ -109,6 +191,10 @@ class Finder:
 
     def __init__(self, looked: Mapping[str, re.Pattern[str]], record: Path | None = None) -> None:
         self.found = {name: list[tuple[float, float]]() for name in ["", PER_STEP, *looked]}
+        self.refused, self.refusals = (
+            "",
+            0,
+        )  #: The first text that fits the pattern of rates but is no rate; their number.
         self.slow = Counter[str]()  #: Lines on which a pattern took too long.
         self.missed = 0  #: Lines that were not looked at.
         self._record = record
@@ -154,6 +240,9 @@ class Finder:
             if number is None:
                 self.slow[name] += 1
                 continue
+            if isinstance(number, str):
+                self.refused, self.refusals = self.refused or number, self.refusals + 1
+                continue
             self.found[name].append((when, number))
             if self._record:
                 with contextlib.suppress(OSError), self._record.open("ab") as file:
@@ -161,7 +250,7 @@ class Finder:
 
 
 def main() -> None:
-    """Read lines with their times; print the numbers in them, and null where a pattern takes too long."""
+    """Read lines with their times; print their numbers, texts that are no rates, null where a pattern is too slow."""
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError
@@ -184,10 +273,9 @@ def main() -> None:
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             if match:
-                number = value_of(match) if name else None
-                of, number = (name, number) if name else rate_of(match) or ("", None)
-                if number is not None:
-                    print(json.dumps([of, float(when), number]), flush=True)
+                found = (name, value_of(match)) if name else rate_of(match) or ("", text_of(match))
+                if found[1] is not None:
+                    print(json.dumps([found[0], float(when), found[1]]), flush=True)
 
 
 if __name__ == "__main__":

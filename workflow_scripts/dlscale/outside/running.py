@@ -81,6 +81,7 @@ class Outcome:
     frameworks: frozenset[str] = frozenset()  #: Those of FRAMEWORKS that it loaded.
     users: frozenset[int] = frozenset()  #: Numbers of the users that its processes ran as.
     in_steps: bool = False  #: Whether printed rates are steps/s; else samples/s.
+    refused: str = ""  #: First text that fits the pattern of rates, but is no rate.
 
 
 def watched(
@@ -198,11 +199,18 @@ def run_command(
     # Rates of a progress bar may be among those of samples.
     in_steps = not rates[""]
     printed = rates[PER_STEP if in_steps else ""]
+    if finder and finder.refusals and printed:
+        print(
+            f"dlscale measure: {many(finder.refusals, 'text')} left out that fit {looked[''].pattern}: "
+            f"{no_rate(finder.refused)}",
+            file=sys.stderr,
+        )
     return Outcome(
         *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
         frameworks=frozenset(watch.frameworks),
         users=frozenset(watch.users),
         in_steps=in_steps,
+        refused=finder.refused if finder else "",
     )
 
 
@@ -263,6 +271,14 @@ def options(frameworks: Collection[str]) -> str:
     return (
         "Any other loop's are by `for batch in dlscale.timed(loader)`, by a log of its steps (--steps FILE; in a plan "
         "program.log), or by what it prints (--rate 'avg (\\S+) samples/sec'; program.rate)"
+    )
+
+
+def no_rate(text: str) -> str:
+    """Return why a printed text counts neither steps nor samples."""
+    return (
+        f"`{text}`. Expected samples/s, or steps by it/s, s/it or ms/step; a time needs its unit and `/step`, after "
+        "the number or in the label before it"
     )
 
 
@@ -528,6 +544,8 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
     if reason := seen.stopped(folder):
         return f"dlscale's hook stopped before a step was seen: {reason}"
     if way == "rate":
+        if run.refused:
+            return f"nothing that fits {reading.rate} is a rate: {no_rate(run.refused)}"
         return f"nothing that it printed has a rate that fits {reading.rate}"
     if way == "log":
         return f"fewer than three steps since it began are in the log {reading.log}"
