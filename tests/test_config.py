@@ -326,7 +326,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ('a: "\\ud800"\n', "line 1: not valid YAML: found invalid Unicode character"),
         ('a: [1, "b\\0"]\n', "line 1: not valid YAML: a NUL character; remove it"),
         ('a: 1\n"b\\0": 1\n', "line 2: not valid YAML: a NUL character; remove it"),
-        ("a: !!python/name:os.system\n", "line 1: not valid YAML: could not determine a constructor"),
+        ("a: !!python/name:os.system\n", "line 1: not valid YAML: the tag !!python/name:os.system is not"),
         (ALIASES, r"not valid YAML: its aliases \(\*\) stand for 2\.1e\+08 values; expected at most 100,000"),
         (MERGED, r"not valid YAML: its aliases \(\*\) stand for .* values; expected at most 100,000"),
     ):
@@ -372,6 +372,22 @@ def test_plain_values_are_as_written(tmp_path: Path) -> None:
     values = [*strings.split(), *numbers.values(), None, True, 1e-20, 1e20, "10", "null"]
     write_yaml(tmp_path / "written.yaml", {"values": values, "no": {"010": "yes"}})
     assert read_yaml(tmp_path / "written.yaml") == {"values": values, "no": {"010": "yes"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "tag"),
+    [
+        *(("!!int 010", "!!int"), ('!!int "0x10"', "!!int"), ("!!float 1", "!!float"), ("!!bool yes", "!!bool")),
+        *(("!!timestamp 2020-01-01", "!!timestamp"), ("!!set {x, y}", "!!set"), ("!!omap [x: 1]", "!!omap")),
+        *(("!!binary aGk=", "!!binary"), ("[{b: !mine 1}]", "!mine"), ("{!!int 010: 1}", "!!int")),
+    ],
+)
+def test_a_tag_changes_no_value(value: str, tag: str) -> None:
+    with pytest.raises(UserError, match=rf"here, line 2: .*the tag {tag} is not read here; remove it, or write !!str"):
+        load_yaml(f"x: 1\na: {value}", "here")
+    with pytest.raises(UserError, match=f"the tag {tag} is not read here"):
+        typed(f"a={value}")
+    assert load_yaml("[!!str 010, !!int 10, !!seq [1], !!map {b: ''}]", "here") == ["010", 10, [1], {"b": ""}]
 
 
 def test_a_key_decides_what_a_plain_value_means(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from dlscale.core.text import many
 Raw = dict[str, Any]
 Kind = TypeVar("Kind")
 
+#: Tag of text.
+STRING_TAG = "tag:yaml.org,2002:str"
+
 #: Values that a file of settings may have beside the written ones, through aliases.
 MAX_ALIASED_VALUES = 100_000
 
@@ -63,7 +66,17 @@ class YamlLoader(yaml.CSafeLoader):
         if (size := _expanded(node, written)) > len(written) + MAX_ALIASED_VALUES:
             problem = f"its aliases (*) stand for {size:.2g} values; expected at most {MAX_ALIASED_VALUES:,}"
             raise yaml.MarkedYAMLError(problem=problem)
+        for each in written:
+            self._check_tag(each)
         return self.construct_object(node, deep=True)  # deep: a value in itself is refused
+
+    def _check_tag(self, node: yaml.Node) -> None:
+        """Refuse a written tag, such as `!!int`, that changes how a value is read; `!!str` may stay."""
+        plain = isinstance(node, yaml.ScalarNode) and not node.style
+        if node.tag not in (STRING_TAG, self.resolve(type(node), node.value, (plain, not plain))):
+            name = node.tag.replace("tag:yaml.org,2002:", "!!")
+            problem = f"the tag {name} is not read here; remove it, or write !!str for text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """Refuse a NUL character, which no path, command or label can have."""
@@ -80,7 +93,7 @@ class YamlLoader(yaml.CSafeLoader):
                 problem = f"the key {key.value!r} stands in line {first.start_mark.line + 1} already; leave one out"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                key.tag = "tag:yaml.org,2002:str"  # all keys are names, also 1 and true
+                key.tag = STRING_TAG  # all keys are names, also 1 and true
         self._seen.add(node)
         super().flatten_mapping(node)
 
