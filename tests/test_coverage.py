@@ -125,7 +125,8 @@ def dlscale(words: list[str]) -> None:
         assert not query or plan in known.plans, f"no plan {plan}"
     for name in getattr(args, "runs", None) or []:
         plan, _, run = name.partition(".")
-        assert "/" in name or run in known.plans.get(plan, {}), f"no run {name}"
+        there = {**known.plans.get(plan, {}), **known.left_out.get(plan, {})}  # left out: what this machine lacks
+        assert "/" in name or run in there, f"no run {name}"
 
 
 def parsed(parser: Any, words: list[str]) -> Any:

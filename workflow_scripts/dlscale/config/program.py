@@ -173,6 +173,17 @@ def settings_of(run: Any) -> dict[str, Any]:
     return {**found, "gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
 
 
+def check_trials(run: Any) -> str | None:
+    """Return the message for trials that are too short for a program's rate; None if they are not."""
+    timed = run.throughput
+    if run.program.rate or (steps := (timed.warmup + timed.trials) * timed.batches) >= MIN_STEPS:
+        return None
+    return (
+        f"throughput: (warmup + trials) * batches is {steps}; a program's rate needs at least {MIN_STEPS} steps; "
+        "raise batches"
+    )
+
+
 def check(run: Any) -> str | None:
     """Return what is wrong with the placeholders of a run's program, its key first; None if nothing is."""
     settings, used = settings_of(run), set(run.program.placeholders())
@@ -185,12 +196,6 @@ def check(run: Any) -> str | None:
             return f"program.values.{name}: dots are those of settings; choose another name"
         if name not in used:
             return f"program.values.{name}: nothing in the command, environment or log has {{{name}}}"
-    timed = run.throughput
-    if not run.program.rate and (steps := (timed.warmup + timed.trials) * timed.batches) < MIN_STEPS:
-        return (
-            f"throughput: (warmup + trials) * batches is {steps}; a program's rate needs at least {MIN_STEPS} steps; "
-            "raise batches"
-        )
     known = {**settings, **run.program.values}
     for name in sorted(used - set(LATER)):
         if name not in known:

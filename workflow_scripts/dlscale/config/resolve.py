@@ -497,6 +497,8 @@ class _Resolver:
             "tune" in plan.stages(run) and (problem := program.untuned(found.run))
         ):
             wrong = f"runs.{run}.{problem}"
+        elif here.removeprefix("plans.") in self.workflow.targets and (problem := program.check_trials(found.run)):
+            wrong = f"runs.{run}.{problem}"  # of other plans once they would run
         elif plan.halves:
             wrong = "sweep.method halving: a program trains to its end; use grid or random"
         elif found.run.program and found.run.program.image and self.workflow.site.engine == "none":

@@ -148,7 +148,11 @@ def _dangling(path: Any) -> Path | None:
     """Return the part of a path that is a link to nowhere, if there is one."""
     if not isinstance(path, (str, os.PathLike)):
         return None
-    return next((each for each in (Path(path), *Path(path).parents) if each.is_symlink() and not each.exists()), None)
+    try:
+        parts = (Path(path), *Path(path).parents)
+        return next((each for each in parts if each.is_symlink() and not each.exists()), None)
+    except OSError:  # a folder above may not be looked into
+        return None
 
 
 def save_png(figure: Any, path: Path, dpi: int) -> None:

@@ -83,7 +83,7 @@ def let_threads_wait() -> None:
 def put_python_first() -> None:
     """Have commands find the programs of this Python's environment first, which need not be activated."""
     folder, path = Path(sys.executable).parent, os.environ.get("PATH", os.defpath)
-    if (folder / "python").exists() and path.split(os.pathsep)[0] != str(folder):
+    if os.access(folder / "python", os.X_OK) and path.split(os.pathsep)[0] != str(folder):
         os.environ["PATH"] = os.pathsep.join([str(folder), path])
 
 

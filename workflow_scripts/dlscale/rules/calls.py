@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.program import check_trials
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
@@ -115,7 +116,10 @@ class Call:
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
         for work in works:
             if work.run:
-                launcher.check(self.site, work.run.geometry, f"plans.{work.plan}.runs.{work.run_name}.")
+                here = f"plans.{work.plan}.runs.{work.run_name}."
+                launcher.check(self.site, work.run.geometry, here)
+                if work.stage == "throughput" and work.run.program and (problem := check_trials(work.run)):
+                    raise UserError(f"{here}{problem}")
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:
         """Return what is found of the site, or of this machine where it runs the jobs, before the first of them."""

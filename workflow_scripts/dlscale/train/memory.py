@@ -105,7 +105,7 @@ class FakeStep:
 
     Parameters
     ----------
-    make, loss, sharding
+    make, loss, sharding, scores
         As `build_step` takes them.
     device
         Device on which the tensors pretend to lie.
@@ -121,6 +121,7 @@ class FakeStep:
         device: torch.device,
         attention: Context | None = None,
         sharding: Callable[[nn.Module], Sharding] = lambda model: Sharding(),
+        scores: SampleLoss | None = None,
     ) -> None:
         self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
         if attention is None:
@@ -139,7 +140,7 @@ class FakeStep:
             if run.geometry.model_size > 1:
                 divided = ModelParallel(model, plan, Pretended(run.geometry), device)
             alone = run.model_copy(update={"parallel": DDP(), "precision": run.arithmetic})  # on one rank
-            self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided)
+            self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided, scores=scores)
         self._begin()
 
     def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
@@ -179,7 +180,8 @@ class FakeStep:
 def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention: Context | None = None) -> FakeStep:
     """Return the fake step of a run on a dataset."""
     study: Study = registry.study(run.study)
-    return FakeStep(run, partial(study.model, run, manifest), study.loss(run), device, attention, study.sharding)
+    make, scores = partial(study.model, run, manifest), study.train_scores if study.train_metrics else None
+    return FakeStep(run, make, study.loss(run), device, attention, study.sharding, scores)
 
 
 def fake_batch(run: RunCore, manifest: Manifest) -> Batch:

@@ -51,7 +51,10 @@ class Network(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the mean of `losses` over a batch; without samples a scalar 0, with gradients of 0."""
-        return self.losses(x, y).mean(dim=0) if len(x) else 0.0 * self.predict(x).sum()
+        if not len(x):
+            return 0.0 * self.predict(x).sum()
+        losses = self.losses(x, y)
+        return losses.mean() if self._scores is None else losses.mean(dim=0)
 
     def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, float32 [B]; with scores [B, 1 + n], the loss first."""
