@@ -272,8 +272,8 @@ MUTATIONS = [
     Mutation(
         "secret_shown",
         "core/urls.py",
-        "'***' if _LOGINS.fullmatch(key)",
-        "value if _LOGINS.fullmatch(key)",
+        "'***' if LOGINS.fullmatch(key)",
+        "value if LOGINS.fullmatch(key)",
         "test_download.py::test_hidden",
     ),
     Mutation(
@@ -942,8 +942,8 @@ MUTATIONS = [
     Mutation(
         "runs_start_one_process",
         "rules/jobs.py",
-        "else self.launch(input, run.processes)",
-        "else self.launch(input)",
+        "return self.launch(input, run.processes, redact",
+        "return self.launch(input, None, redact",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
     # How a call meets its user.
@@ -971,15 +971,15 @@ MUTATIONS = [
     Mutation(
         "call_goes_on_unseen",
         "preflight/status.py",
-        "            preexec_fn=functools.partial(machine.with_parent, os.getpid(), signal.SIGTERM),\n",
+        "            preexec_fn=functools.partial(_begin, os.getpid()),\n",
         "",
         "test_status.py::test_nothing_goes_on_unseen",
     ),
     Mutation(
         "jobs_wait_for_each_other",
         "preflight/cost.py",
-        "sum(seconds * share for",
-        "sum(seconds for",
+        "sum(job.seconds * share for",
+        "sum(job.seconds for",
         "test_status.py::test_what_runs_side_by_side_takes_the_time_of_one",
     ),
     Mutation(

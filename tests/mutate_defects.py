@@ -107,8 +107,8 @@ DEFECTS: dict[str, Mutation | str] = {
     "`.item()` in every step": Mutation(
         "item_in_every_step",
         "train/trainer.py",
-        "loss = loss * len(batch[0])  # stays",
-        "loss = torch.tensor(loss.item() * len(batch[0]))  # stays",
+        "sums = means * len(batch[0])  # stays",
+        "sums = torch.tensor(means.sum().item() * len(batch[0]))  # stays",
         "test_training.py::test_no_step_waits_for_the_device",
     ),
     "the copy to the device holds up": "a host that waits shows on a GPU's clock alone",
