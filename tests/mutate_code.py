@@ -267,7 +267,7 @@ MUTATIONS = [
         "core/files.py",
         "flags | os.O_NOFOLLOW",
         "flags",
-        "test_board.py::test_a_lock_is_not_written_through_a_link",
+        "test_board.py::test_a_lock_is_a_file",
     ),
     Mutation(
         "secret_shown",
