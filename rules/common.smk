@@ -6,11 +6,13 @@ import shlex
 import sys
 from pathlib import Path
 
+from snakemake import benchmark
+
 from dlscale.config import resolve
 from dlscale.core import redact, registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, remember
-from dlscale.core.machine import CALLER, callers_values
+from dlscale.core.machine import CALLER, SNAKEMAKES, callers_values
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
@@ -22,6 +24,9 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 CAPTIONS = f"{ROOT}/report/captions"
 
 os.environ[CALLER] = callers_values()
+os.environ[SNAKEMAKES] = f"{os.environ.get(SNAKEMAKES, '')} {os.getpid()}"
+# For each `benchmark:`, Snakemake reads all memory maps of a job twice a second: up to 0.3 cores beside what is timed.
+benchmark.BENCHMARK_INTERVAL_SHORT = 5.0  # s
 remember(Path(".snakemake/parsed.json"))
 
 

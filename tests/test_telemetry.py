@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from dlscale.config.records import PlanRecord, Published
 from dlscale.core import telemetry
 from dlscale.core.errors import UserError
+from dlscale.core.machine import SNAKEMAKES
 from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample, sampled
 from dlscale.measure import processes
@@ -331,17 +332,20 @@ def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.disk_read_bytes_per_second, found.write_bytes_per_second) == (300, 400)
 
 
-def test_own_jobs_are_those_below_the_same_snakemake(tmp_path: Path) -> None:
-    """A program called snakemake starts two jobs; one asks for the process above both."""
-    job = (
-        "import os, sys; from dlscale.measure.processes import find_snakemake; "
-        "print(find_snakemake(os.getpid()), os.getppid())"
-    )
-    file = tmp_path / "snakemake"
-    file.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {job!r}], check=True)\n")
-    found, parent = subprocess.check_output([sys.executable, file], text=True).split()
-    assert found == parent
-    assert subprocess.check_output([sys.executable, "-c", job], text=True).split()[0] == "None"
+def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three processes, one above the other, the variable names two, and one that is elsewhere."""
+    ask = "import os; from dlscale.measure.processes import find_snakemake; print(find_snakemake(os.getpid()))"
+    start = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
+    name = f"os.environ[{SNAKEMAKES!r}] += f' {{os.getpid()}}'; print(os.getpid(), flush=True); "
+    named = start.replace("subprocess.run", name + "subprocess.run")
+
+    def answer(*programs: str) -> list[str]:
+        return subprocess.check_output([sys.executable, "-c", *programs], text=True).split()
+
+    monkeypatch.setenv(SNAKEMAKES, "1073741824")  # above the largest id of Linux
+    outer, inner, found = answer(named, start, named, ask)
+    assert found == outer != inner
+    assert answer(start, ask) == ["None"]
 
 
 def test_telemetry_of_earlier_versions_has_no_own_jobs(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from snakemake.benchmark import ScheduledPeriodicTimer
 
+from dlscale.core import telemetry
 from dlscale.core.environment import Environment
 from dlscale.core.process import only_writer
 from dlscale.core.stages import STAGES
@@ -128,6 +130,16 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
         met = Environment.read(tree.results / f"plans/cosmo/unet/telemetry/{stage}.json")
         assert met.python == platform.python_version() and met.versions["torch"] == torch.__version__
     assert throughput["beside"] is None, "its plan wants none"
+
+
+def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
+    """All rows of telemetry say what other jobs of this call used; none may pass for another's program."""
+    tree, _ = finished
+    files = [*tree.results.glob("plans/*/*/telemetry/train.csv")]
+    assert files and all(row.cpu_call is not None for file in files for row in telemetry.read(file))
+    assert (
+        "BENCHMARK_INTERVAL_SHORT" in ScheduledPeriodicTimer._schedule.__code__.co_names
+    )  # which rules/common.smk sets
 
 
 def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:

@@ -431,7 +431,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for warning in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
     try:
-        interrupt.raise_again()
         if args.log:
             log, rank = Path(args.log), ranks().rank  # of several processes all but the first have logs of their own
             terminal = process.redirect(log.with_name(f"{log.stem}.rank{rank}{log.suffix}") if rank else log)
@@ -475,22 +474,27 @@ def _run(args: argparse.Namespace) -> int:
     if args.stage == "run":
         from dlscale.preflight import run
 
+        interrupt.raise_again()
         return run.main(args.words)
     if query:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # of a locale that has no dash
         configuration = _configuration(args) if query.configured else None
-        status = int(importlib.import_module(query.module).main(args, configuration))
+        module = importlib.import_module(query.module)
+        interrupt.raise_again()
+        status = int(module.main(args, configuration))
         sys.stdout.flush()
         return status
     restore_caller()
     first = not ranks().rank
-    with progress.told(args.log if first else None), _watched(args), _near(args):
+    with progress.told(args.log if first else None), _watched(args):
         stage = _imported(_module(args))
+        interrupt.raise_again()
         logging.info(progress.STARTED, progress.age())
         if first and getattr(args, "record", None):
             write_yaml(args.record, redact_programs(read_settings(args.config)[0]))
-        stage.main(args)
+        with _near(args):
+            stage.main(args)
         if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
             registry.load("dlscale.report.report").fill(args.page)
     if first and getattr(args, "telemetry", None):

@@ -9,6 +9,7 @@ import signal
 def end_at_once(name: str) -> None:
     """Have Ctrl-C end this process with one line, instead of a traceback of imports, until `raise_again`.
 
+    (A `KeyboardInterrupt` in a callback of compiled code, as while pydantic compiles a pattern, would be ignored.)
     Without a name the line is left out. A process that ignores Ctrl-C, as under nohup, still does; an earlier name
     stays.
     """

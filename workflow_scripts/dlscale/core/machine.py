@@ -22,6 +22,9 @@ GIVEN: dict[str, str] = {}
 #: Variable with the values, as JSON, that `CHANGED` had when Snakemake was called.
 CALLER = "DLSCALE_CALLER"
 
+#: Variable with the ids of the Snakemake processes above a job, the outermost first.
+SNAKEMAKES = "DLSCALE_SNAKEMAKES"
+
 #: Variables that Snakemake, its shell, and Python in the locale C set for a job.
 CHANGED = (
     *("OMP_NUM_THREADS", "GOTO_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),

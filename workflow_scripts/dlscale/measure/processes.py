@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from dlscale.core.machine import SNAKEMAKES
+
 if TYPE_CHECKING:
     from dlscale.measure.records import Usage
     from dlscale.parallel.world import World
@@ -55,16 +57,10 @@ def _used(process: psutil.Process) -> Used:
 
 
 def find_snakemake(process: int) -> int | None:
-    """Return the outermost Snakemake process above `process`; None if there is none."""
-    found = None
-    for parent in psutil.Process(process).parents():
-        try:
-            words = parent.cmdline()
-        except psutil.Error:  # another user's
-            continue
-        if any(Path(word).name == "snakemake" or "from snakemake.cli import" in word for word in words[:4]):
-            found = parent.pid
-    return found
+    """Return the outermost Snakemake process above `process` that read the rules; None if there is none."""
+    named = os.environ.get(SNAKEMAKES, "").split()
+    above = [parent.pid for parent in psutil.Process(process).parents() if str(parent.pid) in named]
+    return above[-1] if above else None
 
 
 def ranks_seen(root: int) -> int:
