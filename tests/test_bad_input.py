@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from dlscale import cli
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json
 from dlscale.core.settings import read_yaml
+from dlscale.data import source as data_source
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import map_chunks
 from dlscale.report.compare import read_rows
@@ -98,6 +100,13 @@ def test_a_file_that_makes_hdf5_loop(
     raw = kind == "files"
     text = refused(*(preprocess(tmp_path, settings, path) if raw else describe(tmp_path, settings, path, good)))
     assert f"{path}: HDF5 loops while it reads the structure of this file" in text and "fetch or make it again" in text
+
+
+def test_a_reader_that_is_killed_blames_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Linux, out of memory."""
+    monkeypatch.setattr(data_source, "_walk_and_exit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(UserError, match="was killed; give it more memory"):
+        data_source.check_structure([write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1))])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])

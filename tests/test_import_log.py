@@ -172,6 +172,11 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
         [1.0, 1.0, 2.0, 2.0, 2.0],
         "loss/valid: 2 points left out, of a step that is logged again later; the later one counts",
     ),
+    "a last point of another writer": (
+        {"1": curve(10, 20, 30), "2": curve(0, value=2.0), "3": curve(30, value=3.0)},
+        [2.0, 1.0, 1.0, 3.0],
+        "loss/valid: 1 point left out, of a step that is logged again later; the later one counts",
+    ),
     "no steps": (
         {"1": curve(*[0] * 11)},
         [1.0],
@@ -198,6 +203,16 @@ def test_what_is_left_out_is_counted(
     assert printed.count("left out") == bool(message) and message in printed
     found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
     assert [value for _, _, value in found] == kept
+
+
+def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:
+    """By the name that a user gives; those of a folder of results may be another user's."""
+    path = write(tmp_path / "elsewhere/events.out.tfevents.1", curve(0, 1))
+    for link, target in ((tmp_path / "log/events.out.tfevents.1", path), (tmp_path / "folder", path.parent)):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(target)
+    for number, given in enumerate((tmp_path / "log", tmp_path / "log" / path.name, tmp_path / "folder")):
+        assert bring(given, name=f"theirs{number}") == 0
 
 
 def add(folder: Path, steps: range, value: float, **more: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -84,7 +85,7 @@ def test_secrets_of_a_program_reach_it_by_its_environment_alone(tmp_path: Path) 
     found = jobs(tmp_path, {"program": given})
     words = [*found.run_launch(RUN, []), found.run_settings(RUN, []), str(found.run_params("program")(RUN))]
     assert "DLSCALE_URLS" not in words and "s3cret" not in str(words)
-    assert found.configuration.secrets == {"***tok***": "s3cret2", "***API_KEY***": "s3cret"}
+    assert found.configuration.secrets == {"***secret.tok***": "s3cret2", "***secret.API_KEY***": "s3cret"}
     assert "DLSCALE_URLS" in found.checkout_launch(RUN, []), "which no other stage gets"
     other = jobs(tmp_path, {"program": {**given, "environment": {"API_KEY": "an0ther"}}})
     assert other.run_params("program")(RUN) == found.run_params("program")(RUN)
@@ -100,6 +101,21 @@ def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
         template.write_text(text)
         digests.add(found.own_params("report", ours["settings"], [template])["sources"])
     assert len(digests) == 2
+
+
+def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
+    """In a folder of another user, for a call that keeps going; a child process is no root."""
+    (locked := tmp_path / "locked").mkdir(mode=0o000)
+    found, file = jobs(Path("/nowhere")), locked / "a.npy"
+    found.keep_going = lambda: True  # type: ignore[method-assign]
+    if not (child := os.fork()):
+        try:
+            os.setuid(os.getuid() or 65534)
+            known = found.existing([str(file)]), found._stamp("d", SimpleNamespace(origin=str(file)))
+            os._exit(known != ([], None))
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
@@ -119,6 +135,14 @@ def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None
         (["torchrun", "train.py", "there.py"], "train.py"),
         (["python", "there.py", "--config", "mine.py"], None),
         (["python", "-m", "mine", "-c"], None),
+        (["python", "-u", "-X", "dev", "train.py"], "train.py"),
+        (["torchrun", "--nproc-per-node", "2", "-m", "mine", "x.py"], None),
+        (["python", "-m", "mine", "--config", "mine.py"], None),
+        (["python", "-c", "import sys", "x.py"], None),
+        (["bash", "-c", "cd sub && python train.py"], None),
+        (["bash", "-lc", "exec python sub/train.py"], None),
+        (["srun", "--chdir=sub", "python", "train.py"], None),
+        (["env", "A=b", "python", "train.py"], None),
         (["python", "{out}/made.py"], None),
         (["true"], None),
     ],

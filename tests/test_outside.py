@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ from dlscale.outside.running import HOOK
 from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import of
 from tests.conftest import ROOT
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 # ---- the pace of steps that were written -------------------------------------------------------------
 
@@ -460,6 +461,23 @@ def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form:
     ]
 
 
+@pytest.mark.parametrize("seconds", [0.02, 0.005])
+@pytest.mark.parametrize(("unit", "uptime"), [(1e-3, 15000.0), (1e-3, 300.0), (1.0, 150.0)])
+def test_times_since_the_start_are_not_those_since_the_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: float, uptime: float, seconds: float
+) -> None:
+    """Of 100 s; as times since the boot some of them would be in the run, too."""
+    monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: BEGIN + 100, perf_counter=lambda: uptime))
+    count = int(99.9 / seconds)
+    log = write_log(tmp_path / "log.jsonl", [number * seconds / unit for number in range(count)])
+    os.utime(log, (BEGIN + 100, BEGIN + 100))
+    (points,) = logs.logged(log, logs.Start(BEGIN), BEGIN + 100)
+    assert len(points) == count and points[-1][0] - points[0][0] == pytest.approx((count - 1) * seconds)
+    write_log(log, [uptime - 100 + number * seconds for number in range(count)])
+    (points,) = logs.logged(log, logs.Start(BEGIN), BEGIN + 100)
+    assert points[0] == (pytest.approx(BEGIN), 0) and len(points) == count
+
+
 def test_a_log_may_count_whole_seconds(tmp_path: Path, in_india: None) -> None:
     log = write_log(tmp_path / "log.jsonl", [iso(int(BEGIN + number / 20)) for number in range(200)])
     (points,) = logs.logged(log, logs.Start(BEGIN + 0.3), BEGIN + 11)
@@ -616,6 +634,14 @@ PRINTED = [
     (r"(\S+) s/epoch", "5 s/epoch", None),
     (r"GB/s (\S+)", "GB/s 5", None),
     (r"rate (\S+)", "rate 50%", None),
+    *(
+        (rf"{re.escape(label)}\D*(\S+)", f"{label}: 0.5", None)
+        for label in (
+            *("time per step", "time/step", "time_per_step", "batch time avg", "step_time_avg", "step_time mean"),
+            *("iters/epoch", "samples per epoch", "images per batch", "batches_per_epoch", "latency p99"),
+        )
+    ),
+    *((rf"{re.escape(label)}\D*(\S+)", f"{label}: 0.5", ("", 0.5)) for label in ("real-time rate", "Timed throughput")),
 ]
 
 
@@ -818,13 +844,15 @@ def test_secrets_of_a_command_are_in_none_of_its_files(tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if re.search(rb"s3cret[2-9]|token\W+s3cret1", path.read_bytes())] == []
     command = read_yaml(tmp_path / "results/plans" / PLAN / "quiet/config.yaml")["program"]["command"]
-    assert command[1] == "API_KEY=***API_KEY***" and command[-5:-1] == [
+    assert command[1] == "API_KEY=***secret.API_KEY***" and command[-5:-1] == [
         "--token",
-        "***token***",
+        "***secret.token***",
         "--max-tokens",
         "4096",
     ]
-    assert command[-1] == "https://***login***@h.example/x?X-Amz-Signature=***X-Amz-Signature***&split=train"
+    assert (
+        command[-1] == "https://***secret.login***@h.example/x?X-Amz-Signature=***secret.X-Amz-Signature***&split=train"
+    )
     assert found(tmp_path, "quiet").outside.command == command
 
 
@@ -1357,6 +1385,34 @@ def test_words_that_are_not_utf_8_and_junk_among_the_steps(measure_here: Measure
     assert record.outside.steps > 30 and 10 < record.full.mean < 101
     assert record.outside.command[2:] == read_yaml(folder / "config.yaml")["program"]["command"][2:] == ["caf\\xe9"]
     assert not (folder / "steps").exists() and (folder.parent / "report.html").exists()
+
+
+@pytest.mark.parametrize("output", ["2>/dev/full", "2>&1 >/dev/null | true"])
+def test_what_cannot_be_printed_changes_no_status(tmp_path: Path, output: str) -> None:
+    train = program(tmp_path, DOING_LOOP.replace("\nDO\n", "\n"))
+    command = shlex.join([sys.executable, "-m", "dlscale", "measure", "--", sys.executable, str(train)])
+    ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command} {output}"], cwd=tmp_path, timeout=PATIENCE)
+    assert ended.returncode == 3 and (tmp_path / "results/plans" / PLAN / "train/throughput.json").exists()
+
+
+def test_the_record_of_a_long_run_without_steps_is_kept(
+    measure_here: Measured, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outside_measure, "UNSEEN_SECONDS", 0.0)
+    status, folder = measure_here("sys.exit(4)", rate=r"avg (\S+)")
+    assert status == 4 and f"its record is kept in {folder.relative_to(Path.cwd())}" in capfd.readouterr().err
+    assert read_yaml(folder / "config.yaml")["program"]["status"] == 4
+
+
+@pytest.mark.parametrize("warn", [True, False])
+def test_a_program_without_steps_is_looked_at_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], warn: bool
+) -> None:
+    monkeypatch.setattr(running, "UNSEEN_SECONDS", 0.1)
+    watch = running.Watch(os.getpid(), tmp_path, warn)
+    watch.start()
+    watch.join(PATIENCE)
+    assert not watch.is_alive() and ("no training step was seen" in capfd.readouterr().err) == warn
 
 
 def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:

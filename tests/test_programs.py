@@ -119,20 +119,20 @@ def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
 def test_its_secrets_are_in_no_record_and_in_no_word_of_what_starts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secrets = {"***tok***": "s3{{cret", "***API_KEY***": "s3cret2"}
+    secrets = {"***secret.tok***": "s3{{cret", "***secret.API_KEY***": "s3cret2"}
     monkeypatch.setenv(urls.VARIABLE, json.dumps(secrets))
-    environment = {"API_KEY": "***API_KEY***", "A": "b"}
-    program = Program(command=["train", "--token=***tok***"], folder=str(tmp_path), environment=environment)
+    environment = {"API_KEY": "***secret.API_KEY***", "A": "b"}
+    program = Program(command=["train", "--token=***secret.tok***"], folder=str(tmp_path), environment=environment)
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env"]), tmp_path / "out", tmp_path / "steps")
     assert found.command == ["env", "env", "A=b", "train", "--token=s3{cret"]
     assert found.environment == {"API_KEY": "s3cret2"}
-    assert found.words == ["train", "--token=***tok***"]
+    assert found.words == ["train", "--token=***secret.tok***"]
 
 
 @pytest.mark.parametrize(("engine", "named"), [("podman", ["--env=API_KEY"]), ("docker", ["--env=API_KEY"])])
 def test_a_container_gets_its_secrets_by_name(engine: str, named: list[str]) -> None:
-    program = Program(command=["train"], image="theirs:2", environment={"API_KEY": "***API_KEY***", "A": "b"})
+    program = Program(command=["train"], image="theirs:2", environment={"API_KEY": "***secret.API_KEY***", "A": "b"})
     site = Site(engine=engine, image="ours:1", gpu=False)
     words = launch_program(site, HERE, SimpleNamespace(program=program, geometry=ONE))[1]
     assert [word for word in words if "API_KEY" in word and "WANDB" not in word] == named
@@ -276,7 +276,7 @@ def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
         lines = [f"s {end:.6f} 0.0 0\n" for end in ends[:240]]
         (steps / "timed.host.1").write_text("".join(["begin 0.0 0.0 0\n", *lines, "s 10"]))
         lines = [json.dumps(["loss/valid", time, value]) + "\n" for time, value in marks]
-        (steps / PRINTED).write_text("".join(lines))
+        (steps / PRINTED).write_text("".join([*lines, '["loss/va']))
         (keep / "last").touch()
         os.utime(keep / "last", (1000 + checkpoint / 100 - 0.004,) * 2)
         program = Program(
@@ -511,6 +511,15 @@ def test_what_a_folder_holds_beside_its_revision_does_not_matter(
     found = started(tmp_path, first, folder=str(folder))
     assert (found / "README").read_text() == "one" and not (tmp_path / "ran").exists()
     assert sorted(each.name for each in found.iterdir()) == [".git", "README", "torch", "train.py"]
+
+
+def test_names_of_files_are_any_bytes(published: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, _ = published
+    (folder / os.fsdecode(b"caf\xe9")).touch()
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "three")
+    found = started(tmp_path, git(folder, "rev-parse", "HEAD").strip(), folder=str(folder))
+    assert (found / os.fsdecode(b"caf\xe9")).exists()
 
 
 def test_a_folder_within_a_revision(published: tuple[Path, list[str]], tmp_path: Path) -> None:

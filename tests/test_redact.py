@@ -93,7 +93,7 @@ def test_what_only_looks_like_a_secret_stays(given: Any) -> None:
 def test_a_secret_is_known_by_its_form() -> None:
     forms = ("ghp_" + "a1" * 18, "hf_" + "aB3" * 11, "sk-proj-" + "aB3" * 9, "AKIA" + "A1" * 8, "glpat-" + "a1" * 10)
     for form in forms:
-        assert redact.redact(["login", form]) == ["login", "***token***"]
+        assert redact.redact(["login", form]) == ["login", "***secret.token***"]
     assert redact.redact(["task-" + "a1" * 12, "hf_model", "sk-learn-experiment-2024-run"])[0].startswith("task")
 
 
@@ -102,8 +102,8 @@ def test_a_marker_has_the_secrets_name_and_a_number_where_two_differ() -> None:
     given = {"plans": {"p": {"runs": {name: {"program": {"environment": {"HF_TOKEN": name * 9}}} for name in "aba"}}}}
     found = redact.redact_programs(given, secrets)["plans"]["p"]["runs"]
     tokens = [found[name]["program"]["environment"]["HF_TOKEN"] for name in "ab"]
-    assert tokens == ["***HF_TOKEN***", "***HF_TOKEN.2***"]
-    assert secrets == {"***HF_TOKEN***": "a" * 9, "***HF_TOKEN.2***": "b" * 9}
+    assert tokens == ["***secret.HF_TOKEN***", "***secret.HF_TOKEN.2***"]
+    assert secrets == {"***secret.HF_TOKEN***": "a" * 9, "***secret.HF_TOKEN.2***": "b" * 9}
 
 
 def test_values_that_stand_where_a_secret_does_are_secrets() -> None:
@@ -118,9 +118,9 @@ def test_values_that_stand_where_a_secret_does_are_secrets() -> None:
     found = redact.redact_programs(given, secrets := {})
     assert found["key"] == given["key"] and found["settings"] == given["settings"]
     assert found["runs"]["a"]["program"]["values"] == {
-        **{"tok": "***tok***", "n": "many", "inner": "{deep}", "deep": "***deep***"},
+        **{"tok": "***secret.tok***", "n": "many", "inner": "{deep}", "deep": "***secret.deep***"},
     }
-    assert found["sweep"]["values"] == {"program.values.tok": ["***tok***", "***tok.2***"]}
+    assert found["sweep"]["values"] == {"program.values.tok": ["***secret.tok***", "***secret.tok.2***"]}
     assert redact.put_back(found, secrets) == given
 
 
@@ -132,4 +132,4 @@ def test_patterns_of_a_program_are_no_secrets() -> None:
 def test_a_missing_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(urls.VARIABLE, raising=False)
     with pytest.raises(UserError, match="stands for a secret, which is not here"):
-        redact.restore(["--token=***token***"])
+        redact.restore(["--token=***secret.token***"])

@@ -175,8 +175,8 @@ def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree
     stages = [line for line in environments if " -m dlscale " in line and line.split()[0].endswith("python")]
     assert stages and all(" dlscale program " in line or " dlscale throughput " in line for line in stages)
     record = (tree.results / "plans/p/one/config.yaml").read_text()
-    assert "***WANDB_API_KEY***" in record and "--token\n  - '***tok***'" in record
-    assert "***WANDB_API_KEY***" in (tree.path / ".snakemake/called.json").read_text()
+    assert "***secret.WANDB_API_KEY***" in record and "--token\n  - '***secret.tok***'" in record
+    assert "***secret.WANDB_API_KEY***" in (tree.path / ".snakemake/called.json").read_text()
 
     tree.config = config("a-new-" + PASSWORD)
     tree.write()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -213,17 +214,35 @@ def check(run: Any) -> str | None:
     return None
 
 
+def _script(command: list[str]) -> str | None:
+    """Return the script that a command starts: of python, sh, bash and torchrun, or its first word; None for others."""
+    first, *rest = command
+    program = Path(first).name
+    if re.fullmatch(r"python[\d.]*", program):
+        while rest and rest[0].startswith("-"):
+            if rest[0] in ("-c", "-m"):
+                launched = rest[0] == "-m" and rest[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"])
+                return _script(["torchrun", *rest[2:]]) if launched else None
+            rest = rest[2:] if rest[0] in ("-X", "-W") else rest[1:]
+        return rest[0] if rest else None
+    if program == "torchrun":
+        words = itertools.takewhile(lambda word: word not in ("-m", "--module", "--no-python", "--no_python"), rest)
+        return next((word for word in words if word.endswith(".py")), None)
+    if program in ("sh", "bash"):
+        return rest[0] if rest and not rest[0].startswith("-") else None
+    return first if "/" in first else None
+
+
 def missing_script(program: Program, contained: bool = False) -> str | None:
     """Return the path of a command's script if it is missing; None if it exists or cannot be known yet.
 
     `contained`: whether the program runs in a container, whose own files are not visible here.
     """
-    words, folder = Words(program, "{out}"), Path(program.folder)
-    first, *rest = words.command
-    python = re.fullmatch(r"(.*/)?(python[\d.]*|sh|bash)", first) and rest and not rest[0].startswith("-")
-    own = [first] if "/" in first else rest[:1] if python else [word for word in rest if word.endswith(".py")][:1]
-    script = next((word for word in own if "{out}" not in word), None)
-    if script is None or not folder.is_dir() or (program.revision and not program.repository):
+    folder = Path(program.folder)
+    script = _script(Words(program, "{out}").command)
+    if script and "{out}" in script:
+        script = None
+    if script is None or not os.access(folder, os.X_OK) or (program.revision and not program.repository):
         return None
     there = (contained and script.startswith("/")) or (folder / script).exists()
     return None if there else str(folder / script)

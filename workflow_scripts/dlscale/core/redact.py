@@ -1,4 +1,4 @@
-"""Programs without their secrets: `***NAME***` stands for a password, token or key in a command or an environment.
+"""Programs without their secrets: `***secret.NAME***` stands for one in a command or an environment.
 
 The configuration of programs is read so. Only the process that starts a program gets the secrets: in its environment.
 """
@@ -223,10 +223,10 @@ class _Redaction:
         if not secret or placeholders or HIDDEN.fullmatch(secret) or MARKER.search(secret) or "\0" in secret:
             return secret
         known = re.sub(r"[^\w-]", "_", name.rpartition(".")[2])
-        marker, count = f"***{known}***", 1
+        marker, count = f"***secret.{known}***", 1
         while self.secrets.setdefault(marker, secret) != secret:
             count += 1
-            marker = f"***{known}.{count}***"
+            marker = f"***secret.{known}.{count}***"
         self._markers[secret] = marker
         return marker
 

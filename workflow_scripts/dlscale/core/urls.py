@@ -25,8 +25,8 @@ LOGINS = re.compile(
     r"sk(oid|tid|[tesv])",
     re.IGNORECASE,
 )
-#: What stands for a secret of a program: `***NAME***`.
-MARKER = re.compile(r"\*\*\*[\w-]+(\.\d+)?\*\*\*")
+#: What stands for a secret of a program: `***secret.NAME***`.
+MARKER = re.compile(r"\*\*\*secret\.[\w-]+(\.\d+)?\*\*\*")
 #: What stands for a value of a query, or for a secret of a program.
 HIDDEN = re.compile(rf"\*\*\*|~[0-9a-f]{{8}}|{MARKER.pattern}")
 IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")

@@ -45,7 +45,8 @@ class _Guard:
         places += ["/proc", "/sys", "/dev", "/etc", "/usr/lib", "/usr/share", *named]
         places += [value for name, value in os.environ.items() if value and _CACHES.fullmatch(name)]
         self._places = [Path(os.path.realpath(place)) for place in places]
-        self._temporary, self._home = (Path(os.path.realpath(p)) for p in (tempfile.gettempdir(), Path.home()))
+        self._temporary = Path(os.path.realpath(tempfile.gettempdir()))
+        self._home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 - of an unknown user it stays "~"
         self._began, self._written = time.time(), set[Path]()
         self.refused: UserError | None = None
 

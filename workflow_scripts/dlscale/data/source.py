@@ -45,8 +45,18 @@ def check_structure(paths: Sequence[Path]) -> None:
         child = os.fork()
     if not child:
         _walk_and_exit(paths, current)
-    if os.WIFSIGNALED(status := os.waitpid(child, 0)[1]):
+    try:
+        status = os.waitpid(child, 0)[1]
+    except BaseException:  # this process is to end
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if os.WIFSIGNALED(status):
         path = paths[int.from_bytes(current[:], "little")]
+        if os.WTERMSIG(status) == signal.SIGKILL:
+            raise UserError(
+                f"{path}: the process that reads the structure of this file was killed; give it more memory"
+            )
         does = "loops" if os.WTERMSIG(status) == signal.SIGXCPU else "crashes"
         raise UserError(f"{path}: HDF5 {does} while it reads the structure of this file; {TORN}")
 

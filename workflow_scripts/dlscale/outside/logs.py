@@ -242,14 +242,16 @@ def _time(value: object) -> float | datetime:
 def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> list[tuple[float, Row]]:
     """Return the rows of a run, each with its time in seconds since 1970-01-01 UTC, in the order of time.
 
-    Of the clocks that the times may be of, the one counts that puts most rows into the run.
+    Of the clocks that the times may be of, the one counts that puts most rows into the run; that of the machine's
+    start, which may run as a time since the program's start does, must do so with all.
     """
     end, begin = time.time() if end is None else end, max(begin, OLDEST)
     best, earlier = list[tuple[float, Row]](), False
     for of_day, clock in _clocks():
         dated = [(when, row) for row in rows if (when := clock(row[1])) is not None]
         inside = [each for each in dated if _floor(begin, each[0]) <= each[0] <= end + SKEW_SECONDS]
-        best = inside if len(inside) > len(best) else best
+        if len(inside) > len(best) and (of_day or len(inside) == len(rows)):
+            best = inside
         earlier = earlier or (of_day and bool(dated) and all(OLDEST < when < begin for when, _ in dated))
     if rows and not best and not earlier:
         return _since_start(path, rows, begin, end)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,16 @@ from dlscale.core.text import duration, many, number, readable
 from dlscale.measure.records import Throughput
 from dlscale.outside import logs
 from dlscale.outside import steps as seen
-from dlscale.outside.running import WAYS, Reading, Unseen, measured, run_command, warn_of_lost_hook
+from dlscale.outside.running import (
+    UNSEEN_SECONDS,
+    WAYS,
+    Reading,
+    Unseen,
+    measured,
+    run_command,
+    say,
+    warn_of_lost_hook,
+)
 from dlscale.outside.window import PROFILED
 from dlscale.report import report
 from dlscale.report.results import PlanResult, RunResult, read_alone
@@ -81,18 +89,19 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         throughput.write(folder / "throughput.json")
         geometry = {"gpus_per_node": throughput.nranks}
         _write_settings(folder, own, batch_size=throughput.batch_size, geometry=geometry)
-        print("\n".join(lines(folder, throughput, of(read_alone(folder)))), file=sys.stderr)
+        say("\n".join(lines(folder, throughput, of(read_alone(folder)))))
         if profilers:
-            print("\n".join(module.lines(profilers.told(processes, throughput))), file=sys.stderr)
+            say("\n".join(module.lines(profilers.told(processes, throughput))))
         remove(steps)
     except Exception as error:
-        nothing = isinstance(error, Unseen) and not seen.processes(steps)
+        # Of a long run the record stays.
+        nothing = isinstance(error, Unseen) and not seen.processes(steps) and run.seconds < UNSEEN_SECONDS
         if nothing:
             remove(folder)
         _complain(error, "" if nothing else f"; its record is kept in {folder}")
     if (folder / "throughput.json").is_file():
         try:
-            print(f"Page: {_page(plan)}", file=sys.stderr, flush=True)
+            say(f"Page: {_page(plan)}")
         except Exception as error:
             _complain(error, "; no page was written")
     return run.status
@@ -102,7 +111,7 @@ def _complain(error: Exception, known: str = "") -> None:
     """Print the message of a failure, and what is `known` all the same."""
     mistake = explained(error, "") if isinstance(error, OSError) else error
     said = str(mistake) if isinstance(mistake, UserError) else redact(f"a defect of dlscale: {error!r:.300}")
-    print(f"dlscale measure: {said}{known}", file=sys.stderr, flush=True)
+    say(f"dlscale measure: {said}{known}")
 
 
 def _write_settings(folder: Path, own: dict[str, Any], **more: Any) -> None:

@@ -73,9 +73,11 @@ AFTER = re.compile(rf"{GAP}{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
 #: A unit of time at a label's end: `(ms)`, `_ms`, `in s`, `time ms`.
 TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(?![a-z]))[^a-z]*$", re.IGNORECASE)
-#: A label of a time without a unit, or of more than one step (`s per 10 steps`).
-TIME_WORD = re.compile(
-    rf"(?:time|elapsed|duration|latency|took|eta)[^a-z]*$|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$", re.IGNORECASE
+#: A label of a time without a unit, of a time of several steps (`s per 10 steps`), or of a count (`samples per epoch`).
+NO_RATE = re.compile(
+    r"(?<![a-z])(?:time|elapsed|duration|latency|took|eta)(?![a-z])(?!.*(?:rate|speed|throughput))"
+    rf"|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$|{PER}(?:epochs?|{STEP})[^a-z]*$",
+    re.IGNORECASE,
 )
 #: One step, in the label of a duration.
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
@@ -161,7 +163,7 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
         return _in_unit(number, unit)
     if (time := DURATION.match(after) or TIME_LABEL.search(label)) and ONE_STEP.search(label):
         return PER_STEP, 1 / (number * SECONDS[time["time"].lower()])
-    if time or TIME_WORD.search(label) or re.match(r"[A-Za-z_\d]", rest):
+    if time or NO_RATE.search(label) or re.match(r"[A-Za-z_\d]", rest):
         return None
     return "", number
 

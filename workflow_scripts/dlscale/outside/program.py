@@ -154,8 +154,9 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     losses = defaultdict[str, list[tuple[float, float]]](list)
     with contextlib.suppress(FileNotFoundError):
         for line in read_text(steps / PRINTED).splitlines():
-            name, time, value = json.loads(line)
-            losses[name].append((time, value))
+            with contextlib.suppress(ValueError):  # half a line, at which a disk was full
+                name, time, value = json.loads(line)
+                losses[name].append((time, value))
     own = seen.read(steps)[1]
     if not (own or losses):  # a try that was ended at its start, or whose steps were kept already
         return known

@@ -83,7 +83,16 @@ def _git(folder: Path, where: str, revision: str, *words: str) -> str:
     """Return the output of git in a repository of dlscale's own."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
     command = ["git", "-c", "gc.auto=0", "-c", "maintenance.auto=false", *words]
-    done = subprocess.run(command, cwd=folder, env={**kept, **SAFE}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**kept, **SAFE},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",  # names of files are any bytes
+        check=False,
+    )
     if done.returncode:
         what = cut(" ".join(done.stderr.split()), 300)
         raise UserError(f"{where}: git {words[0]} of {revision}: {hidden_in(what)}")

@@ -62,6 +62,14 @@ LOOK = 0.5
 NOT_FOUND, NO_PROGRAM = 127, 126
 
 
+def say(text: str) -> None:
+    """Print a line on standard error, if it still takes one: a program's run does not depend on it."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # its disk is full, or nobody reads it; Python would try again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 # ---- running it --------------------------------------------------------------------------------------
 
 
@@ -113,11 +121,10 @@ def warn_of_lost_hook(command: Sequence[str], reading: Reading) -> None:
     """Warn of a word of a command that replaces the PYTHONPATH with the hook, if steps are read from the hook."""
     word = next((word for word in command if word.startswith("PYTHONPATH=")), None)
     if word and not (reading.rate or reading.log):
-        print(
+        say(
             f"dlscale: the command sets {word}, which leaves dlscale's hook out: PyTorch's steps are not seen. Set it "
             "before the command instead (PYTHONPATH=… dlscale measure -- …; in a plan program.environment), or name a "
-            "log of its steps (--steps; program.log) or what it prints (--rate; program.rate)",
-            file=sys.stderr,
+            "log of its steps (--steps; program.log) or what it prints (--rate; program.rate)"
         )
 
 
@@ -171,7 +178,7 @@ def run_command(
             missing = error.errno == errno.ENOENT
             # Where the file is there, its interpreter is not.
             said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
-            print(f"dlscale measure: {command[0]}: {said}", file=sys.stderr)
+            say(f"dlscale measure: {command[0]}: {said}")
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
         with _forwarding(process) as signals, beside(process.pid) if beside else contextlib.nullcontext():
             copies = [
@@ -200,10 +207,9 @@ def run_command(
     in_steps = not rates[""]
     printed = rates[PER_STEP if in_steps else ""]
     if finder and finder.refusals and printed:
-        print(
+        say(
             f"dlscale measure: {many(finder.refusals, 'text')} left out that fit {looked[''].pattern}: "
-            f"{no_rate(finder.refused)}",
-            file=sys.stderr,
+            f"{no_rate(finder.refused)}"
         )
     return Outcome(
         *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
@@ -225,7 +231,7 @@ UNSEEN_SECONDS = 60.0
 
 
 class Watch(threading.Thread):
-    """Looks at a program until its first step is seen, and warns after a minute without one."""
+    """Looks at a program until its first step is seen, for a minute at most, after which it may `warn`."""
 
     def __init__(self, pid: int, steps: Path, warn: bool) -> None:
         super().__init__(daemon=True)
@@ -238,13 +244,13 @@ class Watch(threading.Thread):
             if any(each for way in seen.WAYS for each in self._steps.glob(f"{way}.*")):
                 return
             self._look()
-            if self._warn and time.monotonic() - begin > UNSEEN_SECONDS:
-                print(
-                    f"dlscale measure: no training step was seen in {duration(UNSEEN_SECONDS)}; the program continues. "
-                    f"{options(self.frameworks)}",
-                    file=sys.stderr,
-                )
-                return
+            if time.monotonic() - begin > UNSEEN_SECONDS:
+                break
+        if self._warn and not self._ended.is_set():
+            say(
+                f"dlscale measure: no training step was seen in {duration(UNSEEN_SECONDS)}; the program continues. "
+                f"{options(self.frameworks)}"
+            )
 
     def close(self) -> None:
         self._ended.set()
@@ -284,13 +290,12 @@ def no_rate(text: str) -> str:
 
 def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> None:
     for name in finder.slow:
-        print(
+        say(
             f"dlscale measure: the pattern {looked[name].pattern} takes more than {MAX_SECONDS:.0f} s on some lines, "
-            "which were skipped; begin it with a fixed text",
-            file=sys.stderr,
+            "which were skipped; begin it with a fixed text"
         )
     if finder.missed:
-        print(f"dlscale measure: {many(finder.missed, 'line')} printed too fast to be read", file=sys.stderr)
+        say(f"dlscale measure: {many(finder.missed, 'line')} printed too fast to be read")
 
 
 def _wait(process: Kept, enough: Callable[[], bool]) -> bool:
@@ -361,10 +366,7 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
             each.kill()
     psutil.wait_procs(alive, 5)
     if rest and told:
-        print(
-            f"dlscale measure: the program left {many(len(rest), 'process')} running: they were ended",
-            file=sys.stderr,
-        )
+        say(f"dlscale measure: the program left {many(len(rest), 'process')} running: they were ended")
 
 
 def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
@@ -458,7 +460,7 @@ def _measured(
         if first == way or not processes:
             raise
         found, profiled, trainings = _pace_by(way, reading, run, steps, processes, apart)
-        print(f"dlscale measure: {error}. The steps that were {WAYS[way]} count instead", file=sys.stderr)
+        say(f"dlscale measure: {error}. The steps that were {WAYS[way]} count instead")
     else:
         way = first
     apart = () if profiled else apart

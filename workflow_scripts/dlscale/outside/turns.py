@@ -51,7 +51,10 @@ class Program:
             raise Ended("a program prints rates of its own clock, which goes on while it is stopped")
         self._program = program
         environment, nowhere = watched(program.steps, program.environment, quick=True), subprocess.DEVNULL
-        self._process = Kept(program.command, program.folder, environment, nowhere, nowhere, session=True)
+        try:
+            self._process = Kept(program.command, program.folder, environment, nowhere, nowhere, session=True)
+        except OSError as error:
+            raise Ended(f"a program cannot be started: {error.strerror}") from None
 
     def receive(self) -> float:
         """Wait until the program is warm."""
@@ -111,7 +114,7 @@ class Program:
             self._signal(signal.SIGKILL)
             self._process.wait()
         for place in Path(self._folder.name).glob("*"):
-            shutil.rmtree(place)
+            shutil.rmtree(place, ignore_errors=True)
         self._process, self._tail, self._logged = None, None, []
 
     def _ends(self, since: float = 0.0) -> list[float]:

@@ -166,11 +166,12 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else kind.origins(dataset)
     for raw in parts.raws(dataset).values():
-        if not parts.acquired(dataset, raw) and Path(raw.origin).is_dir():
+        if not parts.acquired(dataset, raw) and os.access(raw.origin, os.F_OK) and Path(raw.origin).is_dir():
             return f"{raw.origin}: a folder; expected a file, name the files in it"
     for path in [Path(file) for file in files if "://" not in file]:
-        if not path.is_file() and not path.is_dir():
-            return f"{path}: no such file or folder"
+        if not os.access(path, os.F_OK):
+            allowed = os.access(path.parent, os.X_OK)
+            return f"{path}: no such file or folder{'' if allowed else ', or no permission to look for it'}"
         if not os.access(path, os.R_OK) or (path.is_file() and path.stat().st_size == 0):
             return f"{path}: empty, or no permission to read it"
     return None

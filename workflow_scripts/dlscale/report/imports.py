@@ -129,12 +129,12 @@ def read(
     others: dict[str, None] = {}
     begun, count = math.inf, 0
     for file in files:
-        begins = set(tags)  # without a point of this file yet
-        for event in events(file):
+        new: dict[str, dict[int, tuple[float, float]]] = {}
+        for event in events(file.resolve()):
             dated = abs(event.wall_time) < FARTHEST and event.step >= 0
             begun = min(begun, event.wall_time) if dated else begun
             if is_restart(event):
-                for tag, points in found.items():
+                for tag, points in [*found.items(), *new.items()]:
                     void = [step for step in points if step >= event.step]
                     dropped[tags[tag]][ABANDONED] += len(void)
                     for step in void:
@@ -148,16 +148,20 @@ def read(
                 if number is None or not dated:
                     dropped[tags[tag]][NO_NUMBER if number is None else UNDATED] += 1
                     continue
-                points = found.setdefault(tag, {})
-                if tag in begins and points and event.step <= min(points):
-                    dropped[tags[tag]][RESTARTED] += len(points)
-                    points.clear()
-                begins.discard(tag)
+                points = new.setdefault(tag, {})
                 dropped[tags[tag]][REPEATED] += event.step in points
                 points[event.step] = event.wall_time, number / 100 if tag in percent else number
                 count += 1
             if count > MOST:
                 raise UserError(f"{files[0]}: a log of more than {MOST} points; name fewer tags: --tag 'THEIRS=OURS'")
+        for tag, points in new.items():
+            earlier = found.setdefault(tag, {})
+            # One point alone is of a second writer, as of a last evaluation.
+            if earlier and len(points) > 1 and next(iter(points)) <= min(earlier):
+                dropped[tags[tag]][RESTARTED] += len(earlier)
+                earlier.clear()
+            dropped[tags[tag]][REPEATED] += len(points.keys() & earlier.keys())
+            earlier.update(points)
     if found and not any(found.values()):
         raise UserError(f"{files[-1]}: all points are {ABANDONED}, and it logged no point since")
     if not found:

@@ -127,7 +127,7 @@ class Jobs:
 
     def existing(self, files: Iterable[str]) -> list[str]:
         """Return which of other people's files are inputs: a missing one would end a call that keeps going."""
-        return [file for file in files if not self.keep_going() or Path(file).exists() or self.makes(file)]
+        return [file for file in files if not self.keep_going() or os.access(file, os.F_OK) or self.makes(file)]
 
     def makes(self, file: str) -> bool:
         return Path(file).is_relative_to(self.results)
@@ -200,7 +200,7 @@ class Jobs:
         """Return size and time of a user's file; of a missing one those that the manifest remembers."""
         if raw.origin == "simulated" or "://" in raw.origin or self.makes(raw.origin):
             return None
-        if (path := Path(raw.origin)).is_file():
+        if os.access(path := Path(raw.origin), os.F_OK) and path.is_file():
             return list(stamp(path))
         manifest = Path(f"{self.results}/data/{name}/manifest.json")
         known = read_json(manifest) if manifest.is_file() else {}
@@ -337,7 +337,7 @@ class Jobs:
     def program_files(self, wildcards: Wildcards) -> list[str]:
         run, here = self.run(wildcards), f"plans.{wildcards.plan}.runs.{wildcards.run}"
         program = run.program
-        if program and not program.repository and here not in self._looked and not Path(program.folder).is_dir():
+        if program and not program.repository and here not in self._looked and not os.access(program.folder, os.F_OK):
             remedy = f"get the program's files (git clone), or name their folder in {here}.program.folder"
             self.say(Finding(f"run {wildcards.run}", "FAIL", f"{program.folder}: no such folder", remedy))
         placed = self._placed(run).program

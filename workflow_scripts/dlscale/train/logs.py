@@ -105,7 +105,7 @@ def quantities(record: Epoch, steps: int) -> dict[str, float]:
     return {
         "loss/train": record.train_loss,
         "learning_rate": record.learning_rate,
-        "samples_per_second": record.samples_per_second or 0.0,
+        **({"samples_per_second": record.samples_per_second} if record.samples_per_second else {}),
         "steps_per_second": steps / record.epoch_seconds,
         **{f"train/{name}": value for name, value in record.train_metrics.items()},
         **validation(record),
