@@ -22,6 +22,7 @@ from dlscale.config import resolve
 from dlscale.config.program import Words
 from dlscale.config.run import Run
 from dlscale.config.site import Site
+from dlscale.core import machine
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.launch import launcher
 from dlscale.measure.records import Throughput
@@ -247,8 +248,11 @@ def starter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     file.parent.mkdir()
     file.write_text(text if request.param == "srun" else text.replace("while", "shift 2\nwhile", 1))
     file.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([*map(str, (file.parent, Path(sys.executable).parent)), os.environ["PATH"]])
+    )
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "workflow_scripts"))
+    monkeypatch.setattr(machine, "GIVEN", dict(os.environ))  # as `python -m dlscale` does
     yield request.param
 
 
