@@ -165,7 +165,7 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "two trainings": (
         {"1": curve(*range(0, 101, 10)), "2": curve(*range(0, 81, 10), value=2.0)},
         [2.0] * 9,
-        "loss/valid: 11 points left out, of an earlier training in the same folder; import its file by itself",
+        "loss/valid: 11 points left out, of an earlier training, or another process, in the same folder; import its",
     ),
     "a resumed training": (
         {"1": curve(0, 10, 20, 30), "2": curve(20, 30, 40, value=2.0)},
@@ -203,6 +203,30 @@ def test_what_is_left_out_is_counted(
     assert printed.count("left out") == bool(message) and message in printed
     found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
     assert [value for _, _, value in found] == kept
+
+
+@pytest.mark.parametrize("first", [[], curve(*range(10, 101, 10))])
+def test_time_begins_with_the_first_file_that_counts(
+    results: Path, tmp_path: Path, first: list[tuple[int, float, Values]]
+) -> None:
+    """Not with a try that ended before its first point, nor with a training that another one replaces."""
+    write(tmp_path / "log/events.out.tfevents.1", [*first, (1, 0.0, {"note": 1.0})])
+    write(tmp_path / "log/events.out.tfevents.2", curve(10, 20), start=START + 5000)
+    assert bring(tmp_path / "log") == 0
+    found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
+    assert [seconds for _, seconds, _ in found] == [30.0, 31.0]  # its first event is earlier
+
+
+@pytest.mark.parametrize("every", [1, 25, 34])
+def test_validations_by_epoch_among_iterations_are_named(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int
+) -> None:
+    """Steps of both must be of one kind, if they are drawn over one axis."""
+    rows: list[tuple[int, float, Values]] = [(step, float(step), {"Loss/train": 1.0}) for step in range(1, 101)]
+    rows += [(every * number, 25.0 * number, {"Loss/valid": 1.0}) for number in range(1, 5)]
+    write(tmp_path / "log/events.out.tfevents.1", sorted(rows, key=lambda row: row[1]))
+    assert bring(tmp_path / "log", "--counts", "step") == 0
+    assert ("loss/valid: its steps end at 4, " in capfd.readouterr().out) == (every == 1)
 
 
 def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import importlib.util
 import json
 import math
@@ -227,6 +228,26 @@ def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None
     found = steps.pace_of_log([(1.7e9 + when, float(step)) for step, when in enumerate(times)], 8)
     assert found and interval(found.rates)[0] == pytest.approx(8 * 9 / (28 * seconds), rel=0.1)
     assert found.training == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("stated", "of_run", "counts"),
+    [(16, True, 64), (16, False, 16), (128, True, 128), (128, False, 128), (64, True, None), (62, False, None)],
+)
+def test_a_stated_batch_size_is_held_against_the_loaders(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], stated: int, of_run: bool, counts: int | None
+) -> None:
+    """Of four batches of 16 a step; a run's setting gives way to more."""
+    clock = Clock(tmp_path)
+    for _ in range(20):
+        for _ in range(4):
+            clock.batch(0.01, samples=16)
+        clock.step(0.1)
+    _, processes = steps.read(tmp_path)
+    reading = running._with_delivered(running.Reading(stated, of_run), processes)
+    warned = capfd.readouterr().err
+    assert reading.batch_size == (counts or stated) and bool(warned) == (counts is not None)
+    assert not counts or ("delivered 64 samples a step" in warned and f"; {counts} counts" in warned)
 
 
 def test_rates_read_at_once_share_their_time() -> None:
@@ -634,6 +655,11 @@ PRINTED = [
     (r"(\S+) s/epoch", "5 s/epoch", None),
     (r"GB/s (\S+)", "GB/s 5", None),
     (r"rate (\S+)", "rate 50%", None),
+    (r"([\d.]+) tok/s", "iter 3: 1234.5 tok/s", None),
+    (r"second=(\S+)", "train_tokens_per_second=1234.5", None),
+    (r"gpu (\S+)", "tokens/sec/gpu 1234.5", None),
+    (r"tps: (\S+)", "step 3 loss: 2 tps: 7,234 tflops: 3.5 mfu: 4%", None),
+    (r"tflops: (\S+)", "step 3 loss: 2 tps: 7,234 tflops: 3.5 mfu: 4%", None),
     *(
         (rf"{re.escape(label)}\D*(\S+)", f"{label}: 0.5", None)
         for label in (
@@ -699,7 +725,20 @@ def test_samples_are_a_positive_whole_number_or_unknown(samples: object, number:
 
 def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(timed.FOLDER, raising=False)
-    assert list(timed.timed(range(3))) == [0, 1, 2]
+    loader = range(3)
+    assert timed.timed(loader) is loader
+
+
+def test_a_timed_loader_is_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be iterated again, and side by side; it has a length, attributes, and `next`."""
+    log = writes(tmp_path, monkeypatch)
+    monkeypatch.setattr(timed, "LOG", log)
+    loader = timed.timed(torch.utils.data.DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
+    assert [len([*loader]) for _ in range(3)] == [3, 3, 3] and len([*zip(loader, loader, strict=True)]) == 3
+    assert len(loader) == 3 and loader.batch_size == 2 and not hasattr(loader, "nothing")
+    assert next(loader).tolist() == [0, 1] and next(loader).tolist() == [2, 3]
+    assert next(timed.timed(iter([7]))) == 7 and copy.copy(loader).batch_size == 2
+    assert [*timed.timed(number for number in range(2))] == [0, 1]
 
 
 def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         )
     plan = results_of(None) / "plans" / PLAN
     log = Path(args.steps) if args.steps else None
-    reading = Reading(args.batch_size, args.rate, log, logs.start_of(log) if log else None, log_first=True)
+    reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
     folder, profilers = _reserved(args.name or _called(args.command), plan), None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}

@@ -60,9 +60,9 @@ SECONDS = {word: seconds for seconds, words in TIMES.items() for word in words.s
 TIME = rf"(?P<time>{'|'.join(sorted(SECONDS, key=len, reverse=True))})(?![A-Za-z])"
 PER = r"(?:\s?/\s?|[\s_-]?per[\s_-])"
 STEP = r"(?:its?|iter(?:ation)?s?|steps?|(?:mini-?)?batch(?:es)?|updates?)"
-SAMPLE = r"(?:samples?|images?|im|ims|imgs?|ex|examples?|items?|rows?|records?|seqs?|sequences?|tok|tokens?)"
+SAMPLE = r"(?:samples?|images?|im|ims|imgs?|ex|examples?|items?|rows?|records?|seqs?|sequences?)"
 #: Nouns whose number per second is neither of steps nor of samples.
-OTHER = re.compile(r"epochs?|[kmgtp]?i?b(?:ytes?|its?)?|[kmgtp]?flops?", re.IGNORECASE)
+OTHER = re.compile(r"epochs?|tok|tokens?|[kmgtp]?i?b(?:ytes?|its?)?|[kmgtp]?flops?", re.IGNORECASE)
 #: A rate (`it/s`, `steps_per_second`), or a duration (`ms/step`).
 UNIT = rf"(?:(?P<noun>[a-z]+){PER}{TIME}|{TIME.replace('<time>', '<each>')}{PER}(?P<of>[a-z]+))"
 IN_LABEL = re.compile(rf"(?<![a-z]){UNIT}", re.IGNORECASE)
@@ -73,9 +73,11 @@ AFTER = re.compile(rf"{GAP}{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
 #: A unit of time at a label's end: `(ms)`, `_ms`, `in s`, `time ms`.
 TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(?![a-z]))[^a-z]*$", re.IGNORECASE)
-#: A label of a time without a unit, of a time of several steps (`s per 10 steps`), or of a count (`samples per epoch`).
+#: A label of a time without a unit, of a time of several steps (`s per 10 steps`), of a count (`samples per epoch`), or
+#: of tokens and operations.
 NO_RATE = re.compile(
     r"(?<![a-z])(?:time|elapsed|duration|latency|took|eta)(?![a-z])(?!.*(?:rate|speed|throughput))"
+    r"|(?<![a-z])(?:tps|tgs|tok|tokens?|mfu|[kmgtp]?flops?)(?![a-z])"
     rf"|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$|{PER}(?:epochs?|{STEP})[^a-z]*$",
     re.IGNORECASE,
 )

@@ -87,7 +87,7 @@ class RunProgram:
         )
 
     def _reading(self) -> Reading:
-        return Reading(self.batch_size, self.run.program.rate, self.log, self.log_start)
+        return Reading(self.batch_size, True, self.run.program.rate, self.log, self.log_start)
 
     def record(self, ended: Outcome, telemetry: str | None) -> Throughput:
         """Return what its steps come to; a `UserError` where none were seen."""

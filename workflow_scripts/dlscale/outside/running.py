@@ -410,6 +410,7 @@ class Reading:
     """How a program's speed is read."""
 
     batch_size: int | None = None  #: Samples of a step; replaces what the program's own batches show.
+    of_run: bool = False  #: Whether the batch size is a run's setting, which may leave out accumulated batches.
     rate: str | None = None  #: Pattern of the rates that it prints.
     log: Path | None = None  #: Log of its own.
     log_start: logs.Start | None = None  #: State of that log before the program started.
@@ -453,6 +454,7 @@ def _measured(
     for each in processes:
         if each.damaged:
             logging.warning("%s: line %d is damaged: what follows it is left out", each.file, each.damaged)
+    reading = _with_delivered(reading, processes)
     first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
     try:
         found, profiled, trainings = _pace_by(first, reading, run, steps, processes, apart)
@@ -500,6 +502,25 @@ def _measured(
         ),
     )
     return throughput, processes
+
+
+def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Reading:
+    """Compare the stated samples of a step with those that loaders certainly delivered, and warn of a difference.
+
+    A run's setting gives way to a larger number, as of gradient accumulation.
+    """
+    own = seen.pace(processes) if reading.batch_size and processes else None
+    if not (reading.batch_size and own and own.samples and own.batch_size):
+        return reading
+    if abs(own.batch_size - reading.batch_size) <= 0.1 * reading.batch_size:
+        return reading
+    counts = own.batch_size if reading.of_run and own.batch_size > reading.batch_size else reading.batch_size
+    stated = f"{'batch_size' if reading.of_run else '--batch-size'} is {reading.batch_size}"
+    say(
+        f"dlscale measure: {stated}, but the data loaders of all processes delivered {own.batch_size} samples a step "
+        f"(gradient accumulation? several processes?); {counts} counts"
+    )
+    return replace(reading, batch_size=counts)
 
 
 def _pace_by(

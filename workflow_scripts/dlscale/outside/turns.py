@@ -62,7 +62,8 @@ class Program:
         ends = self._ends()[WARM:]
         self._rate = (len(ends) - 1) / (ends[-1] - ends[0])
         own = seen.pace([self._tail.process]) if self._tail else None
-        size = self._program.batch_size or (own and own.samples and own.batch_size)
+        delivered = (own and own.samples and own.batch_size) or 0
+        size = max(delivered, self._program.batch_size or 0)
         if not size:
             raise Ended("the samples of a program's steps are not known; put {batch_size} into program.command")
         self._size = float(size)

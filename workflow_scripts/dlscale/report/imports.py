@@ -38,7 +38,7 @@ QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second",
 
 #: Why points of a log are left out.
 REPEATED = "of a step that is logged again later; the later one counts"
-RESTARTED = "of an earlier training in the same folder; import its file by itself"
+RESTARTED = "of an earlier training, or another process, in the same folder; import its file by itself"
 ABANDONED = "of an abandoned try: the program went on from an earlier step (purge_step)"
 STEPLESS = "because all have one step; log them with a step: add_scalar(tag, value, global_step)"
 UNDATED = "with a negative step or an impossible time"
@@ -106,6 +106,11 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     elif counts == "epoch" and any(curve[0][0] == 0 for curve in curves.values()):
         remedy = "" if args.counts else "; if it is that of the first epoch, add --counts epoch"
         print(f"point 0 is drawn as that of the untrained model{remedy}")
+    for name in _too_short(curves):
+        print(
+            f"{name}: its steps end at {curves[name][-1][0]}, those of training in the same time much later; if it "
+            "counts epochs, import it by itself: --counts epoch --tag"
+        )
     missing = [over for over in ("step", "samples") if reference.scale(over) is None]
     if missing:
         needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
@@ -119,20 +124,21 @@ def read(
 ) -> tuple[dict[str, list[Point]], Dropped, bool]:
     """Return the curves that `tags` (theirs: ours) name, the number of dropped points, and if epochs began at 0.
 
-    Points have seconds since training began: at step 0, or else with the first file. Values of tags in `percent` become
-    fractions. Of a repeated step the later value counts; a file that starts at the first step again replaces the
-    earlier ones. A restart of TensorBoard's (`purge_step`) drops earlier points from its step on. Epochs from 0
-    become epochs from 1, unless only validation has a point 0.
+    Points have seconds since training began: at step 0, or else with the first file that has a point. Values of tags
+    in `percent` become fractions. Of a repeated step the later value counts; a file that starts at the first step
+    again replaces the earlier ones. A restart of TensorBoard's (`purge_step`) drops earlier points from its step on.
+    Epochs from 0 become epochs from 1, unless only validation has a point 0.
     """
     found: dict[str, dict[int, tuple[float, float]]] = {}
     dropped: Dropped = {ours: Counter() for ours in tags.values()}
     others: dict[str, None] = {}
-    begun, count = math.inf, 0
+    begins, count = dict[str, list[float]](), 0  # of the files with a point that counts, by tag
     for file in files:
+        begin = math.inf
         new: dict[str, dict[int, tuple[float, float]]] = {}
         for event in events(file.resolve()):
             dated = abs(event.wall_time) < FARTHEST and event.step >= 0
-            begun = min(begun, event.wall_time) if dated else begun
+            begin = min(begin, event.wall_time) if dated else begin
             if is_restart(event):
                 for tag, points in [*found.items(), *new.items()]:
                     void = [step for step in points if step >= event.step]
@@ -160,6 +166,8 @@ def read(
             if earlier and len(points) > 1 and next(iter(points)) <= min(earlier):
                 dropped[tags[tag]][RESTARTED] += len(earlier)
                 earlier.clear()
+                begins[tag].clear()
+            begins.setdefault(tag, []).append(begin)
             dropped[tags[tag]][REPEATED] += len(points.keys() & earlier.keys())
             earlier.update(points)
     if found and not any(found.values()):
@@ -169,6 +177,7 @@ def read(
         below = "" if others else _below(files[0].parent)
         raise UserError(f"{files[0]}: none of the tags {', '.join(tags)} is in it; {there}{below}")
     found = {tag: points for tag, points in found.items() if points}
+    begun = min(itertools.chain.from_iterable(begins.values()))
     training = [tag for tag in found if not tags[tag].startswith(VALIDATION)]
     at_zero = [tag for tag, points in found.items() if 0 in points]
     from_zero = epochs and bool(at_zero) and all(tag in at_zero for tag in training)
@@ -183,6 +192,17 @@ def read(
         dropped[tags[tag]][THINNED] += len(every) - len(curves[tags[tag]])
     ordered = {ours: curves[ours] for ours in tags.values() if ours in curves}
     return ordered, {ours: +dropped[ours] for ours in ordered if +dropped[ours]}, from_zero
+
+
+def _too_short(curves: Mapping[str, Sequence[Point]]) -> list[str]:
+    """Return the curves of validations that span the time of training in less than a third of its steps."""
+    training = [points for name, points in curves.items() if not name.startswith(VALIDATION)]
+    steps, seconds = (max((points[-1][column] for points in training), default=0) for column in (0, 1))
+    return [
+        name
+        for name, points in curves.items()
+        if name.startswith(VALIDATION) and 3 * (points[-1][0] + 1) < steps and points[-1][1] > 0.8 * seconds > 0
+    ]
 
 
 def _files(path: Path) -> list[Path]:
