@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
-from dlscale.data import parts
+from dlscale.data import parts, store
 from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
 from dlscale.data.source import ArraySource
@@ -288,6 +288,51 @@ def test_a_shape_that_can_be_read_in_two_ways_is_refused(
         dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
         with pytest.raises(UserError, match=rf"x\.npy: '{key}' has shape .* set `source\.{key}\.channel_axis`"):
             open_source(dataset, Part("train", "train"), [Path(path) for path in files.values()])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        ({"scale_factor": 0.01}, r"has the attribute scale_factor \(0.01\), which is not applied"),
+        ({"add_offset": np.float32([5.0])}, r"add_offset \(5.0\)"),
+        ({"_FillValue": np.int16([-32768])}, r"_FillValue \(-32768\)"),
+        ({"missing_value": -9999.0}, r"missing_value \(-9999.0\)"),
+        ({"_FillValue": np.float32([np.nan]), "scale_factor": 1.0, "add_offset": 0, "units": "K"}, ""),
+        ({"scale_factor": h5py.Empty("f4"), "_FillValue": "none"}, ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["arrays", "prepared"])
+def test_attributes_that_change_values_are_refused(
+    tmp_path: Path, attribute: dict[str, Any], words: str, kind: str
+) -> None:
+    """Those of packed and missing values, as xarray and netCDF write them."""
+    with h5py.File(path := tmp_path / "x.h5", "w") as file:
+        file["x"] = np.zeros((4, 8, 8), np.float32)
+        file["x"].attrs.update(attribute)
+    opened = source_of if kind == "arrays" else lambda path: store.dataset(h5py.File(path), "x")
+    with pytest.raises(UserError, match=f"x.h5: 'x' .*{words}") if words else contextlib.nullcontext():
+        opened(path)
+
+
+@pytest.mark.parametrize("written", [0, 3, 4])
+@pytest.mark.parametrize("chunks", [(1, 8, 8), None])
+def test_rows_that_were_never_written_are_refused(tmp_path: Path, chunks: tuple[int, ...] | None, written: int) -> None:
+    """As those of a writer that crashed are; without chunks HDF5 knows it of all rows only."""
+    with h5py.File(path := tmp_path / "x.h5", "w") as file:
+        values = file.create_dataset("x", (4, 8, 8), np.float32, chunks=chunks)
+        values[:written] = 1.0
+    refused = written < 4 if chunks else not written
+    with pytest.raises(UserError, match="'x': a part was never written") if refused else contextlib.nullcontext():
+        source_of(path).close()
+
+
+def source_of(path: Path) -> Any:
+    """Open array `x` of a file as inputs and as targets."""
+    own = {"array": "x", "channel_axis": "none"}
+    files = dict.fromkeys(("input", "target"), str(path))
+    source = {"kind": "arrays", "input": own, "target": own, "all": files, "shares": {"train": 0.5, "valid": 0.5}}
+    dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
+    return open_source(dataset, Part("train", "train"), [path] * 2)
 
 
 def test_bad_files_are_one_message(tmp_path: Path) -> None:

@@ -159,6 +159,35 @@ def check_filters(values: h5py.Dataset) -> None:
             )
 
 
+def check_values(values: h5py.Dataset) -> None:
+    """Refuse values that are not those stored: of a missing filter, packed, marked as missing, never written."""
+    check_filters(values)
+    where = f"{values.file.filename}: '{values.name.strip('/')}'"
+    plain = {"scale_factor": 1, "add_offset": 0}
+    for name in ("scale_factor", "add_offset", "_FillValue", "missing_value"):
+        given = np.asarray(values.attrs.get(name, math.nan)).ravel()[:1]
+        if given.dtype.kind in "iuf" and given.size and np.isfinite(given[0]) and given[0] != plain.get(name):
+            raise UserError(
+                f"{where} has the attribute {name} ({given[0]}), which is not applied; write unpacked values, with NaN "
+                "for missing ones, or delete the attribute if no value is missing"
+            )
+    if values.size and not _is_written(values):
+        raise UserError(
+            f"{where}: a part was never written and would be read as {values.fillvalue}: its writer ended early; write "
+            "it again, or assign all values once if that value is meant (x[...] = x[...])"
+        )
+
+
+def _is_written(values: h5py.Dataset) -> bool:
+    """Return whether all values were written, or read as a value that their writer chose."""
+    if values.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
+        return True
+    if values.chunks is None:
+        return values.id.get_storage_size() > 0 or values.is_virtual
+    grid = zip(values.shape, values.chunks, strict=True)
+    return bool(values.id.get_num_chunks() >= math.prod(-(-size // chunk) for size, chunk in grid))
+
+
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
     """Return dataset `name` of numbers; with `ndim`, of floats with so many axes, `channels` along the first."""
     with reading(file.filename):
@@ -166,7 +195,7 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int |
         if name not in file or not isinstance(values := file[name], h5py.Dataset):
             what = f"'{name}' is a group" if name in file else f"no dataset '{name}'"
             raise UserError(f"{file.filename}: {what}; it holds: {', '.join(names(file)[:20]) or 'nothing'}")
-        check_filters(values)
+        check_values(values)
         values.dtype, values.shape  # noqa: B018 - a damaged one has none
     good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
     if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):

@@ -145,7 +145,7 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
         raise UserError(f"{path}: {unknown('array', name, names)}; name it in `array` of the source")
     with reading(path):
         if isinstance(values, h5py.Dataset):
-            store.check_filters(values)
+            store.check_values(values)
         dtype, shape = values.dtype, values.shape
     if dtype.kind not in "fiub" or not shape or not math.prod(shape):
         raise UserError(f"{path}: '{name}' has type {dtype}, shape {shape}; expected numbers, with a sample a row")
