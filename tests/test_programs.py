@@ -314,6 +314,10 @@ def words(**program: Any) -> list[str]:
             {"command": ["a", "b\0c"]},
             r"plans\.mine\.runs\.a\.program\.command: a NUL character; remove it",
         ),
+        (
+            {"command": ["{kind}"], "values": {"kind": 99}},
+            "program.values.kind: another `kind` replaces a whole section",
+        ),
         ({"values": {"batch_size": 99}}, "program.values.batch_size: a setting has this name"),
         ({"values": {"optimizer.lr": 99}}, "program.values.optimizer.lr: a setting has this name"),
         ({"losses": {"a (.)": "loss/vaild"}}, "losses: expected one of ours for each, loss/valid among them"),

@@ -65,6 +65,7 @@ def test_the_interval_holds_the_mean_in_nineteen_of_twenty() -> None:
 
 def test_few_values_are_students() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.302653 / math.sqrt(3)))
+    assert interval([0.1 + 0.2, 0.3, 0.3]) == (pytest.approx(0.3), 0.0)
     assert interval([1.0]) == (1.0, math.inf)
 
 

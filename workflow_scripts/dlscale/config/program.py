@@ -193,6 +193,8 @@ def check(run: Any) -> str | None:
     for name in run.program.values:
         if name in settings or name in LATER:
             return f"program.values.{name}: a setting has this name; choose another"
+        if name == "kind":
+            return "program.values.kind: another `kind` replaces a whole section of settings; choose another name"
         if "." in name:
             return f"program.values.{name}: dots are those of settings; choose another name"
         if name not in used:

@@ -48,7 +48,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return centre, math.inf
     whole = [kept[0]] * cut + kept + [kept[-1]] * cut
     error = statistics.stdev(whole) * math.sqrt(len(whole)) / len(kept)
-    return centre, standard_errors(len(kept)) * error
+    # Equal values differ by how they are rounded.
+    return centre, standard_errors(len(kept)) * error if error > 1e-12 * abs(centre) else 0.0
 
 
 def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

@@ -95,6 +95,8 @@ def main(args: argparse.Namespace) -> None:
         # A step that was made again, from the program's checkpoint, counts as it was made last.
         curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
         epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
+        if not any(math.isfinite(each.valid_loss) for each in epochs):
+            logging.warning("no validation loss of the program is finite: it diverged")
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
     found.write(folder / "program.json")

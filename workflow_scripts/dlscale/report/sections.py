@@ -356,6 +356,7 @@ def runs_table(plan: PlanResult) -> Table:
         return "; ".join(filter(None, notes))
 
     scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
+    epochs = "epochs" + " (of programs: validations)" * any(run.program for run in plan.runs)
     columns: list[tuple[str, str, Make]] = [
         ("Run", "run", lambda run, row: heading(plan, run, order[run])),
         ("Run", "what it changes", lambda run, row: cell(plan.changed(run))),
@@ -380,7 +381,7 @@ def runs_table(plan: PlanResult) -> Table:
             lambda run, row: cell(run.throughput and run.throughput.peak_memory_bytes, text.size),
         ),
         ("Training", "parameters", column("parameters", text.count)),
-        ("Training", "epochs", column("epochs", text.count)),
+        ("Training", epochs, column("epochs", text.count)),
         ("Training", "samples", column("samples", text.count)),
         ("Training", "time", lambda run, row: cell(run.last and run.training_seconds, text.duration)),
         ("Training", "goodput", lambda run, row: _goodput(run)),

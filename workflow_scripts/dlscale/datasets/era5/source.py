@@ -576,10 +576,12 @@ def _common_times(
         twice = times[1:][times[1:] == times[:-1]]
         if (wrong := np.union1d(np.setxor1d(times, expected), twice)).size:
             origins = [variable.origin for variable in holders[channel] if wrong[0] in variable.times]
+            overlap = len(origins) > 1 and wrong[0] in twice
             raise UserError(
                 f"{label}: '{channel}' is missing, stands twice or breaks the step of "
                 f"{step / np.timedelta64(1, 'h'):g} h at {_text(wrong[0])} ({wrong.size} such times; in "
-                f"{' and '.join(origins[:2]) or 'no file'}); add the file that holds it, set `split` around a gap, or "
+                f"{' and '.join(origins[:2]) or 'no file'}); {'cut these times from one file, ' * overlap}add the file "
+                "that holds it, set `split` around a gap, or "
                 "set `step_hours` (means over months have no step); of several members, forecast steps or types of "
                 "levels choose one beforehand, of GRIB with `grib_copy -w number=0 IN OUT`"
             )
