@@ -261,8 +261,8 @@ import sys
 from pathlib import Path
 from dlscale.core import fingerprint as f
 f.ROOT = Path(sys.argv[1])
-print(*f.reachable(["dlscale.entry"]))
-print(f.fingerprint(["dlscale.entry"], [Path(file) for file in sys.argv[2:]]))
+print(*f.reachable([sys.argv[2]]))
+print(f.fingerprint([sys.argv[2]], [Path(file) for file in sys.argv[3:]]))
 """
 FILES = {
     "__init__.py": "",
@@ -288,9 +288,9 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "dlscale"
 
 
-def probe(package: Path, *files: Path) -> tuple[set[str], str]:
-    """Return what `dlscale.entry` reaches there, and its fingerprint."""
-    command = [sys.executable, "-c", PROBE, str(package), *map(str, files)]
+def probe(package: Path, *files: Path, module: str = "dlscale.entry") -> tuple[set[str], str]:
+    """Return what a module reaches there, and its fingerprint."""
+    command = [sys.executable, "-c", PROBE, str(package), module, *map(str, files)]
     environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     reached, digest = output.splitlines()
@@ -368,6 +368,47 @@ def test_what_is_not_code_makes_nothing_run_again(package: Path) -> None:
         assert old in BEFORE
         file.write_text(BEFORE.replace(old, new, 1))
         assert probe(package)[1] != before, (old, new)
+
+
+WORDED = """
+class Settings(Model):
+    rate: float = Field(1.5, gt=0, description="A rate.")
+    size = Field(4, description="A size.", alias="length")
+
+def check(x):
+    logging.info("seen %d", x)
+    assert x is not None, "none"
+    if x < 0:
+        raise UserError(f"{x}: negative; expected more")
+    return f"{x} of" if x else [TypeError("a" + str(x))]
+"""
+
+
+def test_words_make_only_pages_again(package: Path) -> None:
+    """Descriptions, messages and log lines; not names, defaults, bounds, conditions and what is logged."""
+    file = package / "folder/deep.py"
+    (package / "report").mkdir()
+    (package / "report/__init__.py").touch()
+    (package / "report/page.py").write_text("import dlscale.folder.deep\n")
+
+    def digests(text: str) -> list[str]:
+        file.write_text(text)
+        return [probe(package)[1], probe(package, module="dlscale.report.page")[1]]
+
+    before = digests(WORDED)
+    for old, new in (
+        *(("A rate.", "Rate."), ('"A size."', 'f"{2} sizes"'), ("seen %d", "%d seen"), ('"none"', 'f"no {x}"')),
+        *((" negative; expected more", " below 0"), ('"a"', '"b"')),
+    ):
+        assert old in WORDED
+        edited = digests(WORDED.replace(old, new, 1))
+        assert edited[0] == before[0] and edited[1] != before[1], old
+    for old, new in (
+        *(("1.5", "2.5"), ("gt=0", "ge=0"), ("x < 0", "x < 1"), ("UserError", "ValueError"), ('"length"', '"size"')),
+        *(("} of", "} from"), ("logging.info", "print"), ("is not None", "is None")),
+    ):
+        assert old in WORDED
+        assert digests(WORDED.replace(old, new, 1))[0] != before[0], old
 
 
 def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:

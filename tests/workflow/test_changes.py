@@ -281,6 +281,31 @@ ROWS = [
     Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"]), slow=True),
+    # Words decide nothing but pages.
+    Row(
+        "a key's description", replace(f"{PACKAGE}/config/run.py", "Ranks of the profiled", "The ranks of profiled"), []
+    ),
+    Row(
+        "a message, a log line",
+        both(
+            replace(f"{PACKAGE}/train/trainer.py", "asked to end; saved after", "ended; saved after"),
+            replace(f"{PACKAGE}/train/trainer.py", "before training: valid loss", "untrained: valid loss"),
+        ),
+        [],
+    ),
+    Row("a key's default", replace(f"{PACKAGE}/config/run.py", "Field(5, desc", "Field(4, desc"), runs(*ALL)),
+    Row(
+        "a key's bound",
+        replace(f"{PACKAGE}/config/run.py", "Field([0], min_length=1", "Field([0], min_length=2"),
+        runs(*ALL),
+        slow=True,
+    ),
+    Row(
+        "a validator",
+        replace(f"{PACKAGE}/config/run.py", "for kind in kinds if kind not", "for kind in kinds[1:] if kind not"),
+        runs(*ALL),
+        slow=True,
+    ),
     # The table of stages: what it says of a stage is among the params of its jobs.
     Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
     Row(

@@ -1,7 +1,7 @@
 """Digests of the source code that each stage reaches; Snakemake does not follow imports.
 
 As a rule's parameter, a digest makes an edited module run exactly its stages again. Comments, docstrings, formatting
-and modification times do not count.
+and modification times do not count; messages and descriptions of settings count where pages are made.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TABLES: dict[str, dict[str, str]] = {}
 GUARDS = {
     # settings and names: what these come to is among a job's params
     "dlscale.config.laws": "settings that go together, or a message",
+    "dlscale.config.program": "settings of another program; its own stages name this module",
     "dlscale.core.registry": "modules by name; which are reached is what counts",
     "dlscale.core.schema": "types of settings, and what to say where they do not fit",
     "dlscale.core.settings": "settings from files, or a message",
@@ -58,6 +59,12 @@ GUARDS = {
 #: Guards that count where pages and pictures are made: words are a result there.
 SHOWN = {"dlscale.core.text"}
 
+#: Keywords that hold words alone, by the function called.
+WORDS = {"Field": {"description", "title"}, "Metric": {"title", "meaning"}, "LossInfo": {"title"}}
+
+#: Functions whose arguments are messages, as `logging.info`.
+MESSAGES = {("logging", name) for name in ("debug", "info", "warning", "error", "exception")} | {("warnings", "warn")}
+
 
 @functools.cache
 def _file(module: str) -> Path | None:
@@ -71,8 +78,8 @@ def _file(module: str) -> Path | None:
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
-#: Digest and imports of parsed sources, by their content.
-_PARSED: dict[str, tuple[str, list[str]]] = {}
+#: Digests with and without words, and imports, of parsed sources by their content.
+_PARSED: dict[str, tuple[str, str, list[str]]] = {}
 
 
 def remember(path: Path) -> None:
@@ -96,23 +103,23 @@ def remember(path: Path) -> None:
 
 
 @functools.cache
-def _source(module: str) -> tuple[str, frozenset[str]]:
-    """Return a module's digest, and the modules with a file here that it imports anywhere."""
+def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
+    """Return a module's digests with and without words, and the modules with a file here that it imports anywhere."""
     file = _file(module)
     assert file is not None, module
     content = file.read_bytes()
     key = hashlib.sha256(f"{module} {file.name} ".encode() + content).hexdigest()
     if key not in _PARSED:
         _PARSED[key] = _parsed(content, file, module)
-    code, imported = _PARSED[key]
+    code, unworded, imported = _PARSED[key]
     # A package's __init__ runs when any of its modules is imported.
     known = {name for name in imported if _file(name)} | {module}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
-    return code, frozenset(name for name in known - {module} if _file(name))
+    return (code, unworded), frozenset(name for name in known - {module} if _file(name))
 
 
-def _parsed(content: bytes, file: Path, module: str) -> tuple[str, list[str]]:
-    """Return the digest of a module's code, and the names of all its imports."""
+def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str]]:
+    """Return the digests of a module's code with and without words, and the names of all its imports."""
     try:
         tree = ast.parse(content)
     except SyntaxError as error:
@@ -129,7 +136,8 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, list[str]]:
             imported |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
             if name == ROOT.name:
                 imported |= {registry.PLACES[alias.name] for alias in node.names if alias.name in registry.PLACES}
-    return hashlib.sha256(_code(tree).encode()).hexdigest(), sorted(imported)
+    code = hashlib.sha256(_code(tree).encode()).hexdigest()
+    return code, hashlib.sha256(ast.dump(_Unworded().visit(tree)).encode()).hexdigest(), sorted(imported)
 
 
 def _code(tree: ast.Module) -> str:
@@ -144,6 +152,37 @@ def _code(tree: ast.Module) -> str:
             if value == [] or isinstance(value, ast.Load) or name == "kind":  # u"…" is "…"
                 delattr(node, name)
     return ast.dump(tree)
+
+
+class _Unworded(ast.NodeTransformer):
+    """Empties the strings of exceptions, log messages, and descriptions of settings."""
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        return _Emptied().generic_visit(node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        node.msg = None
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function = node.func
+        name = getattr(function, "id", getattr(function, "attr", ""))
+        place = function.value if isinstance(function, ast.Attribute) else None
+        if name.endswith(("Error", "Warning")) or (getattr(place, "id", ""), name) in MESSAGES:
+            return _Emptied().generic_visit(node)
+        for keyword in getattr(node, "keywords", []):
+            if keyword.arg in WORDS.get(name, ()):
+                _Emptied().visit(keyword)
+        return node
+
+
+class _Emptied(ast.NodeTransformer):
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.Constant:
+        return ast.Constant("")
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if isinstance(node.value, str) else node
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
@@ -166,15 +205,20 @@ def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
     while todo:
         if (module := todo.pop()) not in seen:
             seen.add(module)
-            # Pages and pictures are what people look at.
-            shown = SHOWN if module.startswith("dlscale.report.") or module.endswith(".preview") else set[str]()
+            shown = SHOWN if _is_shown(module) else set[str]()
             todo += [each for each in _source(module)[1] if whole or each not in GUARDS or each in shown]
     return sorted(seen)
 
 
+def _is_shown(module: str) -> bool:
+    """Return whether a module makes pages or pictures, which people look at."""
+    return module.startswith("dlscale.report.") or module.endswith(".preview")
+
+
 @functools.cache
 def _digests(modules: tuple[str, ...]) -> dict[str, str]:
-    return {module: _source(module)[0] for module in reachable(modules)}
+    unworded = not any(map(_is_shown, modules))
+    return {module: _source(module)[0][unworded] for module in reachable(modules)}
 
 
 def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:

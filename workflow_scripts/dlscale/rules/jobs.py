@@ -278,7 +278,7 @@ class Jobs:
             settings = json.dumps({key: seen[key] for key in own})
             # Files may be swapped for older ones, which modification times alone do not show.
             digests = {file: sha256(file) for file in self._named_files(run)}
-            return self.params([str(STAGES[stage].program)], settings) | {"files": digests}
+            return self.params([str(STAGES[stage].program), program.__name__], settings) | {"files": digests}
         modules = run_modules(stage, run.study, *run.loaders(stage), *loaders)
         return self.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
 
