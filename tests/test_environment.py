@@ -39,6 +39,7 @@ def test_it_is_that_of_the_process(tmp_path: Path) -> None:
     code = "import torch; from dlscale.core.environment import environment; print(environment().text())"
     kept = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     secrets = {name: "secret" for name in ("WANDB_API_KEY", "MY_NCCL_KEY", "NCCL_NET_TOKEN", "FI_X_AUTH_KEY")}
+    secrets |= {"NCCL_SOCKET_IFNAME": "lo"}  # as it is on every single node
     secrets |= {"TORCH_HUB": "https://me:secret@host/weights", "UCX_ODD": "\udcff"}
     for name, content in {"none-1": b"", "odd-2": b"\xff"}.items():
         (tmp_path / f"{name}.dist-info").mkdir()
@@ -49,6 +50,7 @@ def test_it_is_that_of_the_process(tmp_path: Path) -> None:
     )
     found = Environment.model_validate_json(done.stdout)
     assert "secret" not in done.stdout and kept.items() <= found.variables.items()
+    assert "NCCL_SOCKET_IFNAME" not in found.variables
     assert found.versions["torch"] == torch.__version__ and not found.gpus
     freeze = [sys.executable, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
     listed = subprocess.run(freeze, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.split()

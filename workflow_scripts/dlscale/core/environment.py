@@ -81,7 +81,7 @@ def environment() -> Environment:
         image=asdict(image) if image else None,
         git=git_state(),
         packages=_packages(),
-        variables={name: _shown(name) for name in sorted(os.environ) if name.startswith(VARIABLES)},
+        variables={name: _shown(name) for name in sorted(os.environ) if _is_kept(name)},
     )
 
 
@@ -92,6 +92,11 @@ def record(path: Path) -> None:
         environment().write(path)
     except Exception as error:  # whatever drivers and packages of a machine come up with
         logging.warning("%s is not written: %s", path, brief(error))
+
+
+def _is_kept(name: str) -> bool:
+    """Return whether a variable tells how a stage ran; `dlscale.parallel.rendezvous` sets one on a single node."""
+    return name.startswith(VARIABLES) and (name, os.environ[name]) != ("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _shown(name: str) -> str:
