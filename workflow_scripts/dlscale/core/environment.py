@@ -22,14 +22,11 @@ from dlscale.core.errors import brief
 from dlscale.core.machine import answer, nvml, text_of
 from dlscale.core.process import Image
 from dlscale.core.record import Record, Time
-from dlscale.core.redact import redact
+from dlscale.core.redact import is_secret_name, redact
 from dlscale.core.urls import hidden_in
 
 #: Beginnings of the names of environment variables that are kept; no others are.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "FI_", "UCX_", "PYTORCH_")
-
-#: Names of variables whose values are not kept; `NCCL_IB_PKEY`, a partition of the network, is none.
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|(^|_)KEY", re.IGNORECASE)
 
 #: Most packages, or variables, that one line of differences names.
 NAMED = 3
@@ -101,7 +98,7 @@ def _is_kept(name: str) -> bool:
 
 def _shown(name: str) -> str:
     value = os.environ[name].encode(errors="replace").decode()  # which may be no text
-    return "***" if SECRET.search(name) else redact(hidden_in(value))
+    return "***" if is_secret_name(name) else redact(hidden_in(value))
 
 
 def _packages() -> list[str]:

@@ -166,18 +166,27 @@ class Job(NamedTuple):
     starting: float | None  #: Seconds until Python and the stage's imports had started; None if that is not known.
 
 
+def took(benchmark: str | Path) -> float | None:
+    """Return the time of a job, s, by the file that Snakemake writes; None where that is not there, or torn."""
+    try:
+        return float(read_text(benchmark).splitlines()[1].split("\t")[0])
+    except (OSError, IndexError, ValueError, UserError):
+        return None
+
+
 def jobs(results: Path, since: float) -> list[Job]:
     """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), from benchmarks and logs."""
     folder, found = results / "benchmarks", []
     for path in folder.rglob("*.tsv"):
         if (end := path.stat().st_mtime) < since:
             continue
-        relative = path.relative_to(folder)
+        relative, seconds = path.relative_to(folder), took(path)
+        log = results / "logs" / relative.with_suffix(".log")
         try:
-            seconds = float(read_text(path).splitlines()[1].split("\t")[0])
-            log = results / "logs" / relative.with_suffix(".log")
             started = _STARTED.findall(read_text(log, errors="replace")) if log.exists() else []  # by try
-        except (IndexError, ValueError, UserError):  # half-written, by a job that was ended, or a link or pipe
+        except UserError:  # a link or pipe
+            continue
+        if seconds is None:
             continue
         found.append(Job(Path(relative.parts[0]).stem, end, seconds, float(started[-1]) if started else None))
     return found

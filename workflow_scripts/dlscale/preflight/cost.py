@@ -25,8 +25,8 @@ from dlscale.config.site import Job, Qos, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_text
 from dlscale.core.machine import gpus
+from dlscale.core.progress import took
 from dlscale.core.stages import STAGES, turns_seconds
 from dlscale.core.text import aligned, duration, many
 from dlscale.data import parts
@@ -298,14 +298,6 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
     if seconds is not None:
         return Expected(seconds, busy=busy)
     return Expected(_demand(work, results, 0.0)[1] if work else 0.0, untimed=1)
-
-
-def took(benchmark: str | Path) -> float | None:
-    """Return the time of a job, s, by the file that Snakemake writes; None where that is not there, or torn."""
-    try:
-        return float(read_text(benchmark).splitlines()[1].split("\t")[0])
-    except (OSError, IndexError, ValueError, UserError):
-        return None
 
 
 def in_all(jobs: Iterable[tuple[Expected, float]]) -> Expected:

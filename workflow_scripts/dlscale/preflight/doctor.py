@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.places import check_plans
-from dlscale.config.program import missing_script
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Job, Nodes, Scheduler, Site
@@ -31,7 +30,7 @@ from dlscale.core.text import many
 from dlscale.launch import image as images
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import probe
-from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, said
+from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, probe_script, said
 
 #: Prints the versions where it runs, as one line of JSON. One process, since importing torch takes seconds.
 FACTS = """
@@ -328,13 +327,13 @@ def _has(cpus: int, gpus: int, memory: int) -> str:
 
 def probe_scripts(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
     """Report each run whose program's script is missing; those of a repository are fetched later."""
-    workflow, remedy = configuration.workflow, "correct program.command, or get the program's files"
+    workflow = configuration.workflow
     return [
-        Finding(f"run {plan}.{name}", "FAIL", f"{script}: no such file", remedy)
+        found
         for plan in (workflow.targets if plans is None else plans)
         for name, resolved in configuration.plans[plan].items()
         if (program := resolved.run.program) and not program.repository
-        if (script := missing_script(program, workflow.site.engine != "none"))
+        if (found := probe_script(f"{plan}.{name}", "program.command", program, workflow.site.engine != "none"))
     ]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlscale.config.dataset import DatasetSettings
+from dlscale.config.program import Program, missing_script
 from dlscale.core.errors import UserError
 from dlscale.core.settings import read_yaml
 from dlscale.core.text import size
@@ -175,6 +176,13 @@ def _trouble(dataset: DatasetSettings) -> str | None:
         if not os.access(path, os.R_OK) or (path.is_file() and path.stat().st_size == 0):
             return f"{path}: empty, or no permission to read it"
     return None
+
+
+def probe_script(run: str, key: str, program: Program, contained: bool) -> Finding | None:
+    """Check that the script of a run's program is there; `key` is that of the command."""
+    script = missing_script(program, contained)
+    remedy = f"correct {key}, or get the program's files"
+    return Finding(f"run {run}", "FAIL", f"{script}: no such file", remedy) if script else None
 
 
 # ---- disks -----------------------------------------------------------------------------------------

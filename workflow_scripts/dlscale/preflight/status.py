@@ -32,7 +32,7 @@ from dlscale.core.files import read_json, write_json
 from dlscale.core.machine import gpus
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.process import INTERRUPTED
-from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
+from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place, took
 from dlscale.core.stages import DATA_STAGES, STAGES
 from dlscale.core.text import NONE, aligned, duration, many, number, percent
 from dlscale.launch import slurm
@@ -314,7 +314,7 @@ class CallProgress:
             benchmark = Path(job.benchmark)
             since, _ = self.running.pop(job, (now, None))
             if benchmark.exists() and benchmark.stat().st_mtime >= self.began:
-                self.done[job] = cost.took(benchmark) or job.seconds
+                self.done[job] = took(benchmark) or job.seconds
             elif (doing := read(Path(f"{job.log}{SUFFIX}"))) and alive(doing):
                 self.running[job] = since, doing
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from dlscale.config import program, resolve
 from dlscale.config.compute import compute_settings
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.program import Words, missing_script
+from dlscale.config.program import Words
 from dlscale.config.records import Rung
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
@@ -36,7 +36,7 @@ from dlscale.data import parts
 from dlscale.data.kind import DatasetKind
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import cost
-from dlscale.preflight.probe import Finding, probe_raw
+from dlscale.preflight.probe import Finding, probe_raw, probe_script
 
 #: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
 ALL_CORES = 1_024
@@ -342,9 +342,9 @@ class Jobs:
             self.say(Finding(f"run {wildcards.run}", "FAIL", f"{program.folder}: no such folder", remedy))
         placed = self._placed(run).program
         contained = self.site.engine != "none" or bool(program and program.image)
-        if placed and here not in self._looked and (script := missing_script(placed, contained)):
-            remedy = f"correct {here}.program.command, or get the program's files"
-            self.say(Finding(f"run {wildcards.run}", "FAIL", f"{script}: no such file", remedy))
+        if placed and here not in self._looked:
+            found = probe_script(wildcards.run, f"{here}.program.command", placed, contained)
+            self.say(found) if found else None
         self._looked.add(here)
         return self._named_files(run)
 
