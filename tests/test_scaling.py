@@ -405,6 +405,17 @@ def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
     assert found["run"] == "b16_ddp_8 · b16 ddp 8"
 
 
+@pytest.mark.parametrize("rate", [576.0, 560.0])
+def test_communication_within_noise_is_no_share(results: Results, rate: float) -> None:
+    """Seen: -7 % ± 27 %. Where the twin that averages no gradients is as fast, or slower."""
+    runs = {}
+    for name, devices, sync, full in (("one", 1, True, 90.0), ("all", 8, True, 576.0), ("twin", 8, False, rate)):
+        measured(results, name, devices, 16 * devices, (trials(5000.0), trials(600.0), trials(full)), sync)
+        runs[name] = name
+    plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
+    assert (scaling.glance(plan) or "").endswith("(16 samples a device); communication is within noise")
+
+
 @pytest.mark.parametrize(
     ("std", "busy", "why"), [(0.0, True, "busy machine"), (200.0, False, "too few or too noisy trials")]
 )

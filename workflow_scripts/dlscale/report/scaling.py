@@ -83,8 +83,9 @@ def glance(plan: PlanResult) -> str | None:
     if not found.is_known:
         return f"the efficiency on {found.place} is not known: {found.around}"
     told = f"efficiency {found.ratio} {found.around} on {found.place}"
-    share = found.point.communication("FULL")
-    return f"{told}; communication takes {percent(share.value)} {share.around} of a step" if share else told
+    if share := found.communication:
+        return f"{told}; communication takes {percent(share.value)} {share.around} of a step"
+    return f"{told}; communication is within noise" if found.point.communication("FULL") else told
 
 
 def section(plan: PlanResult) -> Section | None:
