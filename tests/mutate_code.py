@@ -597,7 +597,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ring_sends_all",
-        "measure/scaling/model.py",
+        "extensions/predict/model.py",
         "around = sweeps * (count - 1) / count * size",
         "around = sweeps * size",
         "test_scaling_model.py::test_rings_are_the_messages",
@@ -720,7 +720,7 @@ MUTATIONS = [
     ),
     Mutation(
         "planned_hours_of_one_node",
-        "preflight/predict.py",
+        "extensions/predict/predict.py",
         "node_hours=None if total is None else nodes * total / 3600",
         "node_hours=None if total is None else total / 3600",
         "test_scaling_model.py::test_an_hour_of_a_node_and_a_gigabyte",

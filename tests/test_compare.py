@@ -15,9 +15,9 @@ from PIL import Image
 
 from dlscale.cli import main
 from dlscale.core.files import save_png
+from dlscale.extensions.history import history
 from dlscale.measure.records import Beside, Throughput, Trials
 from dlscale.parallel.records import Device
-from dlscale.report import history
 from tests.test_environment import BEFORE
 from tests.test_report import Results
 from tests.test_speedup import noisy

@@ -12,6 +12,7 @@ from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
 
 #: What has mistakes in the list: all that computes, decides or tells.
 PARTS = {
+    "extensions",
     *("config", "core", "data", "datasets", "launch", "measure", "parallel", "preflight", "report"),
     *("scores.py", "studies", "train", "rules"),
 }

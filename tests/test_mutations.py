@@ -35,8 +35,8 @@ from dlscale.data.parts import load_dataset
 from dlscale.data.store import Reader
 from dlscale.datasets.imagenet.folder import pictures
 from dlscale.datasets.imagenet.pack import Pack, write_pack
+from dlscale.extensions.logs import imports
 from dlscale.parallel.world import World
-from dlscale.report import imports
 from dlscale.train.around import verify
 from dlscale.train.provenance import Provenance
 from dlscale.train.weight_files import read_weights

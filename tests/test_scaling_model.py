@@ -29,11 +29,10 @@ from dlscale.config.run import DDP, Parallel, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
-from dlscale.measure.records import Throughput, Trials
-from dlscale.measure.scaling import fit as fitting
-from dlscale.measure.scaling import model
-from dlscale.measure.scaling.fit import BAND, MISFIT, PRIORS, Point, fit
-from dlscale.measure.scaling.model import (
+from dlscale.extensions.predict import fit as fitting
+from dlscale.extensions.predict import model, predict
+from dlscale.extensions.predict.fit import BAND, MISFIT, PRIORS, Point, fit
+from dlscale.extensions.predict.model import (
     Costs,
     Job,
     Level,
@@ -52,9 +51,9 @@ from dlscale.measure.scaling.model import (
     shipped,
     step,
 )
+from dlscale.measure.records import Throughput, Trials
 from dlscale.parallel.model import named as named_modules
 from dlscale.parallel.records import Device, LinkLevel, Links
-from dlscale.preflight import predict
 from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT, TINY, make_run, stage

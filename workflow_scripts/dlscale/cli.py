@@ -20,18 +20,18 @@ import textwrap
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dlscale.core import environment, interrupt, process, progress, registry, telemetry
+from dlscale.core.commands import PLANS, RUNS, Query
 from dlscale.core.errors import PeerLost, Stopped, UserError, nearest
 from dlscale.core.files import explained
 from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.redact import redact, redact_programs
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
-from dlscale.core.stages import RUN_OPTIONS, STAGES, Option, Stage, option, path
+from dlscale.core.stages import RUN_OPTIONS, STAGES, Stage, option, path
 from dlscale.core.text import coloured
 from dlscale.launch.contain import hold_on
 
@@ -41,26 +41,10 @@ if TYPE_CHECKING:
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
 
-@dataclass(frozen=True)
-class Query:
-    """A command of users that no rule calls: `main(args, configuration)` prints, and returns the exit status."""
-
-    module: str
-    text: str
-    options: tuple[Option, ...] = ()
-    configured: bool = True  #: Whether it reads the configuration, and so takes its files.
-
-
-_PLANS: Option = (
-    "plans",
-    {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets of the configuration if absent"},
-)
-_RUNS: Option = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder"})
-
 RUN = "Run plans, or make data or files, with settings from the command line: dlscale run PLAN seed=2"
 
-#: In the order of `--help`.
-QUERIES = {
+#: Commands of the core, in the order of `--help`.
+_OWN = {
     "init": Query(
         "dlscale.preflight.init",
         "Write a folder to work in, without a clone: Snakefile, config.yaml, profiles.",
@@ -71,7 +55,7 @@ QUERIES = {
         "dlscale.preflight.status",
         "Show the state of runs: done, running (progress, time left, loss, rate), failed and why, or waiting.",
         (
-            _PLANS,
+            PLANS,
             option(
                 "--watch",
                 "repeat every five seconds, until all runs are done, or none continues after a failure",
@@ -122,7 +106,7 @@ QUERIES = {
     "explain": Query(
         "dlscale.report.verdict",
         "Say what holds runs back, how far they are from their device's limit, and what to try next.",
-        (_RUNS,),
+        (RUNS,),
     ),
     "compare": Query(
         "dlscale.report.compare",
@@ -137,122 +121,27 @@ QUERIES = {
             option("--gate", "exit with 1 if a run became slower beyond noise", False, action="store_true"),
         ),
     ),
-    "history": Query(
-        "dlscale.report.history",
-        "Show the speed of each run at each of its measurements, over any number of results folders.",
-        (
-            ("results", {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders; absent: the results here"}),
-            option("--since", "leave out measurements before this day", False, metavar="YYYY-MM-DD"),
-            path("--out", "PNG file to write", required=False),
-        ),
-    ),
     "doctor": Query(
         "dlscale.preflight.doctor",
         "Check what the workflow needs, before anything is submitted; exit with 1 if a check fails.",
-        (_PLANS,),
+        (PLANS,),
     ),
     "cost": Query(
         "dlscale.preflight.cost",
         "Estimate the cost of the runs that lack results: node-hours, GPU-hours, charge.",
-        (_PLANS,),
-    ),
-    "predict": Query(
-        "dlscale.preflight.predict",
-        "Predict speed, memory, time and cost of measured runs on other devices, and recommend some.",
-        (
-            ("runs", {"nargs": "*", "metavar": "RUN", "help": "a measured run: PLAN.RUN, or its folder"}),
-            option(
-                "--devices",
-                "numbers of devices",
-                False,
-                type=int,
-                nargs="+",
-                default=[1, 2, 4, 8, 16, 32, 64],
-                metavar="N",
-            ),
-            option(
-                "--tp", "devices that share a model's weights", False, type=int, nargs="+", default=[1], metavar="N"
-            ),
-            option(
-                "--cp", "devices that share a sample's tokens", False, type=int, nargs="+", default=[1], metavar="N"
-            ),
-            option(
-                "--batch-size",
-                "samples per step of all devices; if absent, each device keeps its measured number",
-                False,
-                type=int,
-            ),
-            option(
-                "--machine", "a machine's name, or a YAML file of its levels; that of the measurement if absent", False
-            ),
-            option("--per-node", "devices used per node; all if absent", False, type=int, metavar="N"),
-            option(
-                "--storage", "samples/s that the storage delivers to all devices", False, type=float, metavar="RATE"
-            ),
-            option(
-                "--memory",
-                "GB of a device; configurations that need more are left out",
-                False,
-                type=float,
-                metavar="GB",
-            ),
-            option("--price", "price of a node-hour", False, type=float, metavar="PRICE"),
-            option("--epochs", "epochs of the training; the run's if absent", False, type=int, metavar="N"),
-            option("--target-samples", "samples to the solution, in place of epochs", False, type=int, metavar="N"),
-            option("--validate", "compare predictions with published figures", False, action="store_true"),
-        ),
+        (PLANS,),
     ),
     "evaluate": Query(
         "dlscale.measure.evaluate",
         "Score the weights of trained runs on their validation or test data; nothing trains.",
         (
-            _RUNS,
+            RUNS,
             option("--weights", "last, best, or a file of weights", False, default="last", metavar="WHICH"),
             option("--split", "part of the run's dataset", False, default="valid", choices=("valid", "test")),
             option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
             option("--threads", "CPU threads; as in training if absent", False, type=int, metavar="N"),
             path("--manifest", "manifest.json of the dataset, if it is not in the results", required=False),
             path("--out", "JSON file to write", required=False),
-        ),
-    ),
-    "crate": Query(
-        "dlscale.report.crate",
-        "Pack a plan's results and their provenance as a Workflow Run RO-Crate, to publish and to cite.",
-        (
-            ("plan", {"metavar": "PLAN", "help": "a finished plan"}),
-            option(
-                "--citation", "CITATION.cff of the results: their authors and licence; needed", False, metavar="FILE"
-            ),
-            option("--zip", "ZIP archive to write; a folder beside the results if absent", False, metavar="FILE"),
-        ),
-    ),
-    "import": Query(
-        "dlscale.report.imports",
-        "Import another program's TensorBoard log; the page draws it beside our runs.",
-        (
-            ("events", {"metavar": "EVENTS", "help": "event file, or a folder of event files"}),
-            option("--as", "name of the reference", metavar="NAME", dest="name"),
-            option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
-            option("--plans", "plans that show it; all plans of the study if absent", False, nargs="+", default=[]),
-            option("--label", "its label on the page; its name if absent", False, metavar="TEXT"),
-            option(
-                "--batch-size", "the log's global batch size, to convert steps to samples", False, type=int, metavar="N"
-            ),
-            option("--epoch-samples", "the log's training samples per epoch", False, type=int, metavar="N"),
-            option(
-                "--counts",
-                "unit of the log's steps; that of the study's published program if absent",
-                False,
-                choices=("step", "epoch"),
-            ),
-            option(
-                "--tag",
-                "a tag of the log and ours, as 'Val Loss=loss/valid'; those of the published program if absent",
-                False,
-                action="append",
-                default=[],
-                metavar="THEIRS=OURS",
-            ),
         ),
     ),
     "new-study": Query(
@@ -278,6 +167,9 @@ QUERIES = {
         configured=False,
     ),
 }
+
+#: All commands: those of extensions come last.
+QUERIES = _OWN | {name: row for each in registry.extensions() for name, row in getattr(each, "COMMANDS", {}).items()}
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (

@@ -61,7 +61,7 @@ class Series(Record):
     """Published figures of one program on one machine: they hold the model of scaling."""
 
     title: str
-    machine: Name  #: As in `measure/scaling/machines.yaml`.
+    machine: Name  #: As in `extensions/predict/machines.yaml`.
     parameters: int = Field(ge=1)
     gradient_bytes: int = Field(4, ge=1)  #: Of a gradient when it is sent.
     collectives: int | None = Field(None, ge=1)  #: A step, if that was published; else as PyTorch cuts its buckets.

@@ -35,6 +35,13 @@ PLACES = {
 }
 
 
+@functools.cache
+def extensions() -> tuple[ModuleType, ...]:
+    """Return the tables `extension.py` of all extensions, by name of their folders."""
+    files = sorted((PACKAGE / "extensions").glob("*/extension.py"))
+    return tuple(importlib.import_module(f"{PACKAGE.name}.extensions.{file.parent.name}.extension") for file in files)
+
+
 @dataclass(frozen=True)
 class StudyPlace:
     """Place of a study."""

@@ -1,6 +1,6 @@
 """`dlscale predict RUN …`: a run on other devices, and which of them are fastest and cheapest.
 
-The model of `dlscale.measure.scaling` is fitted to what was measured of the runs (docs/planning.md).
+The model of `dlscale.extensions.predict` is fitted to what was measured of the runs (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
 from dlscale.core.settings import flat, read_yaml
 from dlscale.core.text import aligned, duration, many, number, percent, shorten, size
-from dlscale.measure.records import SAMPLE_RATE, Throughput
-from dlscale.measure.scaling import fit as fitting
-from dlscale.measure.scaling.fit import Fit, Point, Prediction, fit
-from dlscale.measure.scaling.model import (
+from dlscale.extensions.predict import fit as fitting
+from dlscale.extensions.predict.fit import Fit, Point, Prediction, fit
+from dlscale.extensions.predict.model import (
     STEPS,
     Job,
     Measure,
@@ -45,6 +44,7 @@ from dlscale.measure.scaling.model import (
     seconds,
     step,
 )
+from dlscale.measure.records import SAMPLE_RATE, Throughput
 from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
 from dlscale.train.provenance import Provenance

@@ -18,7 +18,7 @@ from scipy.optimize import least_squares, nnls
 from dlscale.config.records import Published, Series
 from dlscale.core.errors import UserError
 from dlscale.core.text import NONE
-from dlscale.measure.scaling.model import (
+from dlscale.extensions.predict.model import (
     STEPS,
     Costs,
     Job,

@@ -1,0 +1,57 @@
+"""Extensions are removable: without one, or without any, the rest works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlscale.core import registry
+from tests.conftest import ROOT
+
+NAMES = [module.__name__.split(".")[2] for module in registry.extensions()]
+COMMANDS = {name: [*module.COMMANDS] for name, module in zip(NAMES, registry.extensions(), strict=True)}
+#: All extensions, or one, to remove.
+REMOVED = [pytest.param(NAMES, id="all"), *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in NAMES)]
+
+
+def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the package in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "workflow_scripts")}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, removed: list[str]) -> Path:
+    """Return a copy of the repository without some extensions."""
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in files.stdout.splitlines():
+        if not name.startswith(tuple(f"workflow_scripts/dlscale/extensions/{each}/" for each in removed)):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tmp_path / name, follow_symlinks=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_commands_of_a_removed_extension_are_gone(repository: Path, removed: list[str]) -> None:
+    done = called(repository, "-m", "dlscale", "--help")
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ") and line[4] != " "}
+    gone = {command for name in removed for command in COMMANDS[name]}
+    kept = {command for name in NAMES for command in COMMANDS[name]} - gone
+    assert done.returncode == 0 and kept < listed and not gone & listed, done.stderr
+    modules = "dlscale.rules.jobs, dlscale.report.report, dlscale.preflight.doctor, dlscale.outside.measure"
+    assert called(repository, "-c", f"import dlscale.train.train, {modules}").returncode == 0
+    refused = called(repository, "-m", "dlscale", sorted(gone)[0])
+    assert refused.returncode == 2 and f"no command is called '{sorted(gone)[0]}'" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("removed", REMOVED)
+def test_plans_run_without_an_extension(repository: Path, removed: list[str]) -> None:
+    """A dry run of all plans of the demo."""
+    done = called(repository, "-m", "snakemake", "--dry-run")
+    assert done.returncode == 0 and "starter_demo.single (train): never made" in done.stderr, done.stderr

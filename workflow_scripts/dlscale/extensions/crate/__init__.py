@@ -1,0 +1,1 @@
+"""Results of a plan as a Workflow Run RO-Crate."""

@@ -1,0 +1,1 @@
+"""Speed of each run at each of its measurements."""

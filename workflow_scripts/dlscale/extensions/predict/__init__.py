@@ -1,0 +1,1 @@
+"""Speed, memory and cost of measured runs on other devices."""
