@@ -48,8 +48,9 @@ def check_structure(paths: Sequence[Path]) -> None:
     try:
         status = os.waitpid(child, 0)[1]
     except BaseException:  # this process is to end
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has just ended
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         raise
     if os.WIFSIGNALED(status):
         path = paths[int.from_bytes(current[:], "little")]

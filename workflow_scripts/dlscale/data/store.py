@@ -160,7 +160,14 @@ def check_filters(values: h5py.Dataset) -> None:
 
 
 def check_values(values: h5py.Dataset) -> None:
-    """Refuse values that are not those stored: of a missing filter, packed, marked as missing, never written."""
+    """Refuse an array whose stored values are not the meant ones.
+
+    Raises
+    ------
+    UserError
+        A filter is missing, values are packed (`scale_factor`, `add_offset`) or marked as missing (a finite
+        `_FillValue` or `missing_value`), or a part was never written.
+    """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
     plain = {"scale_factor": 1, "add_offset": 0}
