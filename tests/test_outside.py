@@ -919,6 +919,11 @@ def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
 STUBBORN = """
     import os, signal, sys, time
     signal.signal(15, signal.SIG_IGN)
+    def state(pid):
+        try:
+            return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+        except OSError:  # other processes of the machine end meanwhile
+            return []
     for _ in range(30):
         if os.fork() == 0:
             os._exit(0 if os.fork() else 0)
@@ -927,9 +932,8 @@ STUBBORN = """
     if os.fork() == 0:
         os.setsid()
     else:
-        states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split() for pid in os.listdir("/proc") if
-                  pid.isdigit() and os.path.exists(f"/proc/{pid}/stat")]
-        print(sum(state[:2] == ["Z", str(os.getppid())] for state in states), flush=True)
+        states = [state(pid) for pid in os.listdir("/proc") if pid.isdigit()]
+        print(sum(each[:2] == ["Z", str(os.getppid())] for each in states), flush=True)
     print(os.getpid(), flush=True)
     time.sleep(1000)
 """
