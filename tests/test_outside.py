@@ -934,7 +934,7 @@ STUBBORN = """
     else:
         states = [state(pid) for pid in os.listdir("/proc") if pid.isdigit()]
         os.write(1, b"%d\\n" % sum(each[:2] == ["Z", str(os.getppid())] for each in states))
-    os.write(1, b"%d\\n" % os.getpid())  # whole lines: print writes the end of a line alone where PYTHONUNBUFFERED is set
+    os.write(1, b"%d\\n" % os.getpid())  # a whole line: with PYTHONUNBUFFERED, print writes its end alone
     time.sleep(1000)
 """
 
