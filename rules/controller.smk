@@ -9,23 +9,15 @@
 #                            methods. Jobs of an earlier controller have to be waited for before Snakemake looks which
 #                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for
 #                            nothing.
-#   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made; what hooks
-#                            say of a failure is not the last word; and a dry run ends well whatever is said in it.
-#   a quiet dry run          `workflow.output_settings.quiet`, `snakemake.logging`: it is no profile's own.
-#   a call that is shown     `snakemake.logging`: `dlscale run` draws how far it is; its log file has all.
-#   remarks                  `snakemake.logging`: on an output that exists before its job begins, and on file systems.
-#   an interrupted call      `snakemake.logging`: of jobs that have saved and ended it says that they failed.
+#   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made.
 #   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
 #   whether it keeps going   `workflow.execution_settings`: then a broken dataset must not end the call.
 #   the files asked for      `workflow.dag`: the pages that show them are named at the end.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
 #   what they ask for        `job.resources`, `workflow._localrules`: a rule's message takes the place of its resources.
 #   no secret in a report    `workflow.configfiles`: files that hold whole addresses are not put into `--report`.
-#   a page that failed       `PersistenceBase.restore_output`: the one before is put back with the time of now, and would
-#                            pass for the new one.
 #   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
 import gc
-import logging
 import os
 import signal
 import sys
@@ -33,7 +25,6 @@ from pathlib import Path
 
 from dlscale.core import interrupt, process
 from dlscale.core.errors import UserError
-from dlscale.core.files import OLDEST
 from dlscale.core.process import only_writer
 from dlscale.launch import slurm
 from dlscale.preflight import status, why
@@ -41,9 +32,7 @@ from dlscale.preflight.run import answer, in_turn
 from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
-from snakemake.persistence import PersistenceBase
-from snakemake.settings.enums import Quietness
-from snakemake_interface_logger_plugins.common import LogEvent
+from snakemake_logger_plugin_dlscale import TOLD, LogHandler
 
 gc.freeze()  # what is imported stays; to look for garbage among it took a fifth of a dry run
 
@@ -58,89 +47,27 @@ else:
 COMMAND_LINE = get_argument_parser().parse_args(sys.argv[1:]) if workflow.is_main_process else None
 
 
-def is_verbosity_given():
-    """Return whether the command line says how much Snakemake prints."""
-    return bool(COMMAND_LINE.printshellcmds or COMMAND_LINE.quiet or COMMAND_LINE.verbose or COMMAND_LINE.debug_dag)
+def tell(*lines):
+    """Show lines between those that Snakemake logs, whichever logger shows them."""
+    if lines:
+        logger.info("\n".join(lines), extra={TOLD: True})
 
 
-def be_quiet_in_a_dry_run():
-    """Leave out the jobs of a dry run, one by one, unless its verbosity is given: its end says what would run."""
-    if workflow.output_settings.dryrun and not is_verbosity_given():
-        # With these two, and no other, Snakemake leaves out what it says after the jobs, too.
-        workflow.output_settings.quiet = {Quietness.RULES, Quietness.PROGRESS}
-        for each in [each for handler in logger.handlers for each in handler.filters if hasattr(each, "quiet")]:
-            each.quiet = {Quietness.RULES, Quietness.PROGRESS, Quietness.HOST}
+def displays():
+    """Return the logger of our profiles, if it shows the progress of this call and not Snakemake's own messages."""
+    handlers = workflow.logger_manager.get_log_handlers()
+    return [each for each in handlers if isinstance(each, LogHandler) and not each.is_verbose]
 
 
-#: Of Ctrl-C, once it was seen: what Snakemake logs then.
-INTERRUPTED = []
-
-
-def before_an_interrupt(record):
-    """Whether what Snakemake logs comes before Ctrl-C; later it takes jobs that saved and ended for failed ones."""
-    if str(record.msg).startswith("Terminating processes on user request"):
-        INTERRUPTED.append(record)
-    return not INTERRUPTED or record in INTERRUPTED
-
-
-#: Remarks of Snakemake that are left out: on a page that was filled before its job began, and on file systems.
-REMARKS = (
-    "were not present when the DAG was created",
-    "Assuming unrestricted shared filesystem usage",
-    "is extended by additional config specified via the command line",
-)
-
-
-def is_no_remark(record):
-    """Return whether a record of Snakemake's log is to be shown."""
-    return not any(words in str(record.msg) for words in REMARKS)
-
-
-def is_no_lock_of_others(record):
-    """Whether what Snakemake logs is not that a dry run may not make files while another call does, as no error."""
-    if str(record.msg).startswith("Error: Directory cannot be locked. Another Snakemake instance is running."):
-        record.msg = "Another call is at work here: what it is at counts as not done (dlscale status shows it)."
-    return True
-
-
-def is_wrong(record):
-    """Whether Snakemake logs what is wrong and nobody else says: for a call that another process shows."""
-    text = str(record.msg)
-    if text.startswith(("Nothing to be done", "Terminating processes on user request", "Will exit after finishing")):
-        return True
-    told = getattr(record, "event", None) in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR, LogEvent.SHELLCMD)
-    told = told or text.startswith(("RuleException", "Exiting because a job execution failed"))  # and why, at the end
-    return record.levelno >= logging.WARNING and not told
-
-
-def shown_handlers():
-    """Return the handlers of Snakemake's log that a user sees; its file has all."""
-    return [handler for handler in logger.handlers if not isinstance(handler, logging.FileHandler)]
+def show_all(**_):
+    """Show Snakemake's own messages."""
+    for display in displays():
+        display.is_verbose = True
 
 
 def is_dry(executor_plugin=None, **_):
     """Return whether a call is a dry run: by its option, or by its executor."""
     return workflow.output_settings.dryrun or bool(executor_plugin and executor_plugin.common_settings.dryrun_exec)
-
-
-def be_shown(**named):
-    """Send the output to the process that shows this call, except in a dry run or if the verbosity is given."""
-    if not status.asked():
-        return
-    if is_dry(**named) or is_verbosity_given():
-        status.speak()
-        return
-    status.be_shown()
-    for handler in shown_handlers():
-        handler.addFilter(is_wrong)
-
-
-if workflow.is_main_process:
-    be_quiet_in_a_dry_run()
-    for handler in shown_handlers():
-        handler.addFilter(before_an_interrupt)
-        handler.addFilter(is_no_remark)
-        handler.addFilter(is_no_lock_of_others)
 
 
 def site_name():
@@ -253,20 +180,6 @@ def reason_to_run(job):
     )
 
 
-def date_back_what_is_put_back(put_back=PersistenceBase.restore_output):
-    """Have a page that is put back after its job failed be older than what it is of; also by processes of jobs."""
-
-    def restore_output(self, path):
-        if done := put_back(self, path):
-            os.utime(path, (OLDEST + 1, OLDEST + 1))  # and not as one that is filled, which is written over
-        return done
-
-    PersistenceBase.restore_output = restore_output
-
-
-date_back_what_is_put_back()
-
-
 def failed_jobs():
     """Rule, wildcards and log of each job that failed."""
     jobs = workflow.scheduler.failed if workflow.scheduler is not None else ()
@@ -274,12 +187,8 @@ def failed_jobs():
     return [(job.rule.name, dict(job.wildcards.items()), next(iter(job.log), "")) for job in alone]
 
 
-def have_the_last_word(looked, nothing, failed):
-    """Have a call end with a word of ours.
-
-    That is `looked` after a dry run, which returns its status; `nothing` where all was made; `failed` where jobs were
-    not done, which returns whether it has said all that there is to say.
-    """
+def have_the_last_word(looked, nothing):
+    """Have a call end with a word of ours: `looked` after a dry run, which returns its status; `nothing` if all was made."""
 
     def ended():
         if workflow.dryrun:
@@ -288,11 +197,8 @@ def have_the_last_word(looked, nothing, failed):
             nothing()
         return 0
 
-    def wrong(error):
-        return isinstance(error, WorkflowError) and failed()
-
     if workflow.is_main_process:
-        workflow.execute = process.with_last_word(workflow.execute, ended, wrong)
+        workflow.execute = process.with_last_word(workflow.execute, ended)
 
 
 HELD = []
@@ -323,10 +229,9 @@ def be_the_only_controller():
 
 def lock_results(**named):
     """Refuse to change results while another call does; a dry run changes nothing."""
-    interrupt.raise_again()
+    interrupt.raise_again(signal.SIGTERM, signal.SIGHUP)  # also of a lost terminal: Snakemake's lock must not stay
     if is_dry(**named) or HELD:
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until Snakemake's own: its lock must not stay
     if SITE.scheduler:
         be_the_only_controller()
     # Snakemake's own lock is of this folder; another checkout may have the same `results`.
@@ -337,5 +242,6 @@ def prepare_methods():
     """Have each method that changes results, or shows them, begin with what it needs."""
     for name in ("execute", "delete_output", "cleanup_metadata", "cleanup_shadow"):
         prepare(name, lock_results)
-    prepare("execute", be_shown)
+    for name in ("delete_output", "cleanup_metadata", "cleanup_shadow", "create_report", "unlock", "lint"):
+        prepare(name, show_all)
     prepare("create_report", check_report)

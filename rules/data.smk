@@ -123,7 +123,7 @@ rule preview:
     params:
         stage=JOBS.preview_params,
         launch=JOBS.stage_launch,
-        page=JOBS.page_to_fill,
+        page=JOBS.live_page,
     message:
         "Draw dataset {wildcards.dataset}"
     shell:

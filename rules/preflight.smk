@@ -6,17 +6,18 @@ import time
 from dlscale.core import progress
 from dlscale.core.files import write_text
 from dlscale.core.fingerprint import TABLES
-from dlscale.rules.calls import Call, show_requests
+from dlscale.report.report import live_page
+from dlscale.rules.calls import Call, requests
 
 STARTED = time.time() - progress.age()
 SOURCES = Path(".snakemake/sources")
-CALL = Call(JOBS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores)
+CALL = Call(JOBS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
 
 # Once: jobs that Snakemake starts as processes of their own read this file, too.
 if workflow.is_main_process:
     for plan in ASKED_PLANS:
         for run, lacking in CONFIG.left_out[plan].items():
-            print(f"{plan}.{run} is left out: this machine lacks {lacking}.", file=sys.stderr)
+            tell(f"{plan}.{run} is left out: this machine lacks {lacking}.")
 
 
 def remember_sources():
@@ -38,39 +39,40 @@ def keep_configuration():
 
 
 def show_end():
-    """Print, at the end of a call, what is gone, and where the pages are."""
-    for line in CALL.lost():
-        print(line, file=sys.stderr)
+    """Show, at the end of a call, what is gone, and where the pages are."""
+    tell(*CALL.lost())
     CALL.show_pages(map(Path, asked_files()))
 
 
+def tell_nothing():
+    """Tell that a call found all made, unless Snakemake's own message is shown."""
+    if displays() and not workflow.dag:
+        tell("Nothing to be done: all files are there, and up to date.")
+
+
+def show_nothing():
+    """Show the end of a call that found all made."""
+    tell_nothing()
+    show_end()
+
+
 def looked():
-    """Print what a dry run found; return its status. Or tell the process that asked."""
+    """Show what a dry run found; return its status. Or tell the process that asked."""
     reasons = why.found(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
     lost = CALL.lost(files_to_make())
     if answer({"reasons": reasons, "lost": lost}):
         return 0
+    if workflow.persistence.locked:
+        tell("Another call is at work here: what it is making counts as not done.")
+    tell_nothing()
     if reasons or lost:
-        print("", "Why:", *(f"  {line}" for line in [*reasons, *lost]), sep="\n", file=sys.stderr)
+        tell("", "Why:", *(f"  {line}" for line in [*reasons, *lost]))
     if SITE.scheduler:
-        show_requests(requests_to_show())
+        tell(*requests(requests_to_show()))
     return CALL.verdict(jobs_to_run(), workflow.config_settings.configfiles)
 
 
-def show_failures():
-    """Print a line for each job that failed; return whether that says all."""
-    if INTERRUPTED:
-        print("", process.INTERRUPTED_CALL, sep="\n", file=sys.stderr)
-        return True
-    lines = sorted(why.failed(*job, STARTED) for job in failed_jobs())
-    if lines:
-        if status.asked():
-            lines = [f"What Snakemake says: {', '.join(workflow.logger_manager.get_logfile())}", *lines]
-        print("", *lines, sep="\n", file=sys.stderr)
-    return bool(lines)
-
-
-have_the_last_word(looked, show_end, show_failures)
+have_the_last_word(looked, show_nothing)
 prepare_methods()
 
 
@@ -80,24 +82,33 @@ onstart:
             "Jobs are submitted, and no site says how; name one: --default-resources \"site='NAME'\""
         )
     if line := why.replaced(reasons_to_run()):
-        print(line, file=sys.stderr)
+        tell(line)
     remember_sources()
     try:
         CALL.start(jobs_to_run(), workflow.config_settings.configfiles)
         keep_configuration()
     except UserError as error:
         raise WorkflowError(str(error))
-    if status.asked():
-        status.tell(CALL.to_tell(jobs_to_run()))
+    for display in displays():
+        display.expect(CALL.expected(jobs_to_run()))
     for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
-        print(f"The page will be {Path(page).resolve()}", file=sys.stderr)
+        live = f"; until then, {live_page(page).name} beside it shows what is done" if JOBS.is_live else ""
+        tell(f"The page will be {Path(page).resolve()}{live}")
 
 
 onsuccess:
     # What of this machine's cores was used is known if all jobs were its own.
     cores = None if workflow.non_local_exec or SITE.engine != "none" else workflow.resource_settings.cores
     done = progress.jobs(Path(RESULTS), STARTED)
-    print(*progress.lines(done, STARTED, time.time(), cores, sum(os.times()[:4])), sep="\n", file=sys.stderr)
+    tell(*progress.lines(done, STARTED, time.time(), cores, sum(os.times()[:4])))
     remember_sources()
     CALL.show_results()
     show_end()
+
+
+onerror:
+    if interrupt.seen:
+        tell("", process.INTERRUPTED_CALL)
+    else:
+        tell(f"Snakemake's log: {', '.join(log)}")
+        tell(*sorted(why.failed(*job, STARTED) for job in failed_jobs()))

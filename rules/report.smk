@@ -38,7 +38,7 @@ rule collect:
     params:
         stage=JOBS.collect_params,
         launch=JOBS.stage_launch,
-        page=JOBS.page_to_fill,
+        page=JOBS.live_page,
     message:
         "Tabulate plan {wildcards.plan}"
     shell:
@@ -51,9 +51,8 @@ rule report:
         **JOBS.report_files(CONFIG.workflow.targets),
         runs=JOBS.report_runs,
     output:
-        # That of an earlier call, or as far as it was filled, stays until it is whole.
         report(
-            update(PAGE),
+            PAGE,
             caption=f"{CAPTIONS}/page.rst",
             category="Report",
         ),

@@ -12,8 +12,7 @@ try:
 except UserError as error:
     refuse(error)
 if workflow.is_main_process:
-    for reason in REASONS:
-        print(reason, file=sys.stderr)
+    tell(*REASONS)
 
 JOBS = Jobs(
     configuration=CONFIG,
@@ -21,7 +20,7 @@ JOBS = Jobs(
     page=PAGE,
     call=["snakemake", *site_words(site_name()), *own_settings()],
     own_settings=own_settings(),
-    filled=ASKED_PLANS is CONFIG.workflow.targets,  # none was named
+    is_live=ASKED_PLANS is CONFIG.workflow.targets,  # none was named
     image=image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process),
     say=say,
     refuse=refuse,

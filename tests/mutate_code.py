@@ -948,18 +948,18 @@ MUTATIONS = [
     ),
     # How a call meets its user.
     Mutation(
-        "whole_page_filled_over",
+        "live_page_is_the_whole_one",
         "report/report.py",
-        "out.stat().st_mtime > OLDEST or ",
-        "",
-        "test_report.py::test_a_page_is_filled_with_what_is_there",
+        'given | {"out": live}',
+        "given",
+        "test_report.py::test_a_live_page_shows_what_is_there",
     ),
     Mutation(
         "dataset_shown_before_it_is_drawn",
         "report/report.py",
         "if all(Path(path, name).exists()",
         "if any(Path(path, name).exists()",
-        "test_report.py::test_a_page_is_filled_with_what_is_there",
+        "test_report.py::test_a_live_page_shows_what_is_there",
     ),
     Mutation(
         "turns_count_all_before",
@@ -970,10 +970,10 @@ MUTATIONS = [
     ),
     Mutation(
         "call_goes_on_unseen",
-        "preflight/status.py",
-        "            preexec_fn=functools.partial(_begin, os.getpid()),\n",
-        "",
-        "test_status.py::test_nothing_goes_on_unseen",
+        "../snakemake_logger_plugin_dlscale/__init__.py",
+        "                os.kill(os.getpid(), signal.SIGINT)",
+        "                pass",
+        "test_live.py::test_a_call_whose_output_nobody_reads_ends",
     ),
     Mutation(
         "jobs_wait_for_each_other",

@@ -60,7 +60,7 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
         page="page",
         call=["snakemake"],
         own_settings=[],
-        filled=True,
+        is_live=True,
         image="",
         say=print,
         refuse=refuse,
@@ -220,7 +220,7 @@ def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
     assert f"{tmp_path}/plans/p/b/metrics.jsonl" in files and files[-1] == f"{tmp_path}/plans/p/summary.csv"
     assert found.report_files(["p"])["manifests"] == [f"{tmp_path}/data/d/manifest.json"] == [found.run_manifest(RUN)]
     assert json.loads(found.run_settings(RUN, None)) == found.plans["p"]["a"].run.model_dump(mode="json")
-    page = json.loads(found.page_to_fill(RUN, None)[1])
+    page = json.loads(found.live_page(RUN, None)[1])
     assert page["plans"] == [f"{tmp_path}/plans/p/plan.yaml"] and page["out"] == "page"
     assert [each["name"] for each in found.plan_settings("p")["runs"]] == ["a", "b"]
 
@@ -297,8 +297,9 @@ def test_a_container_has_results_behind_a_link_by_the_name_that_commands_say(tmp
     assert [word for word in found if str(tmp_path) in word] == [f"--volume={place}:{place}"]
 
 
-def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call = Call(jobs(tmp_path), ["p"], [], cores=2)
+def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path) -> None:
+    told = list[str]()
+    call = Call(jobs(tmp_path), ["p"], [], cores=2, tell=lambda *lines: told.extend(lines))
 
     def waiting(rule: str, threads: int = 1, **wildcards: str) -> Any:
         named = SimpleNamespace(**wildcards, items=wildcards.items)
@@ -313,9 +314,9 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path, capsys: p
         *(("data", "data", 2), ("train", "a", 1), ("train", "b", 1)),
     ]
     assert call.time_of(asked, works) == cost.Expected(0.0, untimed=5)
-    assert [job.share for job in call.to_tell(asked)] == [1, 1, 0.5, 0.5, 0.5]
+    assert [job.share for job in call.expected(asked)] == [1, 1, 0.5, 0.5, 0.5]
     assert call.verdict([], []) == 0 and call.verdict(asked, []) == 0
-    assert "5 jobs, never timed here: the time is not known" in capsys.readouterr().err
+    assert "5 jobs, never timed here: the time is not known" in told
     folder = tmp_path / "benchmarks/train/p"
     folder.mkdir(parents=True)
     for run in "ab":

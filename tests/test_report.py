@@ -31,7 +31,6 @@ from dlscale.config.records import PlanKind, PlanRecord, Published, RunReference
 from dlscale.config.resolve import load_files
 from dlscale.core import telemetry, text
 from dlscale.core.errors import UserError
-from dlscale.core.files import OLDEST
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
@@ -931,8 +930,8 @@ def test_what_to_try_next_is_a_block_to_copy(ladder: Results, tmp_path: Path) ->
     assert known["next"].run.precision == "bf16" and known["next"].run.compile.mode == "default"
 
 
-def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there from the first dataset on, is older than what it is of, and never takes a whole one's place."""
+def test_a_live_page_shows_what_is_there(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there from the first dataset on, beside the whole page, to which it leads in the end."""
     monkeypatch.setattr(report, "EVERY", 0.0)
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
@@ -940,7 +939,7 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
     half = ladder.root / "data/half"  # described, and not drawn yet
     shutil.copytree(ladder.datasets[-1], half)
     (half / "preview.png").unlink()
-    out = ladder.root / "report" / "index.html"
+    out, live = ladder.root / "report" / "index.html", ladder.root / "report" / "index.live.html"
     options = {
         "title": "Demo",
         "plans": [str(plan) for plan in ladder.plans],
@@ -950,22 +949,27 @@ def test_a_page_is_filled_with_what_is_there(ladder: Results, monkeypatch: pytes
         "out": str(out),
     }
     page = ["--page", json.dumps(options), "--log", ladder.root / "log"]
-    report.fill(page[1])
-    assert out.stat().st_mtime == OLDEST
-    shown = Page(out.read_text()).text
-    for words in ("No plan is done yet.", "Still to come: ladder, q.", "demo_volumes"):
+    report.write_live(page[1])
+    shown = Page(live.read_text()).text
+    for words in ("No plan is done yet.", "Still to come: ladder, q.", "demo_volumes", "loads itself again"):
         assert words in shown
     for number, plan in enumerate(ladder.plans):
         assert stage("collect", "--plan", plan, "--out", plan.parent / "summary.csv", *page) == 0
-        assert out.stat().st_mtime == OLDEST
-        assert ("Still to come: q." in Page(out.read_text()).text) == (number == 0)
-    out.write_text("whole")
-    report.fill(page[1])
-    assert out.read_text() == "whole"
-    out.unlink()
+        assert ("Still to come: q." in Page(live.read_text()).text) == (number == 0)
+    assert 'http-equiv="refresh" content="5"' in live.read_text(), "until the whole page is there"
+    assert not out.exists(), "which is the output of another rule"
+    before = live.read_bytes()
+    monkeypatch.setattr(report, "EVERY", 60.0)
+    (ladder.root / "plans/q/summary.csv").unlink()
+    report.write_live(page[1])
+    assert live.read_bytes() == before, "one was written just now"
+    monkeypatch.setattr(report, "EVERY", 0.0)
+    (ladder.root / "plans/q/summary.csv").touch()
     (ladder.root / "plans/q/one/throughput.json").unlink()
-    report.fill(page[1])
-    assert not out.exists(), "of another plan nothing is whole just now"
+    report.write_live(page[1])
+    assert live.read_bytes() == before, "of another plan nothing is whole just now"
+    report.main(argparse.Namespace(**options | {"plans": options["plans"][:1], "datasets": options["datasets"][:1]}))
+    assert 'url=index.html"' in live.read_text() and "refresh" not in out.read_text()
 
 
 def test_the_table_has_every_run_with_units(ladder: Results) -> None:

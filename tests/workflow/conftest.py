@@ -112,7 +112,8 @@ for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].va
         "runs": {"tiny": {}},
     }
 #: One thread a job: two jobs side by side disturb each other less, and so do other processes of the machine.
-COMMON = ["--configfile", "tiny.yaml", "--logger", "jobs", "--set-threads", "train=1", "throughput=1", "tune=1"]
+THREADS = ["--set-threads", "train=1", "throughput=1", "tune=1"]
+COMMON = ["--configfile", "tiny.yaml", "--logger", "dlscale", "jobs", *THREADS]
 TARGETS = ["all", *(f"plan_{plan}" for plan in CONFIG["targets"])]
 
 

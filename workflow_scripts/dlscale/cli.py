@@ -388,7 +388,7 @@ def _run(args: argparse.Namespace) -> int:
         with _near(args):
             stage.main(args)
         if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
-            registry.load("dlscale.report.report").fill(args.page)
+            registry.load("dlscale.report.report").write_live(args.page)
     if first and getattr(args, "telemetry", None):
         telemetry.show(Path(args.telemetry))
         environment.record(Path(args.telemetry).with_suffix(".json"))

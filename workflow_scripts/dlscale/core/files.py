@@ -24,8 +24,6 @@ from dlscale.core.urls import hidden_in
 _HOST = socket.gethostname().split(".")[0]
 #: Advice about most files that cannot be read.
 TORN = "the file may be torn or damaged: fetch or make it again"
-#: Time of a file that is older than all it is made of, s since 1970: Snakemake takes 0 for no time.
-OLDEST = 1
 
 
 @contextlib.contextmanager

@@ -1,9 +1,12 @@
-"""Ctrl-C in a process that has nothing to clean up yet; the standard library's smallest modules alone are imported."""
+"""Ctrl-C, before and after there is something to clean up. It imports the smallest modules of Python alone."""
 
 from __future__ import annotations
 
 import os
 import signal
+
+#: Whether a signal has raised `KeyboardInterrupt`.
+seen = False
 
 
 def end_at_once(name: str) -> None:
@@ -18,12 +21,21 @@ def end_at_once(name: str) -> None:
         os.write(2, f"{name}: interrupted\n".encode() if name else b"")
         os._exit(128 + number)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _interrupt):
         signal.signal(signal.SIGINT, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `preflight.status.shown` blocks it
 
 
-def raise_again() -> None:
-    """Have Ctrl-C raise `KeyboardInterrupt` again, so that what was begun is cleaned up."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def raise_again(*further: int) -> None:
+    """Have Ctrl-C, and `further` signals, raise `KeyboardInterrupt` again, so that what was begun is cleaned up.
+
+    Ignored signals, as SIGHUP under nohup, still are.
+    """
+    for number in (signal.SIGINT, *further):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    global seen
+    seen = True
+    raise KeyboardInterrupt

@@ -185,13 +185,10 @@ def end(message: str, status: int) -> None:
         os._exit(status)
 
 
-def with_last_word(
-    work: Callable[..., object], ended: Callable[[], int], failed: Callable[[Exception], bool]
-) -> Callable[..., None]:
+def with_last_word(work: Callable[..., object], ended: Callable[[], int]) -> Callable[..., None]:
     """Return a function that does `work` and exits with the status of `ended`, unless that is 0.
 
-    Where `work` raises and `failed` has told the user all, the status is 1. (Snakemake shows where functions of the
-    Snakefile raise.)
+    (Snakemake shows where functions of the Snakefile raise.)
     """
 
     def done(*args: object, **named: object) -> None:
@@ -200,10 +197,6 @@ def with_last_word(
         except KeyboardInterrupt:
             print("", INTERRUPTED_CALL, sep="\n", file=sys.stderr)
             sys.exit(130)
-        except Exception as error:
-            if not failed(error):
-                raise
-            sys.exit(1)
         finally:
             interrupt.end_at_once("snakemake")
         if status := ended():

@@ -109,7 +109,9 @@ class Stage:
         return self.science or self.module
 
 
-_PAGE = option("--page", "a page to write from the present results: options of report as JSON", False, metavar="JSON")
+_PAGE = option(
+    "--page", "live page to write from the present results: options of report as JSON", False, metavar="JSON"
+)
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 _RECORD = path("--record", "YAML file to which --config is written", required=False)
 

@@ -26,7 +26,6 @@ from dlscale.core.errors import UserError, nearest, of_another, unknown
 from dlscale.core.files import read_json, write_json
 from dlscale.core.machine import given
 from dlscale.core.settings import Raw, nested, typed
-from dlscale.preflight import status
 
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
@@ -296,6 +295,7 @@ def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
     """Return the words that start Snakemake."""
     words = [sys.executable, "-P", "-c", SNAKEMAKE, *site_words(call.profile)]
     words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands
+    words += [] if "--logger" in call.rest else ["--logger", "dlscale"]
     words += ["--config", *(f"{key}={json.dumps(value)}" for key, value in over.items())] if over else []
     words += ["--configfile", *call.files] if call.files else []
     words += call.rest
@@ -315,7 +315,7 @@ def refuse_option(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def main(words: Sequence[str]) -> int:
-    """Check what was typed, and have Snakemake do it: shown as it goes, or what Snakemake says."""
+    """Check what was typed, and become the Snakemake that does it."""
     call = sort(words)
     if call.help:
         print(HELP, end="")
@@ -326,8 +326,6 @@ def main(words: Sequence[str]) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
         signal.signal(number, signal.SIG_DFL)
     words = command(call, [target.name for target in asked], over)
-    if call.dry or call.commands:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(words[0], words, given())  # its status, and the signals that it gets, are its own
-    return status.shown(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(words[0], words, given())  # its status, and the signals that it gets, are its own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,12 +20,14 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import yaml
 
 from dlscale.core import text
 from dlscale.core.errors import UserError
-from dlscale.core.files import OLDEST, write_text
+from dlscale.core.files import write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
@@ -38,41 +41,48 @@ from dlscale.report.sections import Page, picture, plan_view
 #: How many predictions the page shows, and how many of a plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
-#: Least time between two fillings of a page, s.
+#: Least time between two writings of a live page, s.
 EVERY = 60.0
 
 
 def main(args: argparse.Namespace) -> None:
     """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references."""
-    plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
-    folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
-    references = [Reference.read(path) for path in dict.fromkeys(args.references)]
-    place = Path(args.out).parent
-    write_text(args.out, page(args.title, plans, folders, place, references, args.call, args.to_come, not args.to_come))
+    _write(args, exported=True)
+    live = live_page(args.out)
+    if live.exists():  # whoever has it open comes to the whole page
+        write_text(live, f'<meta http-equiv="refresh" content="0; url={quote(Path(args.out).name)}">\n')
 
 
-def fill(options: str) -> None:
-    """Write an early page of the plans and datasets that are there; `options` are those of stage `report`, as JSON.
+def live_page(page: str | Path) -> Path:
+    """Return the page beside `page` that shows what is done while jobs run; it is no output of a rule."""
+    return Path(page).with_suffix(".live.html")
 
-    It is older than all that it is made of, so that the stage makes it again.
-    """
+
+def write_live(options: str) -> None:
+    """Write the live page of the plans and datasets that are there; `options` are those of stage `report`, as JSON."""
     given, _ = read_settings(options)
-    out = Path(given["out"])
-    if out.exists() and (out.stat().st_mtime > OLDEST or time.time() - out.stat().st_ctime < EVERY):
-        return  # a finished page, or one filled just now
+    live = live_page(given["out"])
+    with contextlib.suppress(FileNotFoundError):
+        if 0 <= time.time() - live.stat().st_mtime < EVERY:
+            return
     done = {path: Path(path).with_name("summary.csv").exists() for path in given["plans"]}
     given["plans"] = [path for path in done if done[path]]
-    given["to_come"] = [Path(path).parent.name for path in done if not done[path]]
+    to_come = [Path(path).parent.name for path in done if not done[path]]
     needed = ("manifest.json", "preview.png")
     given["datasets"] = [path for path in given["datasets"] if all(Path(path, name).exists() for name in needed)]
     try:
-        main(argparse.Namespace(**given))
+        _write(argparse.Namespace(**given | {"out": live}), live=True, to_come=to_come)
     except UserError as error:  # another plan's runs are being made
-        logging.info("the page is not filled: %s", error)
+        logging.info("the live page is not written: %s", error)
     except Exception:  # an error of the stage `report` only
-        logging.exception("the page is not filled")
-    else:
-        os.utime(out, (OLDEST, OLDEST))
+        logging.exception("the live page is not written")
+
+
+def _write(args: argparse.Namespace, **more: Any) -> None:
+    plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
+    folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
+    references = [Reference.read(path) for path in dict.fromkeys(args.references)]
+    write_text(args.out, page(args.title, plans, folders, Path(args.out).parent, references, args.call, **more))
 
 
 def page(
@@ -83,11 +93,13 @@ def page(
     references: Sequence[Reference] = (),
     call: str = "snakemake",
     to_come: Sequence[str] = (),
+    live: bool = False,
     exported: bool = False,
 ) -> str:
     """Return the report as HTML for the folder `place`; `call` are words that call the workflow.
 
-    With plans `to_come` browsers reload it every few seconds. Charts are `exported` into `figures` there.
+    Browsers reload a `live` page, of a call with plans `to_come`, every few seconds. Charts are `exported` into
+    `figures` there.
     """
     import jinja2
     from markupsafe import Markup, escape
@@ -117,6 +129,7 @@ def page(
         title=title,
         docs=docs,
         to_come=to_come,
+        live=live,
         style=Markup(style),
         script=Markup(script),
         library=Markup(scripts[1] if charts else ""),

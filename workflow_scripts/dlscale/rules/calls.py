@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.core.text import coloured, many
 from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher, slurm
-from dlscale.preflight import cost, doctor, status, why
+from dlscale.preflight import cost, doctor, live, why
 from dlscale.preflight.cost import Work
 from dlscale.preflight.probe import Finding, probe_space
 from dlscale.report import sections
@@ -30,12 +30,6 @@ from dlscale.rules.jobs import Jobs
 RESULTS_SHOWN = 8
 
 
-def say(*lines: str) -> None:
-    """Print lines for the user; what a call makes goes elsewhere."""
-    if lines:
-        print(*lines, sep="\n", file=sys.stderr)
-
-
 @dataclass
 class Call:
     """A call for some plans and datasets, on its site."""
@@ -44,6 +38,7 @@ class Call:
     plans: Sequence[str]
     datasets: Sequence[str]
     cores: int | None  #: That it may use of this machine.
+    tell: Callable[..., None]  #: Shows lines on the terminal.
 
     def __post_init__(self) -> None:
         self.configuration, self.site = self.jobs.configuration, self.jobs.site
@@ -79,10 +74,10 @@ class Call:
         work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
-    def to_tell(self, waiting: Sequence[Any]) -> list[status.Job]:
-        """Return the jobs for the process that shows how far the call is."""
+    def expected(self, waiting: Sequence[Any]) -> list[live.Job]:
+        """Return the jobs as the display of the call's progress knows them."""
         return [
-            status.Job(
+            live.Job(
                 "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
                 why.stage_of(job.rule.name),
                 str(next(iter(job.log), "")),
@@ -148,13 +143,14 @@ class Call:
         problems += [str(finding) for finding in findings if finding.status == "FAIL"]
         problems += filter(None, [cost.over(table, self.configuration.workflow.budget)])
         warnings = [] if scheduler else [str(finding) for finding in findings if finding.status == "warn"]
-        say(*(["", *cost.lines(table)] if table else []))
-        say("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
+        self.tell(*(["", *cost.lines(table)] if table else []))
+        self.tell("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
         if problems:
             fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
-            say("", coloured(f"{fail}: nothing would {'be submitted' if scheduler else 'start'}", "red", sys.stderr))
+            start = "be submitted" if scheduler else "start"
+            self.tell("", coloured(f"{fail}: nothing would {start}", "red", sys.stderr))
         else:
-            say(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
+            self.tell(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
@@ -165,7 +161,7 @@ class Call:
         if problem := cost.over(table, self.configuration.workflow.budget):
             raise UserError(problem)
         findings = self.findings(works)
-        say(*map(str, findings))
+        self.tell(*map(str, findings))
         failed = any(finding.status == "FAIL" for finding in findings)
         if failed or (works and self.site.engine != "none" and not self.jobs.image):
             raise UserError("Not ready: nothing was started. See the lines with FAIL above.")
@@ -190,9 +186,9 @@ class Call:
         }
         pages = pages or [folder / "report.html" for folder in plans if (folder / "report.html").exists()]
         previews = [] if pages else [file for file in files if file.name == "preview.png"]
-        say(*(f"Report: {page.resolve()}" for page in pages))
+        self.tell(*(f"Report: {page.resolve()}" for page in pages))
         for file in previews:
-            say(f"Preview: {file.resolve()}", *(f"  {fact}" for fact in _facts(file.with_name("manifest.json"))))
+            self.tell(f"Preview: {file.resolve()}", *(f"  {fact}" for fact in _facts(file.with_name("manifest.json"))))
 
     def show_results(self) -> None:
         """Print what each plan that was asked for came to, and what to ask next."""
@@ -200,23 +196,23 @@ class Call:
         for name in self.plans:
             with contextlib.suppress(UserError):  # only a part of it was asked for
                 plans.append(read_plan(self.results / "plans" / name / "plan.yaml"))
-        say(*map(sections.line, plans[:RESULTS_SHOWN]))
+        self.tell(*map(sections.line, plans[:RESULTS_SHOWN]))
         if len(plans) > RESULTS_SHOWN:
-            say(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page")
+            self.tell(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page")
         best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
         if seen := [f"{plan.name}.{run.name}" for plan, run in best_first if run.throughput or run.profile]:
             call = shlex.join(["dlscale", "explain", seen[0], *self.jobs.own_settings])
-            say(f"Next: {call}  # what holds it back, what to try")
+            self.tell(f"Next: {call}  # what holds it back, what to try")
 
 
-def show_requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> None:
-    """Print what jobs would ask of Slurm, from resources, rule and wildcards of each; alike ones together."""
+def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:
+    """Return what jobs would ask of Slurm in lines, from resources, rule and wildcards of each; alike ones together."""
     told = dict[str, set[str]]()
     for resources, rule, wildcards in asked:
         name = f"{wildcards.plan}.{wildcards.run}" if rule in RUN_STAGES else wildcards.dataset
         told.setdefault(slurm.words(resources), set()).add(f"{rule} {name}")
-    if told:
-        say("", *(f"sbatch {words}: {', '.join(sorted(told[words]))}" for words in sorted(told)))
+    lines = [f"sbatch {words}: {', '.join(sorted(told[words]))}" for words in sorted(told)]
+    return ["", *lines] if lines else []
 
 
 def _facts(manifest: Path) -> list[str]:

@@ -72,7 +72,7 @@ class Jobs:
     page: str  #: Of all targets.
     call: Sequence[str]  #: Words that call the workflow again with this call's settings.
     own_settings: Sequence[str]  #: Of these the settings.
-    filled: bool  #: Whether the page of all targets fills while jobs run.
+    is_live: bool  #: Whether the call writes a live page of the targets.
     image: str  #: The image's identity, if any.
     say: Callable[[Finding], None]  #: Prints what was found, and ends the call if nothing can be made of it.
     refuse: Callable[[object], NoReturn]
@@ -521,7 +521,7 @@ class Jobs:
     def sooner(self, wildcards: Wildcards) -> float:
         return 1 / len(self.plans[wildcards.plan])  # plans of few runs come first
 
-    def page_to_fill(self, wildcards: Wildcards, input: Any) -> list[str]:
+    def live_page(self, wildcards: Wildcards, input: Any) -> list[str]:
         workflow = self.configuration.workflow
         files = self.report_files(workflow.targets)
         page = {
@@ -532,7 +532,7 @@ class Jobs:
             "call": self.call_again(wildcards, input),
             "out": self.page,
         }
-        return ["--page", json.dumps(page)] if self.filled else []
+        return ["--page", json.dumps(page)] if self.is_live else []
 
     def report_files(self, names: Sequence[str]) -> dict[str, list[str]]:
         datasets = self.plan_datasets(names)
