@@ -58,7 +58,7 @@ rule all:
     default_target: True
     input:
         PAGE,
-        [JOBS.plan_files(plan) for plan in CONFIG.workflow.targets],
+        [PLANS.files(plan) for plan in CONFIG.workflow.targets],
 
 
 include: "rules/preflight.smk"
@@ -77,8 +77,8 @@ for name in CONFIG.workflow.datasets:
         name:
             f"data_{name}"
         input:
-            f"{RESULTS}/data/{name}/manifest.json",
-            f"{RESULTS}/data/{name}/preview.png",
+            PATHS.manifest(name),
+            PATHS.preview(name),
 
 
 for name in [name for name, runs in CONFIG.plans.items() if runs]:
@@ -87,8 +87,8 @@ for name in [name for name, runs in CONFIG.plans.items() if runs]:
         name:
             f"plan_{name}"
         input:
-            JOBS.plan_files(name),
-            f"{RESULTS}/plans/{name}/report.html",
+            PLANS.files(name),
+            PATHS.plan_page(name),
 
 
 for name in STUDIES:
@@ -97,5 +97,5 @@ for name in STUDIES:
         name:
             f"study_{name}"
         input:
-            [JOBS.plan_files(plan) for plan in STUDIES[name]],
-            [f"{RESULTS}/plans/{plan}/report.html" for plan in STUDIES[name]],
+            [PLANS.files(plan) for plan in STUDIES[name]],
+            [PATHS.plan_page(plan) for plan in STUDIES[name]],

@@ -12,12 +12,18 @@ from dlscale.config import resolve
 from dlscale.core import redact, registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, remember
+from dlscale.core.paths import Results
 from dlscale.core.machine import CALLER, SNAKEMAKES, callers_values
 from dlscale.core.settings import read_yaml
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
 from dlscale.preflight.run import read_target, refuse_late_words, site_words, studies
-from dlscale.rules.jobs import ALL_CORES, Jobs, exactly
+from dlscale.rules.commands import Commands
+from dlscale.rules.context import Context
+from dlscale.rules.datasets import Datasets
+from dlscale.rules.plans import Plans
+from dlscale.rules.programs import Programs
+from dlscale.rules.runs import ALL_CORES, Runs
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 #: What Snakemake's own report says of its figures and tables.
@@ -28,6 +34,11 @@ os.environ[SNAKEMAKES] = f"{os.environ.get(SNAKEMAKES, '')} {os.getpid()}"
 # For each `benchmark:`, Snakemake reads all memory maps of a job twice a second: up to 0.3 cores beside what is timed.
 benchmark.BENCHMARK_INTERVAL_SHORT = 5.0  # s
 remember(Path(".snakemake/parsed.json"))
+
+
+def exactly(names):
+    """Return a regular expression of these names and no others; of none it matches nothing."""
+    return "|".join(names) or "(?!)"
 
 
 def layers():
@@ -100,6 +111,7 @@ except Exception as error:
     refuse(message)
 
 RESULTS = CONFIG.workflow.results
+PATHS = Results(RESULTS)
 #: The page of all targets.
 PAGE = f"{RESULTS}/{resolve.report_page(settings for settings, _ in LAYERS)}"
 CONFIG = resolve.with_title(CONFIG, (settings for settings, _ in LAYERS))

@@ -4,14 +4,14 @@
 rule configure_plan:
     """Write which runs a plan consists of."""
     output:
-        f"{RESULTS}/plans/{{plan}}/plan.yaml",
+        PATHS.plan(),
     log:
-        f"{RESULTS}/logs/configure/plans/{{plan}}.log",
+        PATHS.log("configure", "plans", "{plan}"),
     benchmark:
-        f"{RESULTS}/benchmarks/configure/plans/{{plan}}.tsv"
+        PATHS.benchmark("configure", "plans", "{plan}")
     params:
-        stage=JOBS.configure_params,
-        launch=JOBS.stage_launch,
+        stage=PLANS.configure_params,
+        launch=COMMANDS.launch,
     message:
         "Runs of plan {wildcards.plan}"
     shell:

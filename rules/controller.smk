@@ -92,9 +92,9 @@ def check_report(**_):
     REPORTING.append(True)
     if CONFIG.secrets:  # it would show the files that the addresses stand in
         workflow.configfiles.clear()
-    shown = {f"plan {name}": JOBS.shown_files(name, f"plan_{name}" in asked_names()) for name in ASKED_PLANS}
-    for name in [*JOBS.plan_datasets(ASKED_PLANS), *ASKED_DATASETS]:
-        shown[f"data {name}"] = [f"{RESULTS}/data/{name}/preview.png"]
+    shown = {f"plan {name}": PLANS.shown_files(name, f"plan_{name}" in asked_names()) for name in ASKED_PLANS}
+    for name in [*PLANS.datasets(ASKED_PLANS), *ASKED_DATASETS]:
+        shown[f"data {name}"] = [PATHS.preview(name)]
     if not ASKED:
         shown["the page of all"] = [PAGE]
     missing = {name: gone for name, files in shown.items() if (gone := [f for f in files if not Path(f).exists()])}

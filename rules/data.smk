@@ -4,19 +4,19 @@
 rule acquire:
     """Make one raw file of what is at hand: simulate it, or read a folder or store of this machine."""
     output:
-        f"{RESULTS}/data/{{dataset}}/source/{{file}}",
+        PATHS.raw_file(),
     log:
-        f"{RESULTS}/logs/acquire/{{dataset}}/{{file}}.log",
+        PATHS.log("acquire", "{dataset}", "{file}"),
     benchmark:
-        f"{RESULTS}/benchmarks/acquire/{{dataset}}/{{file}}.tsv"
+        PATHS.benchmark("acquire", "{dataset}", "{file}")
     wildcard_constraints:
         dataset=exactly(name for name in CONFIG.workflow.datasets if name not in FETCHED),
     resources:
-        **JOBS.resources("data"),
+        **COMMANDS.resources("data"),
     params:
-        stage=JOBS.acquire_params,
-        launch=JOBS.acquire_launch,
-        dataset=JOBS.dataset_settings,
+        stage=DATASETS.acquire_params,
+        launch=DATASETS.acquire_launch,
+        dataset=DATASETS.settings,
     message:
         "Acquire {wildcards.file} of dataset {wildcards.dataset}"
     shell:
@@ -34,20 +34,20 @@ use rule acquire as fetch with:
 rule preprocess:
     """Stream one piece of one part through cropping, downsampling and transforms."""
     input:
-        sources=JOBS.part_sources,
+        sources=DATASETS.part_sources,
     output:
-        temp(f"{RESULTS}/data/{{dataset}}/pieces/{{split}}/{{part}}-{{piece}}.h5"),
+        temp(PATHS.piece()),
     log:
-        f"{RESULTS}/logs/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.log",
+        PATHS.log("preprocess", "{dataset}", "{split}", "{part}-{piece}"),
     benchmark:
-        f"{RESULTS}/benchmarks/preprocess/{{dataset}}/{{split}}/{{part}}-{{piece}}.tsv"
+        PATHS.benchmark("preprocess", "{dataset}", "{split}", "{part}-{piece}")
     resources:
-        **JOBS.resources("data"),
+        **COMMANDS.resources("data"),
     params:
-        stage=JOBS.preprocess_params,
-        words=JOBS.source_words,
-        launch=JOBS.stage_launch,
-        dataset=JOBS.dataset_settings,
+        stage=DATASETS.preprocess_params,
+        words=DATASETS.source_words,
+        launch=COMMANDS.launch,
+        dataset=DATASETS.settings,
     message:
         "Preprocess {wildcards.dataset} {wildcards.split}/{wildcards.part}, piece {wildcards.piece}"
     shell:
@@ -58,19 +58,19 @@ rule preprocess:
 rule assemble:
     """Join the pieces of one part into its final file."""
     input:
-        pieces=JOBS.part_pieces,
+        pieces=DATASETS.part_pieces,
     output:
-        f"{RESULTS}/data/{{dataset}}/{{split}}/{{part}}.h5",
+        PATHS.part(),
     log:
-        f"{RESULTS}/logs/assemble/{{dataset}}/{{split}}/{{part}}.log",
+        PATHS.log("assemble", "{dataset}", "{split}", "{part}"),
     benchmark:
-        f"{RESULTS}/benchmarks/assemble/{{dataset}}/{{split}}/{{part}}.tsv"
+        PATHS.benchmark("assemble", "{dataset}", "{split}", "{part}")
     resources:
-        **JOBS.resources("data"),
+        **COMMANDS.resources("data"),
     params:
-        stage=JOBS.assemble_params,
-        launch=JOBS.stage_launch,
-        dataset=JOBS.dataset_settings,
+        stage=DATASETS.assemble_params,
+        launch=COMMANDS.launch,
+        dataset=DATASETS.settings,
     message:
         "Assemble {wildcards.dataset} {wildcards.split}/{wildcards.part}"
     shell:
@@ -80,22 +80,22 @@ rule assemble:
 rule describe:
     """Write a dataset's statistics (of the training part alone) and manifest."""
     input:
-        files=JOBS.dataset_files,
+        files=DATASETS.files,
     output:
-        manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
-        stats=directory(f"{RESULTS}/data/{{dataset}}/stats"),
+        manifest=PATHS.manifest(),
+        stats=directory(PATHS.stats()),
     log:
-        f"{RESULTS}/logs/describe/{{dataset}}.log",
+        PATHS.log("describe", "{dataset}"),
     benchmark:
-        f"{RESULTS}/benchmarks/describe/{{dataset}}.tsv"
+        PATHS.benchmark("describe", "{dataset}")
     resources:
-        **JOBS.resources("data"),
+        **COMMANDS.resources("data"),
     params:
-        stage=JOBS.describe_params,
-        launch=JOBS.stage_launch,
-        dataset=JOBS.dataset_settings,
-        sources=JOBS.prepared_sources,
-        record=f"{RESULTS}/data/{{dataset}}/config.yaml",
+        stage=DATASETS.describe_params,
+        launch=COMMANDS.launch,
+        dataset=DATASETS.settings,
+        sources=DATASETS.prepared_sources,
+        record=PATHS.dataset_settings(),
     message:
         "Describe dataset {wildcards.dataset}"
     shell:
@@ -106,24 +106,24 @@ rule describe:
 rule preview:
     """Draw a dataset's channels."""
     input:
-        manifest=f"{RESULTS}/data/{{dataset}}/manifest.json",
-        files=JOBS.dataset_files,
+        manifest=PATHS.manifest(),
+        files=DATASETS.files,
     output:
         report(
-            f"{RESULTS}/data/{{dataset}}/preview.png",
+            PATHS.preview(),
             caption=f"{CAPTIONS}/preview.rst",
             category="Data",
             labels={"dataset": "{dataset}"},
         ),
     log:
-        f"{RESULTS}/logs/preview/{{dataset}}.log",
+        PATHS.log("preview", "{dataset}"),
     benchmark:
-        f"{RESULTS}/benchmarks/preview/{{dataset}}.tsv"
+        PATHS.benchmark("preview", "{dataset}")
     priority: 2  # before what is timed, for which it would wait: the first sight of the page
     params:
-        stage=JOBS.preview_params,
-        launch=JOBS.stage_launch,
-        page=JOBS.live_page,
+        stage=DATASETS.preview_params,
+        launch=COMMANDS.launch,
+        page=PLANS.live_page,
     message:
         "Draw dataset {wildcards.dataset}"
     shell:

@@ -4,9 +4,9 @@
 rule image:
     """Make the site's image usable: build or pull it, and migrate it for podman-hpc. The engine knows what is new."""
     log:
-        f"{RESULTS}/logs/image.log",
+        PATHS.log("image"),
     benchmark:
-        f"{RESULTS}/benchmarks/image.tsv"
+        PATHS.benchmark("image")
     params:
         options=image_options(),
         launch=launcher.PYTHON_HERE,

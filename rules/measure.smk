@@ -1,31 +1,31 @@
 rule throughput:
     """Measure a run's samples/s: IO alone, SYNTHETIC, FULL."""
     input:
-        manifest=JOBS.run_manifest,
-        data=JOBS.run_data,
-        first=JOBS.first_data,
-        program=JOBS.program_files,
-        checkout=JOBS.run_checkout,
+        manifest=RUNS.manifest,
+        data=RUNS.data_files,
+        first=RUNS.first_data,
+        program=PROGRAMS.files,
+        checkout=PROGRAMS.checkout,
     output:
-        throughput=f"{RESULTS}/plans/{{plan}}/{{run}}/throughput.json",
-        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/throughput.csv",
+        throughput=PATHS.run("throughput.json"),
+        telemetry=PATHS.run("telemetry/throughput.csv"),
     log:
-        f"{RESULTS}/logs/throughput/{{plan}}/{{run}}.log",
+        PATHS.log("throughput", "{plan}", "{run}"),
     benchmark:
-        f"{RESULTS}/benchmarks/throughput/{{plan}}/{{run}}.tsv"
-    priority: JOBS.sooner
+        PATHS.benchmark("throughput", "{plan}", "{run}")
+    priority: PLANS.sooner
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: ALL_CORES
     resources:
-        **JOBS.resources("throughput"),
+        **COMMANDS.resources("throughput"),
     params:
-        stage=JOBS.throughput_params,
-        settings=JOBS.run_settings,
-        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
-        launch=JOBS.run_launch,
-        device=JOBS.run_device,
-        beside=JOBS.throughput_beside,
-        start=JOBS.program_start,
+        stage=RUNS.throughput_params,
+        settings=RUNS.settings,
+        record=PATHS.run("config.yaml"),
+        launch=RUNS.launch,
+        device=COMMANDS.device,
+        beside=RUNS.throughput_beside,
+        start=PROGRAMS.start,
     message:
         "Measure throughput of {wildcards.plan}.{wildcards.run}"
     shell:
@@ -37,27 +37,27 @@ rule throughput:
 rule profile:
     """Profile some steps of a run. Its traces lie beside the files that are named here."""
     input:
-        manifest=JOBS.run_manifest,
-        data=JOBS.run_data,
+        manifest=RUNS.manifest,
+        data=RUNS.data_files,
     output:
-        profile=f"{RESULTS}/plans/{{plan}}/{{run}}/profile/profile.json",
-        summary=f"{RESULTS}/plans/{{plan}}/{{run}}/profile/profile_summary.csv",
-        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/profile.csv",
+        profile=PATHS.run("profile/profile.json"),
+        summary=PATHS.run("profile/profile_summary.csv"),
+        telemetry=PATHS.run("telemetry/profile.csv"),
     log:
-        f"{RESULTS}/logs/profile/{{plan}}/{{run}}.log",
+        PATHS.log("profile", "{plan}", "{run}"),
     benchmark:
-        f"{RESULTS}/benchmarks/profile/{{plan}}/{{run}}.tsv"
-    priority: JOBS.sooner
+        PATHS.benchmark("profile", "{plan}", "{run}")
+    priority: PLANS.sooner
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: ALL_CORES
     resources:
-        **JOBS.resources("profile"),
+        **COMMANDS.resources("profile"),
     params:
-        stage=JOBS.run_params("profile"),
-        settings=JOBS.run_settings,
-        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
-        launch=JOBS.run_launch,
-        device=JOBS.run_device,
+        stage=RUNS.profile_params,
+        settings=RUNS.settings,
+        record=PATHS.run("config.yaml"),
+        launch=RUNS.launch,
+        device=COMMANDS.device,
         folder=subpath(output.profile, parent=True),
     message:
         "Profile {wildcards.plan}.{wildcards.run}"
@@ -70,30 +70,30 @@ rule profile:
 rule tune:
     """Search for the fastest loader, threads and batch size of a run."""
     input:
-        manifest=JOBS.run_manifest,
-        data=JOBS.run_data,
-        program=JOBS.program_files,
-        checkout=JOBS.run_checkout,
+        manifest=RUNS.manifest,
+        data=RUNS.data_files,
+        program=PROGRAMS.files,
+        checkout=PROGRAMS.checkout,
     output:
-        record=f"{RESULTS}/plans/{{plan}}/{{run}}/tune.json",
-        settings=f"{RESULTS}/plans/{{plan}}/{{run}}/tuned.yaml",
-        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/tune.csv",
+        record=PATHS.run("tune.json"),
+        settings=PATHS.run("tuned.yaml"),
+        telemetry=PATHS.run("telemetry/tune.csv"),
     log:
-        f"{RESULTS}/logs/tune/{{plan}}/{{run}}.log",
+        PATHS.log("tune", "{plan}", "{run}"),
     benchmark:
-        f"{RESULTS}/benchmarks/tune/{{plan}}/{{run}}.tsv"
+        PATHS.benchmark("tune", "{plan}", "{run}")
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: ALL_CORES
     resources:
-        **JOBS.resources("tune"),
+        **COMMANDS.resources("tune"),
     params:
-        stage=JOBS.tune_params,
-        settings=JOBS.run_settings,
-        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
-        launch=JOBS.run_launch,
-        device=JOBS.run_device,
-        call=JOBS.call_again,
-        candidates=JOBS.tune_candidates,
+        stage=RUNS.tune_params,
+        settings=RUNS.settings,
+        record=PATHS.run("config.yaml"),
+        launch=RUNS.launch,
+        device=COMMANDS.device,
+        call=CONTEXT.call_again,
+        candidates=PROGRAMS.tune_candidates,
         folder=subpath(output.record, parent=True),
     message:
         "Tune {wildcards.plan}.{wildcards.run}"

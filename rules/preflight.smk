@@ -11,7 +11,7 @@ from dlscale.rules.calls import Call, requests
 
 STARTED = time.time() - progress.age()
 SOURCES = Path(".snakemake/sources")
-CALL = Call(JOBS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
+CALL = Call(CONTEXT, PLANS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
 
 # Once: jobs that Snakemake starts as processes of their own read this file, too.
 if workflow.is_main_process:
@@ -92,7 +92,7 @@ onstart:
     for display in displays():
         display.expect(CALL.expected(jobs_to_run()))
     for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
-        live = f"; until then, {live_page(page).name} beside it shows what is done" if JOBS.is_live else ""
+        live = f"; until then, {live_page(page).name} beside it shows what is done" if CONTEXT.is_live else ""
         tell(f"The page will be {Path(page).resolve()}{live}")
 
 

@@ -1,17 +1,17 @@
 checkpoint promote:
     """Choose the trials that come to the next rung of successive halving."""
     input:
-        plan=f"{RESULTS}/plans/{{plan}}/plan.yaml",
-        runs=JOBS.promote_inputs,
+        plan=PATHS.plan(),
+        runs=PLANS.promote_inputs,
     output:
-        f"{RESULTS}/plans/{{plan}}/rung{{rung}}.json",
+        PATHS.rung(),
     log:
-        f"{RESULTS}/logs/promote/{{plan}}/rung{{rung}}.log",
+        PATHS.log("promote", "{plan}", "rung{rung}"),
     benchmark:
-        f"{RESULTS}/benchmarks/promote/{{plan}}/rung{{rung}}.tsv"
+        PATHS.benchmark("promote", "{plan}", "rung{rung}")
     params:
-        stage=JOBS.promote_params,
-        launch=JOBS.stage_launch,
+        stage=PLANS.promote_params,
+        launch=COMMANDS.launch,
     message:
         "Choose the trials of {wildcards.plan} for rung {wildcards.rung}"
     shell:
@@ -21,24 +21,24 @@ checkpoint promote:
 rule collect:
     """Tabulate a plan's runs."""
     input:
-        plan=f"{RESULTS}/plans/{{plan}}/plan.yaml",
-        runs=JOBS.collect_inputs,
+        plan=PATHS.plan(),
+        runs=PLANS.runs,
     output:
         report(
-            f"{RESULTS}/plans/{{plan}}/summary.csv",
+            PATHS.table(),
             caption=f"{CAPTIONS}/summary.rst",
             category="Tables",
             labels={"plan": "{plan}"},
         ),
     log:
-        f"{RESULTS}/logs/collect/{{plan}}.log",
+        PATHS.log("collect", "{plan}"),
     benchmark:
-        f"{RESULTS}/benchmarks/collect/{{plan}}.tsv"
-    priority: JOBS.sooner
+        PATHS.benchmark("collect", "{plan}")
+    priority: PLANS.sooner
     params:
-        stage=JOBS.collect_params,
-        launch=JOBS.stage_launch,
-        page=JOBS.live_page,
+        stage=PLANS.collect_params,
+        launch=COMMANDS.launch,
+        page=PLANS.live_page,
     message:
         "Tabulate plan {wildcards.plan}"
     shell:
@@ -48,8 +48,8 @@ rule collect:
 rule report:
     """Write the page of all target plans."""
     input:
-        **JOBS.report_files(CONFIG.workflow.targets),
-        runs=JOBS.report_runs,
+        **PLANS.files_of_page(CONFIG.workflow.targets),
+        runs=PLANS.target_runs,
     output:
         report(
             PAGE,
@@ -57,14 +57,14 @@ rule report:
             category="Report",
         ),
     log:
-        f"{RESULTS}/logs/report.log",
+        PATHS.log("report"),
     benchmark:
-        f"{RESULTS}/benchmarks/report.tsv"
+        PATHS.benchmark("report")
     params:
-        stage=JOBS.report_params(CONFIG.workflow.report.title, CONFIG.workflow.targets),
-        launch=JOBS.stage_launch,
-        call=JOBS.call_again,
-        datasets=JOBS.report_folders,
+        stage=PLANS.page_params(CONFIG.workflow.report.title, CONFIG.workflow.targets),
+        launch=COMMANDS.launch,
+        call=CONTEXT.call_again,
+        datasets=PLANS.page_folders,
     message:
         "Write the report"
     shell:
@@ -76,24 +76,24 @@ rule report:
 rule report_plan:
     """Write the page of one plan."""
     input:
-        unpack(JOBS.report_plan_files),
-        runs=JOBS.collect_inputs,
+        unpack(PLANS.page_files),
+        runs=PLANS.runs,
     output:
         report(
-            f"{RESULTS}/plans/{{plan}}/report.html",
+            PATHS.plan_page(),
             caption=f"{CAPTIONS}/page.rst",
             category="Report",
             labels={"plan": "{plan}"},
         ),
     log:
-        f"{RESULTS}/logs/report/{{plan}}.log",
+        PATHS.log("report", "{plan}"),
     benchmark:
-        f"{RESULTS}/benchmarks/report/{{plan}}.tsv"
+        PATHS.benchmark("report", "{plan}")
     params:
-        stage=JOBS.report_plan_params,
-        launch=JOBS.stage_launch,
-        call=JOBS.call_again,
-        datasets=JOBS.report_folders,
+        stage=PLANS.plan_page_params,
+        launch=COMMANDS.launch,
+        call=CONTEXT.call_again,
+        datasets=PLANS.page_folders,
     message:
         "Write the report of plan {wildcards.plan}"
     shell:

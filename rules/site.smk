@@ -14,7 +14,7 @@ except UserError as error:
 if workflow.is_main_process:
     tell(*REASONS)
 
-JOBS = Jobs(
+CONTEXT = Context(
     configuration=CONFIG,
     site=SITE,
     page=PAGE,
@@ -27,6 +27,11 @@ JOBS = Jobs(
     rung_file=rung_file,
     keep_going=keeps_going,
 )
+COMMANDS = Commands(CONTEXT)
+DATASETS = Datasets(CONTEXT, COMMANDS)
+PROGRAMS = Programs(CONTEXT, COMMANDS)
+RUNS = Runs(CONTEXT, COMMANDS, DATASETS, PROGRAMS)
+PLANS = Plans(CONTEXT)
 
 
 def image_options():

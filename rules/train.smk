@@ -1,37 +1,37 @@
 rule train:
     """Train one run. What a retry goes on from is no declared output, which would be deleted when a job fails."""
     input:
-        manifest=JOBS.run_manifest,
-        data=JOBS.run_data,
-        weights=JOBS.run_weights,
+        manifest=RUNS.manifest,
+        data=RUNS.data_files,
+        weights=RUNS.weights,
     output:
-        metrics=f"{RESULTS}/plans/{{plan}}/{{run}}/metrics.jsonl",
-        provenance=f"{RESULTS}/plans/{{plan}}/{{run}}/provenance.json",
-        model=f"{RESULTS}/plans/{{plan}}/{{run}}/model.pt",
+        metrics=PATHS.run("metrics.jsonl"),
+        provenance=PATHS.run("provenance.json"),
+        model=PATHS.run("model.pt"),
         prediction=report(
-            f"{RESULTS}/plans/{{plan}}/{{run}}/prediction.png",
+            PATHS.run("prediction.png"),
             caption=f"{CAPTIONS}/prediction.rst",
             category="Predictions",
             subcategory="{plan}",
             labels={"plan": "{plan}", "run": "{run}"},
         ),
-        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/train.csv",
+        telemetry=PATHS.run("telemetry/train.csv"),
     log:
-        f"{RESULTS}/logs/train/{{plan}}/{{run}}.log",
+        PATHS.log("train", "{plan}", "{run}"),
     benchmark:
-        f"{RESULTS}/benchmarks/train/{{plan}}/{{run}}.tsv"
-    threads: JOBS.train_threads
+        PATHS.benchmark("train", "{plan}", "{run}")
+    threads: RUNS.train_threads
     resources:
-        **JOBS.resources("train"),
+        **COMMANDS.resources("train"),
     params:
-        stage=JOBS.run_params("train"),
-        settings=JOBS.run_settings,
-        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
-        launch=JOBS.run_launch,
-        device=JOBS.run_device,
-        sources=JOBS.checkpoint_sources,
+        stage=RUNS.train_params,
+        settings=RUNS.settings,
+        record=PATHS.run("config.yaml"),
+        launch=RUNS.launch,
+        device=COMMANDS.device,
+        sources=RUNS.checkpoint_sources,
         folder=subpath(output.metrics, parent=True),
-        checkpoints=JOBS.checkpoint_folder,
+        checkpoints=RUNS.checkpoint_folder,
     message:
         "Train {wildcards.plan}.{wildcards.run}"
     shell:
@@ -44,17 +44,17 @@ rule train:
 rule checkout:
     """Fetch the revision of a program that a run names, ahead: compute nodes have no network."""
     output:
-        directory(f"{RESULTS}/programs/{{revision}}"),
+        directory(PATHS.program()),
     log:
-        f"{RESULTS}/logs/checkout/{{revision}}.log",
+        PATHS.log("checkout", "{revision}"),
     benchmark:
-        f"{RESULTS}/benchmarks/checkout/{{revision}}.tsv"
+        PATHS.benchmark("checkout", "{revision}")
     wildcard_constraints:
         revision="[0-9a-f]{40}",
     params:
-        stage=JOBS.checkout_params,
-        launch=JOBS.checkout_launch,
-        repository=JOBS.checkout_repository,
+        stage=PROGRAMS.checkout_params,
+        launch=PROGRAMS.checkout_launch,
+        repository=PROGRAMS.checkout_repository,
     message:
         "Fetch revision {wildcards.revision} of {params.repository}"
     shell:
@@ -65,32 +65,32 @@ rule checkout:
 rule program:
     """Run another program in place of dlscale's training, to its end."""
     input:
-        manifest=JOBS.run_manifest,
-        data=JOBS.run_data,
-        weights=JOBS.run_weights,
-        program=JOBS.program_files,
-        checkout=JOBS.run_checkout,
+        manifest=RUNS.manifest,
+        data=RUNS.data_files,
+        weights=RUNS.weights,
+        program=PROGRAMS.files,
+        checkout=PROGRAMS.checkout,
     output:
-        program=f"{RESULTS}/plans/{{plan}}/{{run}}/program.json",
-        telemetry=f"{RESULTS}/plans/{{plan}}/{{run}}/telemetry/program.csv",
+        program=PATHS.run("program.json"),
+        telemetry=PATHS.run("telemetry/program.csv"),
     log:
-        f"{RESULTS}/logs/program/{{plan}}/{{run}}.log",
+        PATHS.log("program", "{plan}", "{run}"),
     benchmark:
-        f"{RESULTS}/benchmarks/program/{{plan}}/{{run}}.tsv"
+        PATHS.benchmark("program", "{plan}", "{run}")
     # All cores of one machine, so that no other job disturbs what is timed.
     threads: ALL_CORES
     resources:
-        **JOBS.resources("program"),
+        **COMMANDS.resources("program"),
     params:
-        stage=JOBS.run_params("program"),
-        settings=JOBS.run_settings,
-        record=f"{RESULTS}/plans/{{plan}}/{{run}}/config.yaml",
-        launch=JOBS.run_launch,
-        device=JOBS.run_device,
-        start=JOBS.program_start,
-        sources=JOBS.program_sources,
+        stage=RUNS.program_params,
+        settings=RUNS.settings,
+        record=PATHS.run("config.yaml"),
+        launch=RUNS.launch,
+        device=COMMANDS.device,
+        start=PROGRAMS.start,
+        sources=PROGRAMS.sources,
         folder=subpath(output.program, parent=True),
-        keep=JOBS.program_folder,
+        keep=PROGRAMS.out_folder,
     message:
         "Run program {wildcards.plan}.{wildcards.run}"
     shell:

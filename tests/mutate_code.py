@@ -934,16 +934,16 @@ MUTATIONS = [
     # ---- rules -----------------------------------------------------------------------------------
     Mutation(
         "runs_ask_for_cpu_nodes",
-        "rules/jobs.py",
+        "rules/commands.py",
         "geometry, processes = (run.geometry, run.processes) if run else (None, None)",
         "geometry, processes = None, None",
         "workflow/test_profiles.py::test_what_is_asked_of_slurm",
     ),
     Mutation(
         "runs_start_one_process",
-        "rules/jobs.py",
-        "return self.launch(input, run.processes, redact",
-        "return self.launch(input, None, redact",
+        "rules/runs.py",
+        "return self.commands.start(input, run.processes, redact",
+        "return self.commands.start(input, None, redact",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
     # How a call meets its user.

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -30,7 +30,12 @@ from dlscale.preflight import cost, doctor
 from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
-from dlscale.rules.jobs import ALL_CORES, Jobs, decisive_settings
+from dlscale.rules.commands import Commands
+from dlscale.rules.context import Context
+from dlscale.rules.datasets import Datasets
+from dlscale.rules.plans import Plans
+from dlscale.rules.programs import Programs
+from dlscale.rules.runs import ALL_CORES, Runs, decisive_settings
 from tests.conftest import ERA5, ERA5_RUN
 
 RUN = SimpleNamespace(plan="p", run="a")
@@ -39,6 +44,17 @@ DATA = SimpleNamespace(dataset="d", split="train", part="images", file="none")
 
 def refuse(message: object) -> NoReturn:
     raise AssertionError(message)
+
+
+class Jobs(NamedTuple):
+    """What the rules of a call use."""
+
+    context: Context
+    commands: Commands
+    datasets: Datasets
+    programs: Programs
+    runs: Runs
+    plans: Plans
 
 
 def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, Any] | None = None) -> Jobs:
@@ -54,7 +70,7 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
         "datasets": {"d": {"kind": "starter", "source": {"kind": "simulated"}}},
     }
     configuration = resolve.load({**raw, "plans": {"p": plan}, "site": site or {}})
-    return Jobs(
+    context = Context(
         configuration,
         configuration.workflow.site,
         page="page",
@@ -67,12 +83,20 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
         rung_file=lambda plan, rung: "",
         keep_going=lambda: False,
     )
+    return of(context)
+
+
+def of(context: Context) -> Jobs:
+    """Return the families of rules of a call."""
+    commands = Commands(context)
+    datasets, programs = Datasets(context, commands), Programs(context, commands)
+    return Jobs(context, commands, datasets, programs, Runs(context, commands, datasets, programs), Plans(context))
 
 
 def test_secrets_of_addresses_are_kept_from_programs(tmp_path: Path) -> None:
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
-    found.configuration.secrets["https://h.org/x?sig=***"] = "https://h.org/x?sig=s3cret"
-    for words in (found.run_launch(RUN, []), found.checkout_launch(RUN, [])):
+    found.context.configuration.secrets["https://h.org/x?sig=***"] = "https://h.org/x?sig=s3cret"
+    for words in (found.runs.launch(RUN, []), found.programs.checkout_launch(RUN, [])):
         assert words[:3] == ["env", "-u", "DLSCALE_URLS"]
 
 
@@ -83,23 +107,23 @@ def test_secrets_of_a_program_reach_it_by_its_environment_alone(tmp_path: Path) 
         "values": {"tok": "s3cret2"},
     }
     found = jobs(tmp_path, {"program": given})
-    words = [*found.run_launch(RUN, []), found.run_settings(RUN, []), str(found.run_params("program")(RUN))]
+    words = [*found.runs.launch(RUN, []), found.runs.settings(RUN, []), str(found.runs.program_params(RUN))]
     assert "DLSCALE_URLS" not in words and "s3cret" not in str(words)
-    assert found.configuration.secrets == {"***secret.tok***": "s3cret2", "***secret.API_KEY***": "s3cret"}
-    assert "DLSCALE_URLS" in found.checkout_launch(RUN, []), "which no other stage gets"
+    assert found.context.configuration.secrets == {"***secret.tok***": "s3cret2", "***secret.API_KEY***": "s3cret"}
+    assert "DLSCALE_URLS" in found.programs.checkout_launch(RUN, []), "which no other stage gets"
     other = jobs(tmp_path, {"program": {**given, "environment": {"API_KEY": "an0ther"}}})
-    assert other.run_params("program")(RUN) == found.run_params("program")(RUN)
+    assert other.runs.program_params(RUN) == found.runs.program_params(RUN)
 
 
 def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
     """Code alone does not decide how it looks."""
     found, template = jobs(tmp_path), tmp_path / "page.j2"
-    ours = found.report_params("title", ["p"])
-    assert ours["sources"] != found.own_params("report", ours["settings"])["sources"]
+    ours = found.plans.page_params("title", ["p"])
+    assert ours["sources"] != found.context.own_params("report", ours["settings"])["sources"]
     digests = set()
     for text in ("one", "other"):
         template.write_text(text)
-        digests.add(found.own_params("report", ours["settings"], [template])["sources"])
+        digests.add(found.context.own_params("report", ours["settings"], [template])["sources"])
     assert len(digests) == 2
 
 
@@ -107,11 +131,11 @@ def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
     """In a folder of another user, for a call that keeps going; a child process is no root."""
     (locked := tmp_path / "locked").mkdir(mode=0o000)
     found, file = jobs(Path("/nowhere")), locked / "a.npy"
-    found.keep_going = lambda: True  # type: ignore[method-assign]
+    found.context.keep_going = lambda: True  # type: ignore[method-assign]
     if not (child := os.fork()):
         try:
             os.setuid(os.getuid() or 65534)
-            known = found.existing([str(file)]), found._stamp("d", SimpleNamespace(origin=str(file)))
+            known = found.datasets.existing([str(file)]), found.datasets._stamp("d", SimpleNamespace(origin=str(file)))
             os._exit(known != ([], None))
         finally:
             os._exit(2)
@@ -122,7 +146,7 @@ def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None
     """Asked for by a file, such as a program's metrics.jsonl."""
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
     with pytest.raises(AssertionError, match="profile: a run of a program has no such stage; ask for the files of"):
-        found.run_params("profile")(RUN)
+        found.runs.profile_params(RUN)
 
 
 @pytest.mark.parametrize(
@@ -152,12 +176,12 @@ def test_a_missing_script_is_a_failure(tmp_path: Path, command: list[str], missi
     (tmp_path / "there.py").touch()
     found = jobs(tmp_path / "results", {"program": {"command": command, "folder": str(tmp_path)}})
     said: list[Finding] = []
-    found.say = said.append
-    found.program_files(RUN)
-    found.program_files(RUN)
+    found.context.say = said.append
+    found.programs.files(RUN)
+    found.programs.files(RUN)
     expected = [("FAIL", f"{tmp_path}/{missing}: no such file")] if missing else []
     assert [(each.status, each.text) for each in said] == expected
-    names = [each.text for each in doctor.probe_scripts(found.configuration) if each.name.startswith("run p.a")]
+    names = [each.text for each in doctor.probe_scripts(found.context.configuration) if each.name.startswith("run p.a")]
     assert names == [text for _, text in expected]
 
 
@@ -175,15 +199,15 @@ def test_ranks_of_the_calling_shell_reach_no_stage(tmp_path: Path, monkeypatch: 
         monkeypatch.delenv(name, raising=False)
     program, several = {"program": {"command": ["true"]}}, {"geometry": {"gpus_per_node": 2}}
     found = jobs(tmp_path, program)
-    assert found.run_launch(RUN, [])[0] == sys.executable, "nothing is withheld where nothing is set"
+    assert found.runs.launch(RUN, [])[0] == sys.executable, "nothing is withheld where nothing is set"
     names = ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
     withheld = ["env", *(word for name in names for word in ("-u", name))]
     for name in names:
         monkeypatch.setenv(name, "1")
-    for words in (found.run_launch(RUN, []), found.checkout_launch(RUN, []), found.stage_launch(RUN, [])):
+    for words in (found.runs.launch(RUN, []), found.programs.checkout_launch(RUN, []), found.commands.launch(RUN, [])):
         assert words[: len(withheld) + 1] == [*withheld, sys.executable]
     found = jobs(tmp_path, several)
-    words = found.run_launch(RUN, [])
+    words = found.runs.launch(RUN, [])
     assert words[: len(withheld)] == withheld and "dlscale.launch.ranks" in words
     seen = subprocess.run([*words[: len(withheld)], "printenv"], capture_output=True, text=True, check=True).stdout
     assert not {line.partition("=")[0] for line in seen.splitlines()} & {*LAUNCHED}
@@ -201,7 +225,7 @@ def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
 
     def params(**settings: Any) -> list[Any]:
         found = jobs(tmp_path, settings)
-        return [found.run_params("train")(RUN), found.throughput_params(RUN)]
+        return [found.runs.train_params(RUN), found.runs.throughput_params(RUN)]
 
     before = params()
     assert params() == before
@@ -216,13 +240,17 @@ def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
 
 def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
     found = jobs(tmp_path)
-    files = found.plan_files("p")
+    files = found.plans.files("p")
     assert f"{tmp_path}/plans/p/b/metrics.jsonl" in files and files[-1] == f"{tmp_path}/plans/p/summary.csv"
-    assert found.report_files(["p"])["manifests"] == [f"{tmp_path}/data/d/manifest.json"] == [found.run_manifest(RUN)]
-    assert json.loads(found.run_settings(RUN, None)) == found.plans["p"]["a"].run.model_dump(mode="json")
-    page = json.loads(found.live_page(RUN, None)[1])
+    assert (
+        found.plans.files_of_page(["p"])["manifests"]
+        == [f"{tmp_path}/data/d/manifest.json"]
+        == [found.runs.manifest(RUN)]
+    )
+    assert json.loads(found.runs.settings(RUN, None)) == found.context.plans["p"]["a"].run.model_dump(mode="json")
+    page = json.loads(found.plans.live_page(RUN, None)[1])
     assert page["plans"] == [f"{tmp_path}/plans/p/plan.yaml"] and page["out"] == "page"
-    assert [each["name"] for each in found.plan_settings("p")["runs"]] == ["a", "b"]
+    assert [each["name"] for each in found.plans.settings("p")["runs"]] == ["a", "b"]
 
 
 def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
@@ -230,7 +258,7 @@ def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
     other = SimpleNamespace(plan="p", run="b")
     for seconds, copied in ((9.9, False), (10, True)):
         found = jobs(tmp_path, {"throughput": {"beside": seconds}})
-        assert (found.beside(RUN) is not None, found.beside(other) is not None) == (copied, True)
+        assert (found.runs.beside(RUN) is not None, found.runs.beside(other) is not None) == (copied, True)
 
 
 def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
@@ -238,7 +266,7 @@ def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
         file = tmp_path / "references" / name / "reference.json"
         file.parent.mkdir(parents=True)
         file.write_text("{}")
-    assert jobs(tmp_path).report_files(["p"])["references"] == [f"{tmp_path}/references/theirs/reference.json"]
+    assert jobs(tmp_path).plans.files_of_page(["p"])["references"] == [f"{tmp_path}/references/theirs/reference.json"]
 
 
 @pytest.mark.parametrize(
@@ -256,8 +284,8 @@ def test_weights_that_nothing_makes_are_said_once_with_their_key(
 ) -> None:
     said: list[Any] = []
     found = jobs(tmp_path, {"training": {"weights": f"{tmp_path}/{weights}"}})
-    found.say = said.append
-    assert [found.run_weights(RUN) for _ in range(2)] == [[f"{tmp_path}/{read}"]] * 2
+    found.context.say = said.append
+    assert [found.runs.weights(RUN) for _ in range(2)] == [[f"{tmp_path}/{read}"]] * 2
     told = [] if remedy is None else [f"{remedy.format(tmp_path)}name others in plans.p.runs.a.training.weights"]
     assert [each.remedy for each in said] == told
 
@@ -270,36 +298,38 @@ def test_trials_are_chosen_among_those_that_this_machine_can_do(
     sweep = {"method": "halving", "over": over, "reduction_factor": 2}
     settings = {"batch_size": 4, "training": {"epochs": 2}}
     swept = {"study": "mnist_cnn", "kind": "sweep", "settings": settings, "sweep": sweep}
-    found = replace(jobs(tmp_path), configuration=resolve.load({"targets": ["s"], "plans": {"s": swept}}))
-    files = [Path(file) for file in found.promote_inputs(SimpleNamespace(plan="s", rung="1"))]
+    swept_ = resolve.load({"targets": ["s"], "plans": {"s": swept}})
+    found = of(replace(jobs(tmp_path).context, configuration=swept_))
+    files = [Path(file) for file in found.plans.promote_inputs(SimpleNamespace(plan="s", rung="1"))]
     trials = [file.parent.name for file in files if file.name == "model.pt"]
     assert trials == ["seed-1_gpus_per_node-1-rung0", "seed-2_gpus_per_node-1-rung0"]
 
 
 def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlscale.rules.jobs.gpus", lambda: 0)
+    monkeypatch.setattr("dlscale.rules.context.gpus", lambda: 0)
     here = jobs(tmp_path, {"threads": 3})
-    assert here.train_threads(RUN) == 3 and jobs(tmp_path).train_threads(RUN) == ALL_CORES
-    assert here.resources("train") == here.resources("data") == {}
+    assert here.runs.train_threads(RUN) == 3 and jobs(tmp_path).runs.train_threads(RUN) == ALL_CORES
+    assert here.commands.resources("train") == here.commands.resources("data") == {}
     nodes = {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}
     there = jobs(tmp_path, {"geometry": {"gpus_per_node": 2}}, {"starter": "srun", "scheduler": nodes})
-    asked = {name: resource(RUN, attempt=1) for name, resource in there.resources("train").items()}
+    asked = {name: resource(RUN, attempt=1) for name, resource in there.commands.resources("train").items()}
     assert (asked["gres"], asked["tasks_per_node"], asked["nodes"]) == ("gpu:2", 2, 1)
-    assert there.resources("train")["runtime"](RUN, attempt=2) == 2 * asked["runtime"]
-    assert there.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
+    assert there.commands.resources("train")["runtime"](RUN, attempt=2) == 2 * asked["runtime"]
+    assert there.commands.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
 
 
 def test_a_container_has_results_behind_a_link_by_the_name_that_commands_say(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "scratch").symlink_to("far")
     place = tmp_path / "scratch/results"
-    found = jobs(place, site={"engine": "podman", "image": "x"}).launch([place / "data/d/manifest.json"])
+    found = jobs(place, site={"engine": "podman", "image": "x"}).commands.start([place / "data/d/manifest.json"])
     assert [word for word in found if str(tmp_path) in word] == [f"--volume={place}:{place}"]
 
 
 def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path) -> None:
     told = list[str]()
-    call = Call(jobs(tmp_path), ["p"], [], cores=2, tell=lambda *lines: told.extend(lines))
+    found = jobs(tmp_path)
+    call = Call(found.context, found.plans, ["p"], [], cores=2, tell=lambda *lines: told.extend(lines))
 
     def waiting(rule: str, threads: int = 1, **wildcards: str) -> Any:
         named = SimpleNamespace(**wildcards, items=wildcards.items)
@@ -326,7 +356,7 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path) -> None:
 
 def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
     """Options are none."""
-    configuration = jobs(tmp_path).configuration
+    configuration = jobs(tmp_path).context.configuration
     words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
     found = [target for word in words if (target := read_target(word, configuration))]
     assert [(each.plans, each.datasets) for each in found] == [(("p",), ()), ((), ("d",)), (("p",), ())]
@@ -428,11 +458,13 @@ def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path
     words = {"empty": "valid/b: no images in it", "missing": "valid has no b; give each class a folder"}[fault]
     for keep_going in (False, True):
         found, said = jobs(tmp_path / "results"), list[Finding]()
-        found.datasets["d"] = validate(dataset_type(), {"kind": "imagenet", "source": source, "shards": {"valid": 3}})
-        found.say, found.keep_going = said.append, lambda: keep_going  # noqa: B023
+        found.context.datasets["d"] = validate(
+            dataset_type(), {"kind": "imagenet", "source": source, "shards": {"valid": 3}}
+        )
+        found.context.say, found.context.keep_going = said.append, lambda: keep_going  # noqa: B023
         for number in range(3):
             wildcards = SimpleNamespace(dataset="d", file=f"valid-000{number}.h5")
-            assert words in found.acquire_params(wildcards)["settings"]["files"]
+            assert words in found.datasets.acquire_params(wildcards)["settings"]["files"]
         assert [finding.status for finding in said] == ["warn" if keep_going else "FAIL"]
         assert words in said[0].text
 
@@ -448,15 +480,15 @@ def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(
     wildcards = SimpleNamespace(dataset="d")
     for keep_going in (False, True):
         found, said = jobs(tmp_path / "results"), list[Finding]()
-        found.datasets["d"] = validate(dataset_type(), {"kind": "files", "source": source})
-        found.say, found.keep_going = said.append, lambda: keep_going  # noqa: B023
-        assert found.dataset_files(wildcards) == source["paths"]
+        found.context.datasets["d"] = validate(dataset_type(), {"kind": "files", "source": source})
+        found.context.say, found.context.keep_going = said.append, lambda: keep_going  # noqa: B023
+        assert found.datasets.files(wildcards) == source["paths"]
         assert [finding.status for finding in said] == ["warn" if keep_going else "FAIL"]
         assert f"{tmp_path}/many: more than 2 files; name those that decide" in said[0].text
-        sources = [Path(word) for word in found.prepared_sources(wildcards)[1:]]
+        sources = [Path(word) for word in found.datasets.prepared_sources(wildcards)[1:]]
         with pytest.raises(UserError, match="many: more than 2 files"):
-            describe_prepared(found.datasets["d"], sources, tmp_path)
-        assert found.describe_params(wildcards)["settings"]["files"] and len(said) == 1
+            describe_prepared(found.context.datasets["d"], sources, tmp_path)
+        assert found.datasets.describe_params(wildcards)["settings"]["files"] and len(said) == 1
 
 
 def test_a_missing_file_is_no_input_of_a_call_that_keeps_going(tmp_path: Path) -> None:
@@ -465,11 +497,11 @@ def test_a_missing_file_is_no_input_of_a_call_that_keeps_going(tmp_path: Path) -
     Path(files["images"]).write_bytes(b"x")
     found, said = jobs(tmp_path / "results"), list[Finding]()
     source = {"kind": "files", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
-    found.datasets["d"] = validate(dataset_type(), {"kind": "mnist", "source": source})
-    found.say = said.append
+    found.context.datasets["d"] = validate(dataset_type(), {"kind": "mnist", "source": source})
+    found.context.say = said.append
     wildcards = SimpleNamespace(dataset="d", split="train", part="train", piece="0")
-    assert found.part_sources(wildcards) == [*files.values()]
-    found.keep_going = lambda: True
-    assert found.part_sources(wildcards) == [files["images"]]
-    assert found.source_words(wildcards) == ["--source", *files.values()]
+    assert found.datasets.part_sources(wildcards) == [*files.values()]
+    found.context.keep_going = lambda: True
+    assert found.datasets.part_sources(wildcards) == [files["images"]]
+    assert found.datasets.source_words(wildcards) == ["--source", *files.values()]
     assert [finding.status for finding in said] == ["FAIL"] and "labels.idx: no such file" in said[0].text

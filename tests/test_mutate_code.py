@@ -14,7 +14,7 @@ from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
 PARTS = {
     "extensions",
     *("config", "core", "data", "datasets", "launch", "measure", "parallel", "preflight", "report"),
-    *("scores.py", "studies", "train", "rules"),
+    *("scores.py", "studies", "train", "rules", ".."),
 }
 
 

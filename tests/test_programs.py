@@ -27,11 +27,12 @@ from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.core.files import temporary_folder
 from dlscale.core.metrics import epoch_lines
+from dlscale.core.paths import Results
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
 from dlscale.outside import checkout, run_program, turns
 from dlscale.outside.program import SOURCES, earlier, epochs_of, steps_at
 from dlscale.outside.running import HOOK, PRINTED
-from dlscale.rules.jobs import Jobs
+from dlscale.rules.programs import Programs
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program
 from tests.waiting import PATIENCE, until
@@ -343,10 +344,16 @@ def test_words_of_values() -> None:
     assert found == ["a", "0.9", "0.999", "w=0"]
 
 
+def named_files(results: Path, run: Any) -> list[str]:
+    """Return the files that the command of a run's program names."""
+    context: Any = SimpleNamespace(paths=Results(results))
+    return Programs(context, commands=Any).named_files(run)
+
+
 def test_a_word_may_be_long(tmp_path: Path) -> None:
     """A script after `-c` is longer than a file's name may be."""
     run = SimpleNamespace(program=Program(command=["python", "-c", "pass;" * 100]))
-    assert Jobs._named_files(SimpleNamespace(results=tmp_path), run) == []  # type: ignore[arg-type]
+    assert named_files(tmp_path, run) == []
 
 
 def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
@@ -358,8 +365,7 @@ def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
     found = []
     for command in commands:
         run = SimpleNamespace(program=Program(command=command, folder=str(tmp_path)))
-        files = Jobs._named_files(SimpleNamespace(results=tmp_path / "results"), run)  # type: ignore[arg-type]
-        found.append(sorted(Path(file).name for file in files))
+        found.append(sorted(Path(file).name for file in named_files(tmp_path / "results", run)))
     assert found == [["train.py", "train.sh"], ["train.py"], ["train.sh"], []]
 
 

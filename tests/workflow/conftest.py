@@ -307,7 +307,7 @@ def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFa
         copy_tree(folder / "a repository")
         tree = Tree(folder / "a repository", CONFIG)
         tree.write()
-        outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS)
+        outcome = tree.snakemake("--cores", "2", "--printshellcmds", "--", *TARGETS, timeout=6 * PATIENCE)
         assert outcome.status == 0, outcome.output[-5000:]
         (folder / "output").write_text(outcome.output)
 

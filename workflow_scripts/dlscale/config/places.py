@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlscale.core.errors import UserError, of_another, unknown
+from dlscale.core.paths import Results
 from dlscale.core.settings import read_settings, write_yaml
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def check_plans(names: Sequence[str], configuration: Configuration | None) -> li
         raise UserError("config.yaml: no such file here; name one with --configfile")
     for name in names:
         if name not in configuration.plans:
-            other = of_another(results_of(configuration) / "plans" / name / "plan.yaml")
+            other = of_another(Path(Results(results_of(configuration)).plan(name)))
             raise UserError(unknown("plan", name, configuration.plans) + other)
     return list(names) or configuration.workflow.targets
 
@@ -45,7 +46,7 @@ def run_folder(name: str, configuration: Configuration | None) -> Path:
     plan, _, run = name.partition(".")
     known = configuration.plans.get(plan, {}) if configuration else {}
     owner = (known[run].plan, known[run].name) if run in known else (plan, run)  # another plan may have its results
-    path = Path(name) if "/" in name or not run else results.joinpath("plans", *owner)
+    path = Path(name) if "/" in name or not run else Path(Results(results).run("", *owner))
     if (path / "config.yaml").is_file():
         return path
     if run in known:

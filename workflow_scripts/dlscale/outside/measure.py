@@ -18,6 +18,7 @@ from dlscale.core import machine, telemetry
 from dlscale.core.errors import UserError, cut
 from dlscale.core.files import explained, remove, write_text
 from dlscale.core.noise import interval
+from dlscale.core.paths import Results
 from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         raise UserError(
             f"--batch-size: {cut(str(args.batch_size), 40)}: expected a whole number from 1 to {MAX_BATCH_SIZE:,}"
         )
-    plan = results_of(None) / "plans" / PLAN
+    plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
     folder, profilers = _reserved(args.name or _called(args.command), plan), None

@@ -26,6 +26,7 @@ from dlscale.config.workflow import Budget
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
+from dlscale.core.paths import Results
 from dlscale.core.progress import took
 from dlscale.core.stages import STAGES, turns_seconds
 from dlscale.core.text import aligned, duration, many
@@ -109,7 +110,7 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
             here = found and found.device.kind == kind and gpu in found.device.name.lower()
             if found and here and found.full and found.unit == SAMPLE_RATE and found.compute == digest:
                 alike[path.parent] = found.full.mean
-    return alike.get(results / "plans" / plan / name) or min(alike.values(), default=None)
+    return alike.get(Path(Results(results).run("", plan, name))) or min(alike.values(), default=None)
 
 
 def _published(plan: str, name: str, run: Run) -> float | None:
@@ -140,7 +141,7 @@ def _size(run: Run) -> dict[str, Any]:
 def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Manifest | None:
     """Return a dataset's manifest; before it is made what its settings say of it, or None."""
     try:
-        return Manifest.read(results / "data" / name / "manifest.json")
+        return Manifest.read(Results(results).manifest(name))
     except UserError:
         outline = parts.kind_of(dataset).outline(dataset) if dataset else None
     if outline is None or dataset is None:
@@ -289,7 +290,7 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
     """Return the time of a job on this machine, by its measured rate or its last `benchmark`."""
     known, busy = Estimate(), 0.0
     if work:
-        benchmark = results / "benchmarks" / stage / work.plan / f"{work.run_name}.tsv"
+        benchmark = Path(Results(results).benchmark(stage, work.plan, work.run_name))
         known = estimate(work, results, start_up=START_UP_HERE)
         busy = (BUSY - 1) * turns_seconds(work.run) if work.run and stage == "throughput" else 0.0
     seconds = known.seconds if known.basis in ("measured", "settings") else None
@@ -350,17 +351,17 @@ def works(
     Changed settings or sources do not count. `again`: plan and name of trials that train anew, with all their rungs.
     """
     workflow = configuration.workflow
-    results = Path(workflow.results)
+    results, paths = Path(workflow.results), Results(workflow.results)
     datasets, runs = dict[str, Work](), dict[tuple[str, str, str], Work]()
     for plan in check_plans(list(plans), configuration):
         for run, resolved in expected_runs(configuration.plans[plan], results).items():
             data, owner, name = resolved.run.dataset, resolved.plan, resolved.name
-            if not (results / "data" / data / "manifest.json").exists():
+            if not Path(paths.manifest(data)).exists():
                 datasets[data] = data_work(
                     configuration, data, data_jobs(workflow.datasets[data], workflow.site.scheduler)
                 )
             for stage in configuration.stages(plan, run):
-                there = (results / "plans" / owner / name / STAGES[stage].outputs[0]).exists()
+                there = Path(paths.run(STAGES[stage].outputs[0], owner, name)).exists()
                 if not there or (owner, resolved.trial) in again:
                     runs[owner, name, stage] = run_work(configuration, owner, name, stage)
     return [*datasets.values(), *runs.values()]
@@ -368,8 +369,8 @@ def works(
 
 def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
     """Return the runs that will be: of a rung of successive halving as many as it will have."""
-    folders = {name: results / "plans" / run.plan / run.name for name, run in runs.items()}
-    done = {name for name, folder in folders.items() if (folder / "provenance.json").exists()}
+    trained = {name: Results(results).run("provenance.json", run.plan, run.name) for name, run in runs.items()}
+    done = {name for name, file in trained.items() if Path(file).exists()}
     left = Counter({run.rung: run.rung_size for run in runs.values()})
     left.subtract(runs[name].rung for name in done)
     expected = {}

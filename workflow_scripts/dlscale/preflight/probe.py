@@ -17,6 +17,7 @@ from typing import Any, Literal
 from dlscale.config.dataset import DatasetSettings
 from dlscale.config.program import Program, missing_script
 from dlscale.core.errors import UserError
+from dlscale.core.paths import Results
 from dlscale.core.settings import read_yaml
 from dlscale.core.text import size
 from dlscale.data import parts
@@ -114,7 +115,7 @@ def said(words: list[str], limit: float = LIMIT) -> str:
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
     """Check a dataset's raw files, its own files, and that they have samples for each run's `samples`."""
-    manifest, kind = results / "data" / name / "manifest.json", parts.kind_of(dataset)
+    manifest, kind = Path(Results(results).manifest(name)), parts.kind_of(dataset)
 
     def found(status: Status, text: str, remedy: str = "") -> Finding:
         return Finding(f"data {name}", status, text, remedy)
@@ -145,8 +146,8 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
     """Check the raw files that a dataset still needs, or watches for changes; None if they are there."""
-    folder, kind = results / "data" / name, parts.kind_of(dataset)
-    made, recorded = (folder / "manifest.json").exists(), folder / "config.yaml"
+    paths, kind = Results(results), parts.kind_of(dataset)
+    made, recorded = Path(paths.manifest(name)).exists(), Path(paths.dataset_settings(name))
     read_once = made and kind.acquirer(dataset) is not None
     watched = type(kind).look is not DatasetKind.look
     try:

@@ -24,6 +24,7 @@ from dlscale.config.resolve import Configuration
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
 from dlscale.core.metrics import Epoch, read_epochs
+from dlscale.core.paths import Results
 from dlscale.core.process import INTERRUPTED
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
 from dlscale.core.stages import DATA_STAGES, STAGES
@@ -86,16 +87,17 @@ def _data(results: Path, name: str) -> list[Row]:
     told = [doing for file in logs if file.name.endswith(SUFFIX) and (doing := read(file)) and alive(doing)]
     if told:
         return [Row(what, doing.what, "running", doing) for doing in told]
-    if (results / "data" / name / "manifest.json").exists():
+    if Path(Results(results).manifest(name)).exists():
         return [Row(what, "", "done")]
     ended = [Row(what, stage, "failed", error=word) for log, stage in logs.items() if (word := failure(log, stage))]
     return ended[:1] or [Row(what, "", "waiting")]
 
 
 def _row(results: Path, plan: str, run: str, stage: str) -> Row:
-    folder, log = results / "plans" / plan / run, results / "logs" / stage / plan / f"{run}.log"
+    paths = Results(results)
+    log = Path(paths.log(stage, plan, run))
     doing = read(Path(f"{log}{SUFFIX}"))
-    state: State = "done" if (folder / STAGES[stage].outputs[0]).exists() else "waiting"
+    state: State = "done" if Path(paths.run(STAGES[stage].outputs[0], plan, run)).exists() else "waiting"
     error, epoch = None, None
     if doing and alive(doing):
         state = "running"
@@ -105,7 +107,7 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
         state = "failed"
     if stage == "train" and state != "waiting":
         with contextlib.suppress(UserError):  # none is done
-            epoch = read_epochs(folder / "metrics.jsonl")[-1]
+            epoch = read_epochs(Path(paths.run("metrics.jsonl", plan, run)))[-1]
     return Row(f"{plan}.{run}", stage, state, doing, epoch, error)
 
 

@@ -23,6 +23,7 @@ from dlscale.core import text
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
+from dlscale.core.paths import Results
 from dlscale.core.settings import read_yaml
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
@@ -179,8 +180,8 @@ def is_run(name: str, results: Path) -> bool:
 
 def _plan_files(name: str, results: Path) -> list[Path]:
     """Return `plan.yaml` of a plan by its name, else of a plan's folder, else of all plans in a results folder."""
-    plan = results / "plans" / name
-    path = plan if "/" not in name and (plan / "plan.yaml").exists() else Path(name)
+    plan = Path(Results(results).plan(name))
+    path = plan.parent if "/" not in name and plan.exists() else Path(name)
     return [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/[!.]*/plan.yaml"))
 
 

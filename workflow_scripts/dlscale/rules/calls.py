@@ -24,7 +24,8 @@ from dlscale.preflight.cost import Work
 from dlscale.preflight.probe import Finding, probe_space
 from dlscale.report import sections
 from dlscale.report.results import read_plan
-from dlscale.rules.jobs import Jobs
+from dlscale.rules.context import Context
+from dlscale.rules.plans import Plans
 
 #: Plans whose results are told at the end of a call.
 RESULTS_SHOWN = 8
@@ -34,14 +35,15 @@ RESULTS_SHOWN = 8
 class Call:
     """A call for some plans and datasets, on its site."""
 
-    jobs: Jobs
+    context: Context
+    pages: Plans
     plans: Sequence[str]
     datasets: Sequence[str]
     cores: int | None  #: That it may use of this machine.
     tell: Callable[..., None]  #: Shows lines on the terminal.
 
     def __post_init__(self) -> None:
-        self.configuration, self.site = self.jobs.configuration, self.jobs.site
+        self.configuration, self.site = self.context.configuration, self.context.site
         self.results = Path(self.configuration.workflow.results)
         #: Whether what is fetched is a job.
         self._fetching = not (self.site.scheduler and self.site.scheduler.acquire == "here")
@@ -96,7 +98,7 @@ class Call:
         there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
         later = [work for work in works if (work.stage, work.plan, work.run_name) not in there]
         taken = [(self.seconds_of(job), job.threads) for job in waiting]
-        on_gpus = bool(self.jobs.gpus)
+        on_gpus = bool(self.context.gpus)
         taken += [
             (cost.seconds_here(each.stage, each, self.results), cost.threads(each.stage, each.run, on_gpus))
             for each in later
@@ -163,7 +165,7 @@ class Call:
         findings = self.findings(works)
         self.tell(*map(str, findings))
         failed = any(finding.status == "FAIL" for finding in findings)
-        if failed or (works and self.site.engine != "none" and not self.jobs.image):
+        if failed or (works and self.site.engine != "none" and not self.context.image):
             raise UserError("Not ready: nothing was started. See the lines with FAIL above.")
 
     # ---- what it came to -----------------------------------------------------------------------------
@@ -172,17 +174,17 @@ class Call:
         """Return lines of results that are gone, though nothing would make them."""
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
-        datasets = dict.fromkeys([*self.jobs.plan_datasets(self.plans), *self.datasets])
-        return why.lost(str(self.results), runs, datasets, making, self.jobs.call[1:])
+        datasets = dict.fromkeys([*self.pages.datasets(self.plans), *self.datasets])
+        return why.lost(str(self.results), runs, datasets, making, self.context.call[1:])
 
     def show_pages(self, files: Iterable[Path]) -> None:
         """Print where the pages of the files that were asked for are; of a part of a plan its page."""
         files = list(files)
-        pages = [file for file in files if file == Path(self.jobs.page) or file.name == "report.html"]
+        pages = [file for file in files if file == Path(self.context.page) or file.name == "report.html"]
         plans = {
-            self.results / "plans" / file.relative_to(self.results).parts[1]: file
+            Path(self.context.paths.plan(file.relative_to(self.results).parts[1])).parent: file
             for file in files
-            if file.is_relative_to(self.results / "plans")
+            if file.is_relative_to(self.context.paths.plans)
         }
         pages = pages or [folder / "report.html" for folder in plans if (folder / "report.html").exists()]
         previews = [] if pages else [file for file in files if file.name == "preview.png"]
@@ -195,13 +197,13 @@ class Call:
         plans = []
         for name in self.plans:
             with contextlib.suppress(UserError):  # only a part of it was asked for
-                plans.append(read_plan(self.results / "plans" / name / "plan.yaml"))
+                plans.append(read_plan(self.context.paths.plan(name)))
         self.tell(*map(sections.line, plans[:RESULTS_SHOWN]))
         if len(plans) > RESULTS_SHOWN:
             self.tell(f"and {many(len(plans) - RESULTS_SHOWN, 'more plan')}, on the page")
         best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
         if seen := [f"{plan.name}.{run.name}" for plan, run in best_first if run.throughput or run.profile]:
-            call = shlex.join(["dlscale", "explain", seen[0], *self.jobs.own_settings])
+            call = shlex.join(["dlscale", "explain", seen[0], *self.context.own_settings])
             self.tell(f"Next: {call}  # what holds it back, what to try")
 
 

@@ -24,6 +24,7 @@ from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256, whole
 from dlscale.core.fingerprint import WORKFLOW
+from dlscale.core.paths import Results
 from dlscale.core.record import Record
 from dlscale.core.redact import redact, redact_programs
 from dlscale.core.schema import NAME, NAME_IN_WORDS
@@ -111,7 +112,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             "`authors` and `license` (docs/crate.md has one), and name it with --citation"
         )
     (name,), results = check_plans([args.plan], configuration), results_of(configuration)
-    record = results / "plans" / name / "plan.yaml"
+    record = Path(Results(results).plan(name))
     if not record.exists():
         raise UserError(f"{name} has no results yet: snakemake plan_{name}")
     made = Crate(results, read_plan(record), Path(args.citation))
@@ -281,7 +282,7 @@ class Crate:
 
     def fill(self) -> None:
         """Add the workflow, its data, its runs and what came of them."""
-        plan, folder = self.plan, self.results / "plans" / self.plan.name
+        plan, folder = self.plan, Path(Results(self.results).plan(self.plan.name)).parent
         rungs = sorted(path.name for path in folder.glob("rung*.json"))
         lists = self.files(folder, ["plan.yaml", *rungs])
         self.action("configure", plan.name, [], lists[:1])
@@ -309,7 +310,7 @@ class Crate:
         return [read_run(run.folder.parent / name) for name in references[run.name].repeats]
 
     def _dataset(self, name: str) -> Any:
-        folder = self.results / "data" / name
+        folder = Path(Results(self.results).manifest(name)).parent
         manifest = Manifest.read(folder / "manifest.json")
         parts = self.files(folder, ["manifest.json", "config.yaml", "preview.png"])
         size = sum(file.bytes for files in manifest.splits.values() for file in files)

@@ -23,6 +23,7 @@ from dlscale.config.run import DDP, DP, FSDP, Geometry, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import read_epochs
+from dlscale.core.paths import Results
 from dlscale.core.settings import flat, read_yaml
 from dlscale.core.text import aligned, duration, many, number, percent, shorten, size
 from dlscale.extensions.predict import fit as fitting
@@ -205,7 +206,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     from dlscale.train.memory import predict
     from dlscale.train.precision import compute_dtype, convert
 
-    manifest = Manifest.read(results / "data" / run.dataset / "manifest.json")
+    manifest = Manifest.read(Results(results).manifest(run.dataset))
     study: Any = registry.study(run.study)
     with torch.device("meta"):
         model = study.model(run, manifest)

@@ -1,0 +1,97 @@
+"""The path of each result, defined once: rules declare results here, commands and pages find them here.
+
+A name that is left out is the wildcard of Snakemake that stands for it: `Results("results").run("metrics.jsonl")` is
+`results/plans/{plan}/{run}/metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Results(NamedTuple):
+    """Paths in a folder of results."""
+
+    folder: str | Path
+
+    # ---- datasets ------------------------------------------------------------------------------------
+
+    def raw_file(self, file: str = "{file}", dataset: str = "{dataset}") -> str:
+        """Return the path of a raw file that was acquired."""
+        return f"{self.folder}/data/{dataset}/source/{file}"
+
+    def piece(self, part: str = "{split}/{part}", piece: int | str = "{piece}", dataset: str = "{dataset}") -> str:
+        """Return the path of a preprocessed piece of a part."""
+        return f"{self.folder}/data/{dataset}/pieces/{part}-{piece}.h5"
+
+    def part(self, part: str = "{split}/{part}", dataset: str = "{dataset}") -> str:
+        """Return the path of a part of a dataset."""
+        return f"{self.folder}/data/{dataset}/{part}.h5"
+
+    def manifest(self, dataset: str = "{dataset}") -> str:
+        """Return the path of a dataset's manifest."""
+        return f"{self.folder}/data/{dataset}/manifest.json"
+
+    def stats(self, dataset: str = "{dataset}") -> str:
+        """Return the folder of a dataset's statistics."""
+        return f"{self.folder}/data/{dataset}/stats"
+
+    def preview(self, dataset: str = "{dataset}") -> str:
+        """Return the path of a dataset's figure."""
+        return f"{self.folder}/data/{dataset}/preview.png"
+
+    def dataset_settings(self, dataset: str = "{dataset}") -> str:
+        """Return the path of a dataset's settings, as its description saw them."""
+        return f"{self.folder}/data/{dataset}/config.yaml"
+
+    # ---- runs ----------------------------------------------------------------------------------------
+
+    def run(self, file: str = "", plan: str = "{plan}", run: str = "{run}") -> str:
+        """Return the path of a file of a run, or the run's folder."""
+        return f"{self.folder}/plans/{plan}/{run}{'/' * bool(file)}{file}"
+
+    def checkpoints(self, plan: str, run: str) -> str:
+        """Return the folder of a run's checkpoints, which is no output of a rule: a failed job keeps it."""
+        return f"{self.folder}/checkpoints/{plan}/{run}"
+
+    def program(self, revision: str = "{revision}") -> str:
+        """Return the folder of a fetched revision of a program."""
+        return f"{self.folder}/programs/{revision}"
+
+    # ---- plans ---------------------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> str:
+        """The folder of all plans."""
+        return f"{self.folder}/plans"
+
+    def plan(self, plan: str = "{plan}") -> str:
+        """Return the path of a plan's record: its runs, and what it asks."""
+        return f"{self.folder}/plans/{plan}/plan.yaml"
+
+    def table(self, plan: str = "{plan}") -> str:
+        """Return the path of the table of a plan's runs."""
+        return f"{self.folder}/plans/{plan}/summary.csv"
+
+    def rung(self, plan: str = "{plan}", rung: int | str = "{rung}") -> str:
+        """Return the path of the list of trials that come to a rung of successive halving."""
+        return f"{self.folder}/plans/{plan}/rung{rung}.json"
+
+    def plan_page(self, plan: str = "{plan}") -> str:
+        """Return the path of a plan's own page."""
+        return f"{self.folder}/plans/{plan}/report.html"
+
+    def references(self) -> list[str]:
+        """Return the paths of the imported references; hidden ones are half of an import, under way or killed."""
+        return sorted(map(str, Path(self.folder).glob("references/[!.]*/reference.json")))
+
+    # ---- jobs ----------------------------------------------------------------------------------------
+
+    def log(self, stage: str, *names: str) -> str:
+        """Return the path of a job's log."""
+        return f"{self.folder}/logs/{'/'.join([stage, *names])}.log"
+
+    def benchmark(self, stage: str, *names: str) -> str:
+        """Return the path of a job's time, as Snakemake writes it."""
+        return f"{self.folder}/benchmarks/{'/'.join([stage, *names])}.tsv"

@@ -1,0 +1,165 @@
+"""From the wildcards of a job that makes data to its files, parameters and command words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.errors import UserError
+from dlscale.core.files import read_json, stamp
+from dlscale.core.fingerprint import data_modules
+from dlscale.data import parts
+from dlscale.data.kind import DatasetKind
+from dlscale.preflight.probe import Finding, probe_raw
+from dlscale.rules.commands import Commands
+from dlscale.rules.context import Context, Params, Wildcards
+
+
+@dataclass
+class Datasets:
+    """Jobs that make data."""
+
+    context: Context
+    commands: Commands
+    _broken: dict[str, str] = field(default_factory=dict)  #: Faults of datasets, by name.
+
+    def raw_path(self, name: str, raw: Any) -> str:
+        acquired = parts.acquired(self.context.datasets[name], raw)
+        return self.context.paths.raw_file(raw.name, name) if acquired else str(raw.origin)
+
+    def _look_for_raw_files(self, name: str) -> None:
+        """Say once what to do about raw files that are not there: Snakemake takes what was made of others for done."""
+        if name not in self.context.looked and (
+            found := probe_raw(name, self.context.datasets[name], Path(self.context.paths.folder))
+        ):
+            self._say(found)
+        self.context.looked.add(name)
+
+    def _say(self, found: Finding) -> None:
+        """Print a finding about a dataset; one that nothing can be made of ends the call, unless it keeps going."""
+        self.context.say(
+            replace(found, status="warn") if self.context.keep_going() and found.status == "FAIL" else found
+        )
+
+    def existing(self, files: Iterable[str]) -> list[str]:
+        """Return which of other people's files are inputs: a missing one would end a call that keeps going."""
+        return [file for file in files if not self.context.keep_going() or os.access(file, os.F_OK) or self.makes(file)]
+
+    def makes(self, file: str) -> bool:
+        return Path(file).is_relative_to(self.context.paths.folder)
+
+    def part(self, wildcards: Wildcards) -> Any:
+        return parts.part(self.context.dataset(wildcards), f"{wildcards.split}/{wildcards.part}")
+
+    def part_sources(self, wildcards: Wildcards) -> list[str]:
+        self._look_for_raw_files(wildcards.dataset)
+        return self.existing(self._raw_paths(wildcards))
+
+    def _raw_paths(self, wildcards: Wildcards) -> list[str]:
+        return [self.raw_path(wildcards.dataset, raw) for raw in self.part(wildcards).raws]
+
+    def source_words(self, wildcards: Wildcards) -> list[str]:
+        return ["--source", *self._raw_paths(wildcards)]
+
+    def part_pieces(self, wildcards: Wildcards) -> list[str]:
+        part, paths = f"{wildcards.split}/{wildcards.part}", self.context.paths
+        pieces = range(self.context.dataset(wildcards).pieces)
+        return [paths.piece(part, piece, wildcards.dataset) for piece in pieces]
+
+    def files_of(self, name: str) -> list[str]:
+        return self.existing(self._files_of(name))
+
+    def _files_of(self, name: str) -> list[str]:
+        dataset = self.context.datasets[name]
+        kind = parts.kind_of(dataset)
+        if not kind.prepared(dataset):
+            return [self.context.paths.part(part.label, name) for part in parts.parts(dataset)]
+        self._look_for_raw_files(name)
+        if raws := parts.raws(dataset).values():
+            return [self.raw_path(name, raw) for raw in raws]
+        try:
+            return kind.prepared_files(dataset)
+        except UserError:  # which was printed; its jobs report it
+            return kind.origins(dataset)
+
+    def files(self, wildcards: Wildcards) -> list[str]:
+        return self.files_of(wildcards.dataset)
+
+    def prepared_sources(self, wildcards: Wildcards) -> list[str]:
+        prepared = parts.kind_of(dataset := self.context.dataset(wildcards)).prepared(dataset)
+        return ["--source", *self._files_of(wildcards.dataset)] if prepared else []
+
+    def settings(self, wildcards: Wildcards, input: Any) -> str:
+        return self.context.dataset(wildcards).model_dump_json()
+
+    def acquire_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.context.dataset(wildcards)
+        kind, settings = parts.kind_of(dataset), None
+        if raw := parts.raws(dataset).get(wildcards.file):
+            seen = self._seen(wildcards.dataset, raw)
+            settings = {**kind.raw_settings(dataset, raw), **({"files": seen} if seen else {})}
+        return self.context.params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
+
+    def _seen(self, name: str, raw: Any) -> Any:
+        """Return the state of a raw file's origin, or the fault of a broken one, which its job reports."""
+        dataset = self.context.datasets[name]
+        kind = parts.kind_of(dataset)
+        if type(kind).look is DatasetKind.look:
+            return self._stamp(name, raw)
+        try:
+            return self._broken.get(name) or kind.look(dataset, raw, Path(self.raw_path(name, raw)))
+        except UserError as error:
+            self._broken[name] = str(error)
+            self._say(Finding(f"data {name}", "FAIL", str(error)))
+        return self._broken[name]
+
+    def _stamp(self, name: str, raw: Any) -> list[int] | None:
+        """Return size and time of a user's file; of a missing one those that the manifest remembers."""
+        if raw.origin == "simulated" or "://" in raw.origin or self.makes(raw.origin):
+            return None
+        if os.access(path := Path(raw.origin), os.F_OK) and path.is_file():
+            return list(stamp(path))
+        manifest = Path(self.context.paths.manifest(name))
+        known = read_json(manifest) if manifest.is_file() else {}
+        found: list[int] | None = known.get("provenance", {}).get("raws", {}).get(raw.origin)
+        return found
+
+    def preprocess_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.context.dataset(wildcards)
+        part = self.part(wildcards)
+        settings = parts.kind_of(dataset).part_settings(dataset, part)
+        # Files of users may be swapped for older ones, which modification times alone do not show.
+        raws = [raw for raw in part.raws if not parts.acquired(dataset, raw)]
+        if files := {raw.origin: seen for raw in raws if (seen := self._stamp(wildcards.dataset, raw))}:
+            settings = {**settings, "files": files}
+        return self.context.params(data_modules("preprocess", dataset.kind), settings)
+
+    def assemble_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.context.dataset(wildcards)
+        return self.context.own_params("assemble", {"storage": dataset.storage.model_dump(), "pieces": dataset.pieces})
+
+    def describe_params(self, wildcards: Wildcards) -> Params:
+        dataset = self.context.dataset(wildcards)
+        settings: Params = {"parts": [part.label for part in parts.parts(dataset)]}
+        if parts.kind_of(dataset).prepared(dataset):
+            settings["dataset"] = dataset.model_dump(mode="json")
+            # Files of others may be swapped for older ones, which modification times alone do not show.
+            files = [Path(file) for file in self.files_of(wildcards.dataset)]
+            settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.exists()]
+        return self.context.params(data_modules("describe", dataset.kind), settings)
+
+    def preview_params(self, wildcards: Wildcards) -> Params:
+        return self.context.params(data_modules("preview", self.context.dataset(wildcards).kind), None)
+
+    def samples(self, dataset: str) -> list[str]:
+        """Return a dataset's files, and its statistics, by which loaders normalise."""
+        return [*self.files_of(dataset), self.context.paths.stats(dataset)]
+
+    def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
+        dataset = self.context.dataset(wildcards)
+        raw = parts.raws(dataset).get(wildcards.file)
+        there = [raw.origin] if raw and Path(raw.origin).exists() else []
+        return self.commands.start(there, secrets=parts.fetched(dataset))

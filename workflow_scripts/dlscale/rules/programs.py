@@ -1,0 +1,156 @@
+"""Of runs of other programs: files, folders, revisions and command words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlscale.config import program
+from dlscale.config.program import Words
+from dlscale.config.run import Run
+from dlscale.core.errors import UserError
+from dlscale.core.files import sha256
+from dlscale.core.stages import STAGES
+from dlscale.launch import launcher, slurm
+from dlscale.preflight.probe import Finding, probe_script
+from dlscale.rules.commands import Commands
+from dlscale.rules.context import Context, Params, Wildcards
+
+#: Folder of a run for what its program writes.
+OUT = "out"
+
+
+@dataclass
+class Programs:
+    """Runs of other programs."""
+
+    context: Context
+    commands: Commands
+
+    def placed(self, run: Run) -> Run:
+        """Return a run whose program's folder is where its revision is fetched to."""
+        if not (run.program and run.program.repository):
+            return run
+        folder = Path(self.context.paths.program(str(run.program.revision)), run.program.folder)
+        return run.model_copy(update={"program": run.program.model_copy(update={"folder": str(folder)})})
+
+    def checkout(self, wildcards: Wildcards) -> list[str]:
+        program = self.context.run(wildcards).program
+        return [self.context.paths.program(str(program.revision))] if program and program.repository else []
+
+    def checkout_repository(self, wildcards: Wildcards) -> str:
+        programs = (each.run.program for runs in self.context.plans.values() for each in runs.values())
+        return next(
+            (
+                str(each.repository)
+                for each in programs
+                if each and each.repository and each.revision == wildcards.revision
+            ),
+            "",
+        )
+
+    def checkout_params(self, wildcards: Wildcards) -> Params:
+        return self.context.params(
+            [], {"repository": self.checkout_repository(wildcards), "revision": wildcards.revision}
+        )
+
+    def checkout_launch(self, wildcards: Wildcards, input: Any) -> list[str]:
+        return self.commands.completed([*launcher.PYTHON_HERE])
+
+    def named_files(self, run: Run) -> list[str]:
+        """Return the files that the command of a run's program names: it runs again where they change.
+
+        Its first word is one of them if it lies in the program's folder: Python's own file is none of the program's.
+        """
+        if not run.program:
+            return []
+        words, results = Words(run.program, OUT), Path(self.context.paths.folder).absolute()
+        first, *known = [Path(words.folder, word) for word in words.command]
+        if "/" in words.command[0] and first.resolve().is_relative_to(Path(words.folder).resolve()):
+            known.append(first)
+        # `os.path` takes a word that is too long for a name, such as a script after `-c`, for no file.
+        files = [
+            file
+            for file in known
+            if os.path.isfile(file) and not file.absolute().is_relative_to(results)  # noqa: PTH113
+        ]
+        return list(dict.fromkeys(map(os.path.relpath, files)))
+
+    def files(self, wildcards: Wildcards) -> list[str]:
+        run, here = self.context.run(wildcards), f"plans.{wildcards.plan}.runs.{wildcards.run}"
+        program = run.program
+        if (
+            program
+            and not program.repository
+            and here not in self.context.looked
+            and not os.access(program.folder, os.F_OK)
+        ):
+            remedy = f"get the program's files (git clone), or name their folder in {here}.program.folder"
+            self.context.say(Finding(f"run {wildcards.run}", "FAIL", f"{program.folder}: no such folder", remedy))
+        placed = self.placed(run).program
+        contained = self.context.site.engine != "none" or bool(program and program.image)
+        if placed and here not in self.context.looked:
+            found = probe_script(wildcards.run, f"{here}.program.command", placed, contained)
+            self.context.say(found) if found else None
+        self.context.looked.add(here)
+        return self.named_files(run)
+
+    def out_folder(self, wildcards: Wildcards) -> str:
+        """Return the folder `{out}` of a run's program, which stays between its tries."""
+        return self.context.paths.run(OUT, wildcards.plan, wildcards.run)
+
+    def sources(self, wildcards: Wildcards, input: Any) -> str:
+        """Return a digest of what decides a program's results: a try goes on from those of one that had the same."""
+        stage = json.dumps(self.params("program", self.context.run(wildcards)), sort_keys=True)
+        return hashlib.sha256(stage.encode()).hexdigest()
+
+    def params(self, stage: str, run: Run) -> Params:
+        """Return what makes a stage of a run of a program run again: its command has its other settings."""
+        if not STAGES[stage].program:
+            self.context.refuse(
+                f"{stage}: a run of a program has no such stage; ask for the files of "
+                f"{', '.join(name for name, row in STAGES.items() if row.program)}, or for its plan"
+            )
+        seen = run.slice(stage)
+        own = ("program", "geometry", "dataset", *STAGES[stage].settings)
+        settings = json.dumps({key: seen[key] for key in own})
+        # Files may be swapped for older ones, which modification times alone do not show.
+        digests = {file: sha256(file) for file in self.named_files(run)}
+        return self.context.params([str(STAGES[stage].program), program.__name__], settings) | {"files": digests}
+
+    def candidates(self, wildcards: Wildcards) -> list[Any]:
+        """Return the settings to try of a run's program: each its changes, and its run as the stage sees it."""
+        asked = self.context.plans[wildcards.plan][wildcards.run].asked
+        if asked is None:
+            return []
+        cores = (
+            slurm.cpus_per_task(self.context.site.scheduler, asked.geometry)
+            if self.context.site.scheduler
+            else os.cpu_count() or 1
+        )
+        found = program.candidates(asked, cores)
+        return [[changes, self.placed(run).slice("throughput")] for changes, run in found]
+
+    def tune_candidates(self, wildcards: Wildcards, input: Any) -> list[str]:
+        found = self.candidates(wildcards)
+        return ["--candidates", json.dumps(found)] if found else []
+
+    def start(self, wildcards: Wildcards, input: Any) -> list[str]:
+        run = self.context.run(wildcards)
+        return ["--start", json.dumps(self.launch(input, run)[1])] if run.program else []
+
+    def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
+        """Return the words that start the stage of a run's program, and those that it puts before the command."""
+        placed = self.placed(run)
+        assert placed.program
+        place = self.commands.place([*paths, placed.program.folder])
+        try:
+            outer, inner = launcher.launch_program(self.context.site, place, placed)
+        except UserError as error:
+            self.context.refuse(error)
+        return self.commands.completed(outer, secrets), inner

@@ -1,0 +1,153 @@
+"""From the wildcards of a job of a run to its files, parameters and command words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlscale.config.compute import compute_settings
+from dlscale.config.run import Run
+from dlscale.core import redact
+from dlscale.core.fingerprint import fingerprint, run_modules
+from dlscale.core.stages import STAGES
+from dlscale.preflight import cost
+from dlscale.preflight.probe import Finding
+from dlscale.rules.commands import Commands
+from dlscale.rules.context import Context, Params, Wildcards
+from dlscale.rules.datasets import Datasets
+from dlscale.rules.programs import Programs
+
+#: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
+ALL_CORES = 1_024
+
+
+def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings that make a stage run again.
+
+    Those that only change what is learnt count for stages that see the run's `training`, and for no other.
+    """
+    if "training" in STAGES[stage].settings:
+        return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
+    whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried
+    return {**compute_settings(run), **{key: run[key] for key in whole}}
+
+
+@dataclass
+class Runs:
+    """Jobs of runs."""
+
+    context: Context
+    commands: Commands
+    datasets: Datasets
+    programs: Programs
+
+    def data_files(self, wildcards: Wildcards) -> list[str]:
+        return self.datasets.samples(self.context.run(wildcards).dataset)
+
+    def manifest(self, wildcards: Wildcards) -> str:
+        return self.context.paths.manifest(self.context.run(wildcards).dataset)
+
+    def weights(self, wildcards: Wildcards) -> list[str]:
+        """Return the file of weights that a run starts from; that of another run is made first."""
+        weights: str | None = self.context.run(wildcards).training.weights
+        run = f"{wildcards.plan}.{wildcards.run}"
+        remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
+        if weights and Path(weights).is_relative_to(self.context.paths.plans):
+            plan, name, *_ = [*Path(weights).relative_to(self.context.paths.plans).parts, "", ""]
+            if name not in self.context.plans.get(plan, {}) and run not in self.context.looked:
+                what = f"{weights}: no run of this configuration makes it"
+                self.context.say(
+                    Finding(f"run {run}", "FAIL", what, f"copy it out of {self.context.paths.plans}, or {remedy}")
+                )
+            # Those of the best epoch are no declared output, as not every run keeps them.
+            weights = re.sub(r"model_best\.pt$", "model.pt", weights)
+        elif weights and run not in self.context.looked and not Path(weights).exists():
+            self.context.say(Finding(f"run {run}", "FAIL", f"{weights}: no such file or folder", remedy))
+        self.context.looked.add(run)
+        return [weights] if weights else []
+
+    def train_params(self, wildcards: Wildcards) -> Params:
+        return self._params("train", self.context.run(wildcards))
+
+    def program_params(self, wildcards: Wildcards) -> Params:
+        return self.programs.params("program", self.context.run(wildcards))
+
+    def profile_params(self, wildcards: Wildcards) -> Params:
+        return self._params("profile", self.context.run(wildcards))
+
+    def _params(self, stage: str, run: Run, loaders: Iterable[str] = ()) -> Params:
+        """Return what makes a stage run again: sources of study and loaders, and the settings in the stage's row."""
+        if run.program:
+            return self.programs.params(stage, run)
+        modules = run_modules(stage, run.study, *run.loaders(stage), *loaders)
+        return self.context.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
+
+    def tune_params(self, wildcards: Wildcards) -> Params:
+        return self._params("tune", self.context.run(wildcards)) | {"candidates": self.programs.candidates(wildcards)}
+
+    def settings(self, wildcards: Wildcards, input: Any) -> str:
+        return self.programs.placed(self.context.run(wildcards)).model_dump_json()
+
+    def beside(self, wildcards: Wildcards) -> Run | None:
+        """Return the run that a run is timed in turn with: the plan's first, if one process runs it."""
+        plan, runs = wildcards.plan, self.context.plans[wildcards.plan]
+        first = next(
+            (runs[name].run for name in runs if "throughput" in self.context.configuration.stages(plan, name)), None
+        )
+        run = self.context.run(wildcards)
+        # How little a run and its copy differ takes ten seconds to see.
+        enough = run.throughput.beside >= 10 if run is first else run.throughput.beside > 0
+        alone = first is not None and all(
+            (each.geometry if each.program else each.processes).world_size == 1 for each in (first, run)
+        )
+        contained = any(each.program and each.program.image for each in (first, run) if each)
+        return first if enough and alone and not contained else None
+
+    def throughput_params(self, wildcards: Wildcards) -> Params:
+        first = self.beside(wildcards)
+        run = self.context.run(wildcards)
+        params = self._params("throughput", run, first.loaders("throughput") if first else ())
+        if first and bool(first.program) != bool(run.program):
+            params["first"] = self._params("throughput", first)["sources"]
+        # Of the first run only what its steps do: another learning rate of it is no reason to time all of a plan again.
+        return params | ({"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {})
+
+    def first_data(self, wildcards: Wildcards) -> list[str]:
+        """Return manifest and data of the run that a run is timed with, where they are not its own."""
+        first = self.beside(wildcards)
+        if not first or first.dataset == self.context.run(wildcards).dataset:
+            return []
+        return [self.context.paths.manifest(first.dataset), *self.datasets.samples(first.dataset)]
+
+    def throughput_beside(self, wildcards: Wildcards, input: Any) -> list[str]:
+        first = self.beside(wildcards)
+        if not first:
+            return []
+        manifest = ["--beside-manifest", input.first[0]] if input.first else []
+        return ["--beside", json.dumps(self.programs.placed(first).slice("throughput")), *manifest]
+
+    def train_threads(self, wildcards: Wildcards) -> int:
+        """Return the cores of one machine that a training takes: all, unless it says how many, and needs no GPU."""
+        return (
+            cost.threads("train", self.context.run(wildcards), bool(self.context.site.scheduler or self.context.gpus))
+            or ALL_CORES
+        )
+
+    def checkpoint_sources(self, wildcards: Wildcards, input: Any) -> str:
+        return fingerprint(run_modules("train", self.context.run(wildcards).study))
+
+    def checkpoint_folder(self, wildcards: Wildcards) -> str:
+        """Return where a run saves what it goes on from; the rungs of a trial share it."""
+        resolved = self.context.plans[wildcards.plan][wildcards.run]
+        return self.context.paths.checkpoints(wildcards.plan, resolved.trial or wildcards.run)
+
+    def launch(self, wildcards: Wildcards, input: Any) -> list[str]:
+        run = self.context.run(wildcards)
+        programs = [each.program.model_dump() for each in (run, self.beside(wildcards)) if each and each.program]
+        if not run.program:
+            return self.commands.start(input, run.processes, redact.has_marker(programs))
+        return self.programs.launch(input, run, redact.has_marker(programs))[0]
