@@ -16,10 +16,10 @@ from dlscale.core import registry
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import GridSamples
 from dlscale.data.store import Field
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
-from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import Pairs
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.era5.samples import Pairs
 from dlscale.parallel.world import World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.build import build_step

@@ -25,9 +25,9 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders import DaliLoader, DirectLoader, TorchLoader, dali_loader, direct_loader, torch_loader
 from dlscale.data.loaders.base import Share
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.imagenet import describe, folder
-from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples
-from dlscale.datasets.imagenet.samples import Images
+from dlscale.extensions.imagenet_resnet50.imagenet import describe, folder
+from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImagenetDataset, ImageSamples
+from dlscale.extensions.imagenet_resnet50.imagenet.samples import Images
 
 SIZE, BATCH = 224, 16
 HEIGHT, WIDTH = 375, 500  # of most photographs in ImageNet

@@ -34,11 +34,11 @@ from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import BoxIndex, GridSamples
 from dlscale.data.staging import make_twin
 from dlscale.data.store import Field
-from dlscale.datasets.cosmo.channels import CHANNELS
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
-from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import Pairs
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.era5.samples import Pairs
 from tests.raw_files import manifest_of
 
 CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720

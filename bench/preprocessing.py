@@ -15,7 +15,7 @@ import numpy as np
 from bench.loading import cosmo_fields, write
 from bench.measure import Options, Row, in_turns, seconds
 from dlscale.data import preprocess, store
-from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from tests.conftest import ROOT
 
 #: Bytes of buffers: less than there are by default, so that a file has several blocks.
@@ -35,7 +35,7 @@ def read(path: Path, rows: int = 4) -> None:
 PEAK = """
 import sys
 from pathlib import Path
-import dlscale.datasets.cosmo.source, dlscale.data.preprocess
+import dlscale.extensions.cosmo_unet.cosmo.source, dlscale.data.preprocess
 from dlscale.cli import main
 from dlscale.data import store
 store.MEMORY = int(sys.argv.pop(1))

@@ -35,28 +35,28 @@ DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
     "DALI's flip takes the first": Mutation(
         "flips_of_all_axes",
-        "datasets/cosmo/samples.py",
+        "extensions/cosmo_unet/cosmo/samples.py",
         "s.axes == (0, 1, 2) and not s.flips[0])",
         "s.axes == (0, 1, 2))",
         "published/test_curves.py::test_the_published_flips_are_those_of_dalis_own_operator",
     ),
     "rotations are computed, then the flip": Mutation(
         "flip_of_the_unrotated",
-        "datasets/cosmo/samples.py",
+        "extensions/cosmo_unet/cosmo/samples.py",
         "turned = turned[(slice(None), *steps)]",
         "turned = x_CDHW[(slice(None), *steps)]",
         "test_samples.py::test_apply_is_the_index_loop",
     ),
     "the grid is rotated without its vectors": Mutation(
         "vectors_not_turned",
-        "datasets/cosmo/samples.py",
+        "extensions/cosmo_unet/cosmo/samples.py",
         "= components[symmetry.axes[axis]], symmetry.flips[axis]",
         "= components[axis], False",
         "test_samples.py::test_vectors_turn_with_the_grid",
     ),
     "of the 24 «rotations», 8": Mutation(
         "reflections_among_rotations",
-        "datasets/cosmo/samples.py",
+        "extensions/cosmo_unet/cosmo/samples.py",
         "key=lambda s: (-s.determinant, s.axes, s.flips)",
         "key=lambda s: (s.axes, s.flips)",
         "test_samples.py::test_the_symmetries_are_the_group_of_the_cube",
@@ -64,21 +64,21 @@ DEFECTS: dict[str, Mutation | str] = {
     "every rank, in training and validation": "shares_overlap",
     "the last crop offset is excluded": Mutation(
         "last_offset_excluded",
-        "datasets/cosmo/samples.py",
+        "extensions/cosmo_unet/cosmo/samples.py",
         "self._offsets = edges - self.crop + 1",
         "self._offsets = edges - self.crop",
         "test_samples.py::test_every_offset_of_every_volume_is_equally_likely",
     ),
     "validation on random, augmented crops": Mutation(
         "validation_at_random",
-        "datasets/cosmo/samples.py",
+        "extensions/cosmo_unet/cosmo/samples.py",
         "        if self._training:\n            table",
         "        if True:\n            table",
         "test_samples.py::test_validation_crops_are_fixed_disjoint_and_not_turned",
     ),
     "no seeds, no `set_epoch`": Mutation(
         "epochs_all_the_same",
-        "datasets/cosmo/samples.py",
+        "extensions/cosmo_unet/cosmo/samples.py",
         'sampling.words(self._seed, epoch, "crops", self.size)',
         'sampling.words(self._seed, 0, "crops", self.size)',
         "test_samples.py::test_a_sample_depends_on_seed_epoch_and_index_alone",
@@ -178,7 +178,7 @@ DEFECTS: dict[str, Mutation | str] = {
     # ---- ViT
     "sample 0 is never used": Mutation(
         "every_file_as_the_first",
-        "datasets/era5/samples.py",
+        "extensions/era5_vit/era5/samples.py",
         "row = self._first[run] + number\n",
         "row = self._first[run] + number.clip(min=1)\n",
         "test_data.py::test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths",
@@ -193,7 +193,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "the RMSE's weights assume": Mutation(
         "weights_from_pole_to_pole",
-        "studies/era5_vit/study.py",
+        "extensions/era5_vit/study.py",
         "latitude_weights(torch.tensor(extra.latitude[: info.grid[0]], **tensor))",
         "latitude_weights(torch.linspace(90, -90, info.grid[0], **tensor))",
         "test_losses_metrics.py::test_era5_metrics_are_plain_numpy_in_physical_units",
@@ -228,7 +228,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "a model's normalisations have eps": Mutation(
         "eps_of_blocks",
-        "studies/era5_vit/model.py",
+        "extensions/era5_vit/model.py",
         "self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6)",
         "self.norm1 = nn.LayerNorm(embed_dim, eps=1e-5)",
         "published/test_curves.py::test_devices_that_share_a_sample_normalise_with_the_eps_of_one",
@@ -310,7 +310,7 @@ DEFECTS: dict[str, Mutation | str] = {
     "the script lacks the profiled function's": "functions are timed as they are: nothing can be left out",
     "top-5 accuracy fails on": Mutation(
         "top5_of_views",
-        "studies/imagenet_resnet50/study.py",
+        "extensions/imagenet_resnet50/study.py",
         'best = prediction.topk(self.most["top5"]',
         'best = prediction.view(-1).view(len(prediction), -1).topk(self.most["top5"]',
         "test_imagenet.py::test_top5_of_answers_in_any_order_in_memory",

@@ -11,7 +11,7 @@ import numpy as np
 
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.data.store import Field
-from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 
 CHANNELS_OF = {name: list(spec[0]) for name, spec in CHANNELS.items()}
 

@@ -32,7 +32,7 @@ STUDIES = {name: study.module for name, study in registry.studies().items() if n
 KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
 #: Modules with a model, plain PyTorch.
-MODELS = {module for module in MODULES if re.fullmatch(r"dlscale\.studies\.\w+\.model", module)}
+MODELS = {module for study in STUDIES.values() if (module := study.removesuffix("study") + "model") in MODULES}
 #: All datasets that are shipped, and the tiny ones.
 DATASETS = resolve.load(
     resolve.merge(
@@ -56,6 +56,17 @@ def imports(file: Path) -> set[str]:
 def below(package: str, modules: list[str]) -> set[str]:
     """Return those of `modules` that are inside of a package, itself left out."""
     return {module for module in modules if module.startswith(f"dlscale.{package}.")}
+
+
+def of_kinds(modules: list[str]) -> dict[str, str]:
+    """Return those of `modules` that a kind of dataset brings, each with the kind."""
+    packages = {f"{package}.": kind for kind, package in KINDS.items()}
+    return {
+        f"{module}.": kind
+        for package, kind in packages.items()
+        for module in modules
+        if f"{module}.".startswith(package)
+    }
 
 
 # ---- the code ---------------------------------------------------------------------------------------
@@ -93,7 +104,8 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
     words = words - {"starter"} | {"starter_cnn"}  # what starts processes is called a starter, too
     # At the begin of a word or name; «activity» names none.
     pattern = re.compile(rf"(?<![a-zA-Z])({'|'.join(sorted(words))})", re.IGNORECASE)
-    rooms = [PACKAGE / name for name in ("studies", "datasets")]
+    tutorials = [file.parent for file in PACKAGE.glob("extensions/*/study.py")]
+    rooms = [PACKAGE / "studies", PACKAGE / "datasets", *tutorials]
     # Made from the registry; and a link to what is the user's.
     written = [PACKAGE / "config/config.schema.json", PACKAGE / "workflow/config.yaml"]
     files = [*PACKAGE.rglob("*"), *(ROOT / "rules").glob("*.smk"), ROOT / "Snakefile"]
@@ -156,8 +168,8 @@ def test_a_run_reaches_its_own_study_and_no_other(stage: str, study: str) -> Non
     assert not {module for name, module in STUDIES.items() if name != study} & set(reached)
     # What all studies share reaches no model, and no kind of dataset.
     assert MODELS & set(reached) == MODELS & set(own) != set()
-    assert below("datasets", reached) == below("datasets", own)
-    assert {module.split(".")[2] for module in below("datasets", reached)} <= {registry.study(study).dataset}
+    assert of_kinds(reached) == of_kinds(own)
+    assert {*of_kinds(reached).values()} <= {registry.study(study).dataset}
     assert not {f"{KINDS[kind]}.{role}" for kind in KINDS for role in ("source", "preview", "describe")} & set(reached)
 
 
@@ -233,8 +245,9 @@ def test_measuring_needs_no_trainer() -> None:
 def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -> None:
     reached = reachable(data_modules(stage, kind))
     assert STAGES[stage].module in reached
-    assert {module.split(".")[2] for module in below("datasets", reached)} <= {kind}
+    assert {*of_kinds(reached).values()} <= {kind}
     assert not below("studies", reached) | below("train", reached) | {"dlscale.scores"} & set(reached)
+    assert not (MODELS | {*STUDIES.values()}) & set(reached)
     acquirers = {parts.kind_of(dataset).acquirer(dataset) for dataset in DATASETS.values() if dataset.kind == kind}
     assert not {registry.module_of(kind, acquirer) for acquirer in acquirers - {None}} & set(reached)
 
@@ -249,7 +262,7 @@ def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
         assert reached == []
         return
     assert registry.module_of(dataset.kind, maker) in reached
-    assert {module.split(".")[2] for module in below("datasets", reached)} == {dataset.kind}
+    assert {*of_kinds(reached).values()} == {dataset.kind}
     readers = {registry.module_of(dataset.kind, role) for role in registry.ROLES}
     assert not (readers | {"dlscale.data.acquire"}) & set(reached)
 

@@ -31,8 +31,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import flat, load_yaml, read_yaml, typed, write_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
+from dlscale.extensions.cosmo_unet.model import UNet3D
 from dlscale.studies import new_study
-from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.studies.new_study import TEMPLATE
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage

@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import pytest
 
-from dlscale.datasets.cosmo import simulator
-from dlscale.datasets.cosmo.channels import CHANNELS
+from dlscale.extensions.cosmo_unet.cosmo import simulator
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -28,12 +28,12 @@ from dlscale.data.manifest import IDENTITY, FieldInfo, File, Manifest, Transform
 from dlscale.data.parts import load_dataset
 from dlscale.data.source import block_average
 from dlscale.data.store import Moments, Reader
-from dlscale.datasets.cosmo.channels import CHANNELS, DENSITY, TEMPERATURE, VELOCITY
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
-from dlscale.datasets.era5.extra import Extra
-from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import Pairs
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS, DENSITY, TEMPERATURE, VELOCITY
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.era5_vit.era5.extra import Extra
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.era5.samples import Pairs
 from tests.conftest import COSMO, ERA5, make_dataset, make_parts, variables
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 

@@ -15,11 +15,11 @@ import xarray as xr
 
 from dlscale.core.settings import read_yaml
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.era5 import kind
-from dlscale.datasets.era5.describe import CHANNELS
-from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import relative_humidity, saturation_pressure
-from dlscale.datasets.mnist.kind import MnistDataset
+from dlscale.extensions.era5_vit.era5 import kind
+from dlscale.extensions.era5_vit.era5.describe import CHANNELS
+from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
+from dlscale.extensions.era5_vit.era5.source import relative_humidity, saturation_pressure
+from dlscale.extensions.mnist_cnn.mnist.kind import MnistDataset
 from tests.conftest import ROOT, make_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata")
@@ -46,7 +46,7 @@ ROWS, COLUMNS = 19, 36  # as 721 and 1440 are: from pole to pole, and around
 
 def shipped() -> dict[str, Any]:
     """Return the dataset as the study ships it."""
-    return read_yaml(ROOT / "workflow_scripts/dlscale/studies/era5_vit/study.yaml")["datasets"]["era5_arco"]
+    return read_yaml(ROOT / "workflow_scripts/dlscale/extensions/era5_vit/study.yaml")["datasets"]["era5_arco"]
 
 
 def arco(hours: int = 48, first: str = "2019-12-31") -> xr.Dataset:
@@ -165,7 +165,7 @@ def test_relative_humidity_is_that_of_the_ifs() -> None:
 
 def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callable[[str], Path]) -> None:
     """Of the two files at hand; nothing is fetched."""
-    source = read_yaml(ROOT / "workflow_scripts/dlscale/studies/mnist_cnn/study.yaml")["datasets"]["mnist_web"][
+    source = read_yaml(ROOT / "workflow_scripts/dlscale/extensions/mnist_cnn/study.yaml")["datasets"]["mnist_web"][
         "source"
     ]
     MnistDataset.model_validate({"kind": "mnist", "source": source})  # a digest for each file, and of no other

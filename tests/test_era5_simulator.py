@@ -14,7 +14,7 @@ import pytest
 import xarray as xr
 
 from dlscale.core.errors import UserError
-from dlscale.datasets.era5 import simulator
+from dlscale.extensions.era5_vit.era5 import simulator
 from tests.conftest import stage
 
 SPHERE = simulator.Sphere(21)

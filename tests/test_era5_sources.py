@@ -24,10 +24,10 @@ from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import IDENTITY
-from dlscale.datasets.era5 import zarr as era5_zarr
-from dlscale.datasets.era5.kind import Era5Dataset
-from dlscale.datasets.era5.source import Era5Source, _regular, gridded, open_source
-from dlscale.datasets.era5.zarr import acquire
+from dlscale.extensions.era5_vit.era5 import zarr as era5_zarr
+from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
+from dlscale.extensions.era5_vit.era5.source import Era5Source, _regular, gridded, open_source
+from dlscale.extensions.era5_vit.era5.zarr import acquire
 from tests.conftest import served
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "era5"

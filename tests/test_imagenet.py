@@ -30,13 +30,13 @@ from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.dali_loader import build as build_dali
 from dlscale.data.loaders.direct_loader import build as build_direct
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.imagenet import folder as image_folders
-from dlscale.datasets.imagenet import pack as packs_module
-from dlscale.datasets.imagenet.kind import ImagenetDataset, ImageSamples
-from dlscale.datasets.imagenet.pack import Pack
-from dlscale.datasets.imagenet.samples import RATIO, Images, random_crops
+from dlscale.extensions.imagenet_resnet50.imagenet import folder as image_folders
+from dlscale.extensions.imagenet_resnet50.imagenet import pack as packs_module
+from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImagenetDataset, ImageSamples
+from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack
+from dlscale.extensions.imagenet_resnet50.imagenet.samples import RATIO, Images, random_crops
+from dlscale.extensions.imagenet_resnet50.study import ImagenetMetrics
 from dlscale.parallel.world import World
-from dlscale.studies.imagenet_resnet50.study import ImagenetMetrics
 from dlscale.train.build import open_session
 from dlscale.train.schedule import learning_rate, peak_rate
 from tests.conftest import TINY, make_dataset, make_run, records, stage, train

@@ -27,12 +27,12 @@ from dlscale.core.settings import flat
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.data.manifest import Manifest
 from dlscale.data.sampling import evenly
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.imagenet_resnet50.model import ResNet
 from dlscale.report.results import RunResult, reached
 from dlscale.scores import l1
-from dlscale.studies.cosmo_unet.model import UNet3D
-from dlscale.studies.imagenet_resnet50.model import ResNet
 from dlscale.train import checkpoint, trackers
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read

@@ -14,8 +14,8 @@ import xarray
 
 from dlscale.config import resolve as config
 from dlscale.data.manifest import Manifest
-from dlscale.studies.cosmo_unet.model import UNet3D
-from dlscale.studies.era5_vit.study import STUDY
+from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.era5_vit.study import STUDY
 from tests.conftest import make_dataset, make_run, records, stage, train
 
 pytestmark = pytest.mark.slow

@@ -36,11 +36,11 @@ from dlscale.data.loaders.dali_loader import Pace
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
-from dlscale.datasets.cosmo.channels import CHANNELS
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
-from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT, TINY, make_run
 from tests.raw_files import manifest_of
 from tests.waiting import PATIENCE, until

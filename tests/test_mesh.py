@@ -24,6 +24,7 @@ from dlscale.config.run import Geometry, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
+from dlscale.extensions.era5_vit.model import ViT
 from dlscale.measure.evaluate import alone
 from dlscale.parallel import shards
 from dlscale.parallel.model import ModelParallel, drawing
@@ -32,7 +33,6 @@ from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import AXES, Mesh, World, arrangement
 from dlscale.scores import relative_l2
-from dlscale.studies.era5_vit.model import ViT
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import make_state

@@ -26,9 +26,9 @@ from dlscale.core.errors import UserError
 from dlscale.data.kind import Part
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import Reader
-from dlscale.datasets.mnist.source import IdxSource, read_idx
+from dlscale.extensions.mnist_cnn.mnist.source import IdxSource, read_idx
+from dlscale.extensions.mnist_cnn.model import MnistCNN, nll
 from dlscale.preflight import cost
-from dlscale.studies.mnist_cnn.model import MnistCNN, nll
 from dlscale.train.build import _keep_to
 from tests.conftest import TINY, make_dataset, make_run, records, train, variables
 
@@ -118,7 +118,7 @@ def test_bad_files_are_one_message(
     with pytest.raises(UserError, match=r"label 10 in row 3; expected digits"):
         ten = np.where(np.arange(20) == 3, 10, digits[1]).astype(np.uint8)
         IdxSource(part, images, write_idx(tmp_path / "ten", ten))
-    monkeypatch.setattr("dlscale.datasets.mnist.source.LARGEST", 100)
+    monkeypatch.setattr("dlscale.extensions.mnist_cnn.mnist.source.LARGEST", 100)
     with pytest.raises(UserError, match="of which it is read as a whole; split it"):
         IdxSource(part, images, labels)
 

@@ -33,8 +33,8 @@ from dlscale.data import describe, parts
 from dlscale.data.manifest import Manifest
 from dlscale.data.parts import load_dataset
 from dlscale.data.store import Reader
-from dlscale.datasets.imagenet.folder import pictures
-from dlscale.datasets.imagenet.pack import Pack, write_pack
+from dlscale.extensions.imagenet_resnet50.imagenet.folder import pictures
+from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, write_pack
 from dlscale.extensions.logs import imports
 from dlscale.parallel.world import World
 from dlscale.train.around import verify

@@ -13,12 +13,12 @@ import pytest
 
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
-from dlscale.datasets.era5.describe import describe_prepared
-from dlscale.datasets.era5.extra import Extra
-from dlscale.datasets.era5.kind import Era5Dataset, PairSamples
-from dlscale.datasets.era5.samples import Pairs
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.era5_vit.era5.describe import describe_prepared
+from dlscale.extensions.era5_vit.era5.extra import Extra
+from dlscale.extensions.era5_vit.era5.kind import Era5Dataset, PairSamples
+from dlscale.extensions.era5_vit.era5.samples import Pairs
 from tests.conftest import COSMO_RUN, ERA5_RUN, make_dataset, make_parts, make_run, records, stage, train
 from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_volume, write_years
 

@@ -30,13 +30,13 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import missing
 from dlscale.core.settings import validate
 from dlscale.data.loaders.base import Share
+from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.era5_vit.model import ViT
 from dlscale.parallel import strategy
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
 from dlscale.scores import l1, relative_l2
-from dlscale.studies.cosmo_unet.model import UNet3D
-from dlscale.studies.era5_vit.model import ViT
 from dlscale.train import attention
 from dlscale.train import step as step_
 from dlscale.train.attention import attention_context

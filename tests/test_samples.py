@@ -31,11 +31,11 @@ from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import File, Manifest, Transform
 from dlscale.data.samples import ArraySpec, BoxIndex, Rows, Samples
 from dlscale.data.store import Field
-from dlscale.datasets.cosmo.channels import CHANNELS
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import CHOICES, SYMMETRIES, Crops, Symmetry, apply, line
-from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import InformedPairs, Pairs, open_samples
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import CHOICES, SYMMETRIES, Crops, Symmetry, apply, line
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.era5.samples import InformedPairs, Pairs, open_samples
 from tests.raw_files import CHANNELS_OF, manifest_of
 
 CPU = torch.device("cpu")

@@ -29,6 +29,7 @@ from dlscale.config.run import DDP, Parallel, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
+from dlscale.extensions.cosmo_unet.model import UNet3D
 from dlscale.extensions.predict import fit as fitting
 from dlscale.extensions.predict import model, predict
 from dlscale.extensions.predict.fit import BAND, MISFIT, PRIORS, Point, fit
@@ -54,7 +55,6 @@ from dlscale.extensions.predict.model import (
 from dlscale.measure.records import Throughput, Trials
 from dlscale.parallel.model import named as named_modules
 from dlscale.parallel.records import Device, LinkLevel, Links
-from dlscale.studies.cosmo_unet.model import UNet3D
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT, TINY, make_run, stage
 from tests.exchanged import formula

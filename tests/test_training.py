@@ -40,17 +40,17 @@ from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.cosmo.kind import CropSamples
-from dlscale.datasets.cosmo.samples import Crops
-from dlscale.datasets.era5.kind import PairSamples
-from dlscale.datasets.era5.samples import Pairs
+from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
+from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.era5.samples import Pairs
+from dlscale.extensions.era5_vit.model import ViT
+from dlscale.extensions.era5_vit.study import Era5ViT
 from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import World
 from dlscale.scores import l1, relative_l2
 from dlscale.studies.base import PublishedLog
-from dlscale.studies.cosmo_unet.model import UNet3D
-from dlscale.studies.era5_vit.model import ViT
-from dlscale.studies.era5_vit.study import Era5ViT
 from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read

@@ -12,8 +12,8 @@ import pytest
 from dlscale.preflight.why import Waiting, explained, found, lost, replaced
 
 TABLES = {
-    "1": {"studies/era5_vit/model.py": "a", "core/files.py": "b"},
-    "2": {"studies/era5_vit/model.py": "c", "core/files.py": "b"},
+    "1": {"extensions/era5_vit/model.py": "a", "core/files.py": "b"},
+    "2": {"extensions/era5_vit/model.py": "c", "core/files.py": "b"},
 }
 
 
@@ -50,13 +50,13 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
             job(stage(dict.fromkeys("abcdef", 1)), stage(dict.fromkeys("abcdef", 2))),
             "a 1 → 2; b 1 → 2; c 1 → 2; d 1 → 2; 2 more settings",
         ),
-        (job(stage(), stage(sources="2")), "studies/era5_vit/model.py changed"),
+        (job(stage(), stage(sources="2")), "extensions/era5_vit/model.py changed"),
         (job(stage(sources="0"), stage(sources="2")), "sources changed"),
         (job(stage(image="gpu-0.1.0"), stage(image="gpu-0.2.0")), "image gpu-0.1.0 → gpu-0.2.0"),
         (job(stage(), stage(packages="/software")), "packages none → /software"),
         (
             job({**stage(), "settings": '{"a": 1}'}, {**stage(sources="2"), "settings": '{"a": 2}'}, command=True),
-            "a 1 → 2; studies/era5_vit/model.py changed; the rule's command changed",
+            "a 1 → 2; extensions/era5_vit/model.py changed; the rule's command changed",
         ),
         (
             job(stage({"a": 1}, beside='{"a": 1, "b": 1}'), stage({"a": 2}, beside='{"a": 2, "b": 2}')),

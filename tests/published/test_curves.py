@@ -29,14 +29,14 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.core import registry
 from dlscale.data.manifest import Manifest
-from dlscale.datasets.cosmo.channels import CHANNELS
-from dlscale.datasets.cosmo.samples import CHOICES, SYMMETRIES, CubeSymmetries, apply
-from dlscale.datasets.era5.kind import PairSamples
+from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
+from dlscale.extensions.cosmo_unet.cosmo.samples import CHOICES, SYMMETRIES, CubeSymmetries, apply
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.model import ViT
+from dlscale.extensions.era5_vit.study import STUDY
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.world import Pretended
 from dlscale.scores import l1, latitude_weights, mean_square, relative_l2
-from dlscale.studies.era5_vit.model import ViT
-from dlscale.studies.era5_vit.study import STUDY
 from dlscale.train.step import Step
 from tests.conftest import TINY, make_dataset, make_run, records, train
 from tests.published import programs

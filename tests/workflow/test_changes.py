@@ -194,8 +194,9 @@ class Row:
 def components() -> Iterator[Row]:
     """Yield rows for what each study and its kind of dataset bring: a new one has them by being registered."""
     for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
-        source = registry.studies()[study].file.read_text()
-        kind, file = registry.study(study).dataset, f"{PACKAGE}/studies/{study}/study.py"
+        own = registry.studies()[study].file
+        source, kind = own.read_text(), registry.study(study).dataset
+        file = f"{PACKAGE}/{own.relative_to(registry.PACKAGE)}"
         dataset = validate(dataset_type(), CONFIG["datasets"][name])
         yield Row(f"study {study}", append(file), runs(name))
         for model in dict.fromkeys(re.findall(r"from dlscale\.models\.(\w+) import [A-Z]", source)):
@@ -328,7 +329,7 @@ ROWS = [
     Row(
         "published figure",
         replace(
-            f"{PACKAGE}/studies/era5_vit/study.yaml",
+            f"{PACKAGE}/extensions/era5_vit/study.yaml",
             "\npublished:\n",
             "\npublished:\n  - {label: edited, samples_per_second: 1.0, source: nobody}\n",
         ),
@@ -338,10 +339,10 @@ ROWS = [
     # What no result depends on.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
     Row("unused download", replace(f"{PACKAGE}/data/acquire.py", '"""', '"""Edited. '), []),
-    Row("unused Zarr reader", append(f"{PACKAGE}/datasets/era5/zarr.py"), [], slow=True),
+    Row("unused Zarr reader", append(f"{PACKAGE}/extensions/era5_vit/era5/zarr.py"), [], slow=True),
     Row("command line", append(f"{PACKAGE}/cli.py"), []),
     Row("README", append("README.md", "Edited.\n"), []),
-    Row("touched source", touch(f"{PACKAGE}/studies/cosmo_unet/model.py"), []),
+    Row("touched source", touch(f"{PACKAGE}/extensions/cosmo_unet/model.py"), []),
     Row("touched package", touch(f"{PACKAGE}/__init__.py"), [], slow=True),
     Row("touched configuration", touch("config.yaml"), [], slow=True),
     Row("touched manifest", touch("results/data/boxes/manifest.json"), []),
@@ -504,7 +505,7 @@ ROWS = [
     Row("data file purged", delete("data/boxes/train/box000.h5"), []),
     Row(
         "data file purged, and needed",
-        both(delete("data/boxes/train/box000.h5"), append(f"{PACKAGE}/studies/cosmo_unet/model.py")),
+        both(delete("data/boxes/train/box000.h5"), append(f"{PACKAGE}/extensions/cosmo_unet/model.py")),
         [
             *("preprocess boxes train box000 0", "preprocess boxes train box000 1", "assemble boxes train box000"),
             *since("describe", "boxes"),
@@ -514,7 +515,7 @@ ROWS = [
         "data file and raw file purged, and needed",
         both(
             delete("data/boxes/train/box000.h5", "data/boxes/source/box000.h5"),
-            append(f"{PACKAGE}/studies/cosmo_unet/model.py"),
+            append(f"{PACKAGE}/extensions/cosmo_unet/model.py"),
         ),
         [
             "acquire boxes box000.h5",
@@ -531,7 +532,7 @@ ROWS = [
     Row("statistics purged", delete("data/years/stats"), []),
     Row(
         "statistics purged, and needed",
-        both(delete("data/years/stats"), append(f"{PACKAGE}/studies/era5_vit/model.py")),
+        both(delete("data/years/stats"), append(f"{PACKAGE}/extensions/era5_vit/model.py")),
         since("describe", "years"),
     ),
     Row("page purged", delete("report/index.html"), ["report"]),

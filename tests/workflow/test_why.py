@@ -31,7 +31,7 @@ def reasons(tree: Tree) -> list[str]:
 def test_what_changed_is_named(clone: Tree) -> None:
     """Settings by key, sources by file, both in one line; what is gone, and what was never there."""
     kept = r"; to keep them: a run of its own{} \(from: era5\.vit\)"
-    model = f"{PACKAGE}/studies/era5_vit/model.py"
+    model = f"{PACKAGE}/extensions/era5_vit/model.py"
     for edit, lines in (
         (
             configure("plans.era5.settings.training.epochs", 3),
@@ -43,7 +43,7 @@ def test_what_changed_is_named(clone: Tree) -> None:
             r"(.+\n)+replaces the results of era5\.vit \(train, throughput\)"
             rf"{kept.format(', on a dataset of its own')}",
         ),
-        (append(model), r"era5\.vit \(train, throughput\): studies/era5_vit/model\.py changed\n.+"),
+        (append(model), r"era5\.vit \(train, throughput\): extensions/era5_vit/model\.py changed\n.+"),
         (append(model, "\n# A comment.\n"), ""),
         (delete("plans/era5/vit/throughput.json"), r"era5\.vit \(throughput\): throughput\.json is gone(\n.+)*"),
         (

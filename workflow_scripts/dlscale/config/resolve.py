@@ -7,6 +7,7 @@ run's settings are layered: the study's, those of the plan's `from`, the plan's,
 from __future__ import annotations
 
 import copy
+import fnmatch
 import functools
 import hashlib
 import re
@@ -124,6 +125,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         merge(merged, own)
     _check_names(user, merged)
     merge(merged, user)
+    merged["targets"] = _targets(merged)
     try:
         workflow = validate(workflow_class(of_runs=False), merged)
     except UserError:
@@ -142,6 +144,22 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
         plans[name] = _filled(_repeated(name, plan, _rungs(name, plan, runs)))
     return Configuration(workflow, plans, left_out, secrets)
+
+
+def _targets(merged: Raw) -> Any:
+    """Return the targets with each pattern, such as `*_demo`, replaced by the plans that fit it, in their order."""
+    targets = merged.get("targets")
+    if not isinstance(targets, list):
+        return targets  # absent, or a mistake that is found later
+    found = list[Any]()
+    for target in targets:
+        if not (isinstance(target, str) and "*" in target):
+            found.append(target)
+        elif fits := fnmatch.filter(merged["plans"], target):
+            found += fits
+        else:
+            raise UserError(f"configuration: targets: no plan fits the pattern '{target}'")
+    return list(dict.fromkeys(found)) if len(found) != len(targets) else found
 
 
 def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
@@ -339,7 +357,7 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
             folder, own = layer.get("results", folder), targets
     if targets == own:
         return "report/index.html"
-    name = "+".join(targets)  # no plan has a plus in its name
+    name = "+".join(targets).replace("*", "all")  # no plan has a plus in its name
     if len(name) > 60 or name == "index":
         name = f"{targets[0]}+{len(targets) - 1}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return f"report/{name}.html"

@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     SkipValidation,
+    StringConstraints,
     ValidationInfo,
     create_model,
     field_validator,
@@ -261,7 +262,9 @@ class Workflow(Strict):
         description="Folder of all results.",
     )
 
-    targets: list[Name] = Field(min_length=1, description="Plans that a bare `snakemake` runs and reports.")
+    targets: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9*][A-Za-z0-9_*-]*$")]] = Field(
+        min_length=1, description="Plans that a bare `snakemake` runs and reports, by name or pattern (`*_demo`)."
+    )
     datasets: dict[Name, SerializeAsAny[DatasetSettings]] = Field(
         {}, description="Datasets by name, beside those that the studies ship."
     )

@@ -1,8 +1,8 @@
 """Studies, kinds of datasets and loaders: modules that a configuration names.
 
-Shipped are the folders `dlscale/studies/NAME` and `dlscale/datasets/KIND`. A study from outside is a file or folder
-that the configuration names; it may bring kinds of datasets along. Fingerprints, which follow static imports, learn
-from here which modules are imported by name.
+Shipped are the folders `dlscale/studies/NAME` and `dlscale/datasets/KIND`, and those in the tables of extensions. A
+study from outside is a file or folder that the configuration names; it may bring kinds of datasets along. Fingerprints,
+which follow static imports, learn from here which modules are imported by name.
 """
 
 from __future__ import annotations
@@ -73,8 +73,17 @@ def studies() -> dict[str, StudyPlace]:
 
 @functools.cache
 def _shipped() -> dict[str, StudyPlace]:
-    files = sorted((PACKAGE / "studies").glob("*/study.py"))
-    return {f.parent.name: StudyPlace(f.parent.name, f"dlscale.studies.{f.parent.name}.study", f) for f in files}
+    modules = {
+        file.parent.name: f"dlscale.studies.{file.parent.name}.study" for file in PACKAGE.glob("studies/*/study.py")
+    }
+    for extension in extensions():
+        modules |= getattr(extension, "STUDIES", {})
+    return {name: StudyPlace(name, modules[name], _file(modules[name])) for name in sorted(modules)}
+
+
+def _file(module: str) -> Path:
+    """Return the file of a module of this package."""
+    return PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def add(name: str, path: str | Path) -> None:
@@ -163,8 +172,10 @@ def study(name: str) -> Any:
 @functools.cache
 def shipped_kinds() -> dict[str, str]:
     """Return the package of each shipped kind of dataset, importing nothing."""
-    names = sorted(file.parent.name for file in (PACKAGE / "datasets").glob("*/kind.py"))
-    return {name: f"dlscale.datasets.{name}" for name in names}
+    packages = {file.parent.name: f"dlscale.datasets.{file.parent.name}" for file in PACKAGE.glob("datasets/*/kind.py")}
+    for extension in extensions():
+        packages |= getattr(extension, "KINDS", {})
+    return dict(sorted(packages.items()))
 
 
 def _outside_kinds() -> dict[str, Any]:
@@ -212,7 +223,7 @@ def module_of(name: str, role: str) -> str | None:
     """
     if name in shipped_kinds():
         own = f"{shipped_kinds()[name]}.{role}"
-        there = (PACKAGE / "datasets" / name / f"{role}.py").is_file()
+        there = _file(own).is_file()
     else:
         own = type(kind(name)).__module__
         there = any(hasattr(load(own), function) for function in ROLES.get(role, ("acquire",)))

@@ -1,0 +1,1 @@
+"""Tutorial: a vision transformer predicts the weather (SC23 to SC25)."""

@@ -1,0 +1,233 @@
+"""Manifests of atmospheric states: grid, time step, normalisation, climatology."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlscale.config.dataset import SPLITS
+from dlscale.core.errors import UserError
+from dlscale.core.files import reading, sha256
+from dlscale.data import sampling, store
+from dlscale.data.describe import new_manifest
+from dlscale.data.manifest import FieldInfo, File, Manifest
+from dlscale.extensions.era5_vit.era5.extra import Extra
+from dlscale.extensions.era5_vit.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
+
+#: Name and unit, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214; `parallel_copy_small_set.py` of its
+#: code): the tutorials' u10m is channel 0, their figure's t2m channel 2.
+CHANNELS = {
+    "u10": "m s**-1",
+    "v10": "m s**-1",
+    "t2m": "K",
+    "sp": "Pa",
+    "msl": "Pa",
+    "t@850": "K",
+    "u@1000": "m s**-1",
+    "v@1000": "m s**-1",
+    "z@1000": "m**2 s**-2",
+    "u@850": "m s**-1",
+    "v@850": "m s**-1",
+    "z@850": "m**2 s**-2",
+    "u@500": "m s**-1",
+    "v@500": "m s**-1",
+    "z@500": "m**2 s**-2",
+    "t@500": "K",
+    "z@50": "m**2 s**-2",
+    "r@500": "%",
+    "r@850": "%",
+    "tcwv": "kg m**-2",
+}
+
+
+def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
+    """Describe a folder in the published layout; its statistics are taken from its `stats/`."""
+    assert isinstance(dataset.source, Era5Prepared)
+    root, step = Path(dataset.source.path), dataset.source.step_hours
+    splits: dict[str, list[File]] = {split: [] for split in SPLITS}
+    shape: tuple[int, ...] = ()
+    axes: dict[str, list[float]] = {}
+    said: dict[str, list[str]] = {}
+    hours: list[tuple[Path, File, np.ndarray | None]] = []
+    for split in SPLITS:
+        for path in sorted((root / split).glob("*.h5")):
+            with reading(path), store.open_file(path) as file:
+                fields = store.dataset(file, "fields", ndim=4)
+                if shape and fields.shape[1:] != shape[1:]:
+                    raise UserError(f"{path}: fields {fields.shape} differ from those of other files {shape}")
+                shape = fields.shape
+                names = {key: np.atleast_1d(fields.attrs.get(key, [])) for key in ("channels", "units")}
+                said = {k: [n.decode() if isinstance(n, bytes) else str(n) for n in its] for k, its in names.items()}
+                axes = {axis: file[axis][()].tolist() for axis in ("latitude", "longitude") if axis in file}
+                times = store.dataset(file, "time")[()] if "time" in file else None
+            splits[split].append(File.of(path, folder, shape[0]))
+            hours.append((path, splits[split][-1], _published_times(path, shape[0], step) if times is None else times))
+    for split in ("train", "valid"):
+        if not splits[split]:
+            raise UserError(
+                f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
+            )
+    # Of files that name no channels as many as the published ones are these.
+    numbered = [f"channel{index:02d}" for index in range(shape[1])]
+    channels = dataset.channels or said["channels"] or (list(CHANNELS) if shape[1] == len(CHANNELS) else numbered)
+    rows, columns = dataset.crop or shape[2:]
+    if len(channels) != shape[1] or rows > shape[2] or columns > shape[3]:
+        raise UserError(
+            f"{root}: files hold {shape[1]} channels of {shape[2]} x {shape[3]} points, the configuration names "
+            f"{len(channels)}, and crop {rows} x {columns}; name all channels in order, and crop no more than "
+            "there is"
+        )
+    if len(axes) < 2:
+        # The published grid: equal steps around the globe, the first row at the north pole.
+        steps = 360.0 / shape[3] * np.arange(max(rows, columns))
+        axes = {"latitude": (90.0 - steps).tolist(), "longitude": steps.tolist()}
+    units = said["units"] or [CHANNELS.get(name, "unknown") for name in channels]
+    if len(units) != len(channels) or len(axes["latitude"]) < rows or len(axes["longitude"]) < columns:
+        raise UserError(
+            f"{root}: files name {len(units)} units, {len(axes['latitude'])} latitudes, {len(axes['longitude'])} "
+            f"longitudes, of {len(channels)} channels of {rows} x {columns} points; name all, or none"
+        )
+    mean, std = (_means(root / "stats" / f"global_{name}.npy", len(channels)).tolist() for name in ("means", "stds"))
+    info = FieldInfo(
+        channels=channels,
+        units=units,
+        grid=[rows, columns],
+        transforms=[],
+        stored="physical",
+        mean=mean,
+        std=std,
+        channel_axis=1,
+    )
+    info.check_varies(f"{root}/stats/global_stds.npy")
+    climatology = root / "stats" / "time_means.npy"
+    if known := climatology.is_file():
+        _means(climatology, len(channels), (rows, columns))
+    extra = Extra(
+        latitude=axes["latitude"][:rows],
+        longitude=axes["longitude"][:columns],
+        step_hours=step,
+        climatology=str(climatology.resolve()) if known else None,
+    )
+    manifest = new_manifest(dataset, {"fields": info}, splits, folder)
+    return manifest.model_copy(update={"extra": _timed(extra, hours).model_dump()})
+
+
+def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:
+    """Return the channels' values in a .npy file [1, C, H, W] of at least this grid, [C]."""
+    with reading(path, "the published layout has it, shape [1, C, 1, 1]: fetch it again"):
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    fits = array.ndim == 4 and array.shape[1] == channels and array.shape[2] >= grid[0] and array.shape[3] >= grid[1]
+    # A channel at a time: those of large fields are not held at once.
+    if not fits or array.dtype.kind not in "fiu" or not all(np.isfinite(array[:, c]).all() for c in range(channels)):
+        raise UserError(
+            f"{path}: expected finite numbers of the {channels} channels, shape {(1, channels, *grid)}, got shape "
+            f"{array.shape} of {array.dtype}"
+        )
+    return np.asarray(array[0, :, 0, 0], np.float64)
+
+
+def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | None:
+    """Return the times of a file named after its year, hours since 1970."""
+    if len(path.stem) != 4 or not path.stem.isdecimal() or path.stem == "0000":
+        return None
+    return np.datetime64(f"{path.stem}-01-01T00", "h").astype(np.int64) + step_hours * np.arange(rows)
+
+
+def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
+    """Add the time at which each file begins and, of a `series`, the file that ends before it, if all are known.
+
+    Times follow at the manifest's step: pairs, clocks and means count rows.
+    """
+    step = extra.step_hours
+    starts, ends = dict[str, float](), dict[float, str]()
+    for path, file, hours in files:
+        if hours is not None:
+            steps = np.diff(hours.astype(np.float64))
+            # False of what is not a number, too.
+            if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
+                raise UserError(
+                    f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size}, apart "
+                    f"{np.unique(steps)} h; give all files one `step_hours`, begin another file after a gap, or, of "
+                    "prepared files, leave `time` (hours since 1970) out"
+                )
+            starts[file.digest] = float(hours[0])
+            ends[float(hours[0]) + step * file.rows] = file.digest
+    if len(starts) < len(files):
+        return extra
+    before = {file: ends[start] for file, start in starts.items() if start in ends} if series else {}
+    return extra.model_copy(update={"starts": starts, "before": before})
+
+
+def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
+    """Add grid, time step and climatology."""
+    for split in ("train", "valid"):
+        if all(file.rows < 2 for file in manifest.files(split)):
+            raise UserError(
+                f"{manifest.folder}: {split}: no file (of a year) holds two times, so there is no pair of states; give "
+                f"{split} a longer period, or a smaller step_hours"
+            )
+    info = manifest.fields["fields"]
+    info.check_varies(f"{manifest.folder}: fields")
+    prepared = isinstance(dataset.source, Era5Prepared)
+    # Each simulated year is a trajectory of its own.
+    series = not isinstance(dataset.source, Era5Simulated)
+    extra = Extra.of(manifest) if prepared else _extra(manifest, stats, name, series)
+    extra = _with_hour_means(manifest, extra, stats, name)
+    if extra.climatology:
+        means = Path(extra.climatology) if prepared else stats / Path(extra.climatology).name
+        extra = extra.model_copy(update={"climatology_sha256": sha256(means)})
+    facts = [f"a state every {extra.step_hours:g} h"]
+    for axis in ("latitude", "longitude"):
+        degrees = getattr(extra, axis)
+        facts.append(f"{axis} {degrees[0]:g}° to {degrees[-1]:g}°".replace("-", "−"))
+    return manifest.model_copy(update={"facts": facts, "extra": extra.model_dump()})
+
+
+def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
+    """Read grid and times of our own files, and write the climatology, the mean over all training times."""
+    grid: dict[str, list[float]] = {}
+    files: list[tuple[Path, File, np.ndarray | None]] = []
+    total: Any = 0.0
+    for split, its in manifest.splits.items():
+        for described in its:
+            path = manifest.path(described)
+            with reading(path), store.open_file(path) as file:
+                axes = {axis: file[axis][()].tolist() for axis in ("latitude", "longitude")}
+                hours = file["time"][()]
+                total = total + (file["sum/fields"][()] if split == "train" else 0.0)
+            if (grid := grid or axes) != axes:
+                raise UserError(f"{path}: its grid differs from that of other files; expected one grid")
+            files.append((path, described, hours))
+    rows = sum(file.rows for file in manifest.files("train"))
+    np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
+    logging.info("climatology: mean over %d training times", rows)
+    step = next(float(hours[1] - hours[0]) for _, _, hours in files if hours is not None and len(hours) > 1)
+    return _timed(Extra(**grid, step_hours=step, climatology=f"{name}/time_means.npy"), files, series)
+
+
+def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:
+    """Write the mean state of each hour of day over the training days, where times tell all hours."""
+    files, info = manifest.files("train"), manifest.fields["fields"]
+    if not extra.starts or extra.day is None:
+        return extra
+    rows = [(file, row) for file in files for row in range(file.rows)]
+    slot = np.concatenate([extra.slots(file, np.arange(file.rows)) for file in files])
+    if len(np.unique(slot)) < extra.day:
+        return extra
+    readers = {file.digest: store.Reader(manifest.path(file), "fields") for file in files}
+    shape = (extra.day, len(info.channels), *info.grid)
+    means = np.lib.format.open_memmap(stats / "hour_means.npy", mode="w+", dtype=np.float32, shape=shape)
+    for hour in range(extra.day):
+        (there,) = np.nonzero(slot == hour)
+        # Of 64 days at most, evenly spread: of years of large fields more would only take longer to read.
+        chosen = [rows[index] for index in there[sampling.evenly(len(there), 64)]]
+        total = np.zeros(shape[1:])
+        for file, row in chosen:
+            total += readers[file.digest][row : row + 1, :, : shape[2], : shape[3]][0]
+        means[hour] = total / len(chosen)
+    means.flush()
+    digest = sha256(stats / "hour_means.npy")
+    return extra.model_copy(update={"hour_means": f"{name}/hour_means.npy", "hour_means_sha256": digest})

@@ -1,0 +1,592 @@
+"""Lays the variables of atmospheric files side by side, as one stream of states [T, C, H, W].
+
+NetCDF and Zarr are opened through xarray, GRIB through cfgrib's index of messages, all without their values, and
+checked: every channel once at every time, at one step, on one grid. Then only the wanted variables, levels, times and
+windows are read.
+
+Notation: `T` times (`datetime64[s]`, UTC), `L` levels (hPa), `H` latitudes (north to south), `W` longitudes (west to
+east).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from dlscale.core import files
+from dlscale.core.errors import UserError, nearest
+from dlscale.core.files import TORN
+from dlscale.data import store
+from dlscale.data.kind import Part
+from dlscale.data.source import Source, block_average
+from dlscale.data.store import Field
+from dlscale.extensions.era5_vit.era5.kind import SIMULATED_CHANNELS, Era5Dataset, Era5Zarr
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Names of the axes: by CF, ECMWF's two generations of NetCDF, cfgrib, ARCO-ERA5 and WeatherBench2.
+AXES = {
+    "time": ("valid_time", "time"),
+    "level": ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev"),
+    "latitude": ("latitude", "lat"),
+    "longitude": ("longitude", "lon"),
+}
+#: ECMWF's short names, by the names in ARCO-ERA5 and WeatherBench2.
+SHORT_NAMES = {
+    "10m_u_component_of_wind": "u10",
+    "10m_v_component_of_wind": "v10",
+    "2m_temperature": "t2m",
+    "surface_pressure": "sp",
+    "mean_sea_level_pressure": "msl",
+    "total_column_water_vapour": "tcwv",
+    "temperature": "t",
+    "u_component_of_wind": "u",
+    "v_component_of_wind": "v",
+    "geopotential": "z",
+    "specific_humidity": "q",
+    "relative_humidity": "r",
+}
+#: Coordinates that say how far forecasts look ahead.
+LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
+#: Points from east to west; down columns, not along rows; every second line backwards.
+SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
+GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
+
+#: Molar mass of water vapour over that of dry air, by the gas constants of the IFS (J/kg/K).
+_EPSILON = 287.0597 / 461.5250
+_WATER, _ICE = 273.16, 250.16  # K: above the one all condensate is water, below the other all is ice
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """One variable of one file, its values not read yet."""
+
+    origin: str  # the file or store, for messages
+    channels: tuple[str, ...]  # `name`, or `name@level` for each of L levels; short names
+    units: str
+    long_name: str
+    times: np.ndarray  # [T], datetime64[s], in any order
+    latitude: np.ndarray  # [H], degrees, float64
+    longitude: np.ndarray  # [W], degrees, float64
+    #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w], as float32 [t, l, h, w].
+    load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
+    point_bytes: int  #: Bytes of a point of a level while it is read: packed, decoded, masked, and as float32.
+    held: int = 1  #: Levels in a chunk, which are read together.
+
+
+def short(channel: str) -> str:
+    """Normalise `name` or `name@level` for comparison: short name, level without zeros."""
+    name, at, level = channel.partition("@")
+    with contextlib.suppress(ValueError):
+        level = f"{float(level):g}"
+    return SHORT_NAMES.get(name, name) + at + level
+
+
+def base(channel: str) -> str:
+    """Return the short name of a channel's variable."""
+    return short(channel).partition("@")[0]
+
+
+@contextlib.contextmanager
+def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
+    """Read a file as `files.reading` has it, and silence its library's warnings."""
+    with files.reading(origin, advice), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def open_variables(
+    path: Path, wanted: Collection[str], stack: contextlib.ExitStack
+) -> tuple[list[Variable], list[str]]:
+    """Open a GRIB or NetCDF file, closed by `stack`; return its `wanted` variables and the names of all."""
+    if path.is_dir():
+        raise UserError(f"{path}: a folder; expected a file, name the files in it (a Zarr store has source kind zarr)")
+    with reading(path), open(path, "rb") as file:
+        head = file.read(1024)
+    if b"GRIB" in head:  # bulletins may have a heading before it
+        return _open_grib(path, wanted)
+    if head.startswith(b"\x89HDF\r\n\x1a\n"):
+        engine = "h5netcdf"
+        with reading(path), store.open_file(path) as opened:  # refuses what leads to other files
+            for name, values in opened.items():
+                if base(name) in wanted and hasattr(values, "shape"):
+                    store.check_filters(values)
+    elif head.startswith((b"CDF\x01", b"CDF\x02")):
+        engine = "scipy"
+    else:
+        content = f"begins with {head[:8]!r}" if head else "is empty"
+        raise UserError(
+            f"{path}: neither GRIB nor NetCDF: it {content}; unpack an archive, convert another form of NetCDF with "
+            "`nccopy -k nc4 IN OUT`, or fetch the file again: it may be torn"
+        )
+    with reading(path):
+        return gridded(stack.enter_context(open_xarray(path, engine)), str(path), wanted)
+
+
+def open_xarray(place: str | Path, engine: str, **options: Any) -> xr.Dataset:
+    """Open a file or store lazily."""
+    import xarray as xr
+
+    return xr.open_dataset(place, engine=engine, decode_times=False, cache=False, **options)
+
+
+def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
+    """Return the wanted variables of an xarray dataset, and the names of all."""
+    names = [str(name) for name in dataset.data_vars]
+    return [_gridded(dataset[name], origin) for name in names if base(name) in wanted], names
+
+
+def _gridded(array: xr.DataArray, origin: str) -> Variable:
+    """Describe one variable; one that is no series of states on a regular grid is refused."""
+    name, known = str(array.name), [name for names in AXES.values() for name in names]
+    array = array.isel({dim: 0 for dim, size in array.sizes.items() if size == 1 and dim not in known})
+    axes: dict[str, xr.DataArray] = {}
+    for kind, names in AXES.items():
+        if there := [array.coords[n] for n in names if n in array.coords and array.coords[n].ndim == 1]:
+            axes[kind] = there[0]
+    dims = [axis.dims[0] for axis in axes.values()]
+    complete = {"time", "latitude", "longitude"} <= axes.keys() and array.size > 0
+    # The times of a forecast without `valid_time` are those at which it began.
+    dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(map(str, array.coords)))
+    if not dated or sorted(map(str, dims)) != sorted(map(str, array.dims)):
+        sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
+        if "expver" in array.dims:  # ERA5 and its preliminary form, each with gaps where the other has values
+            raise UserError(
+                f"{origin}: '{name}' has the dimensions {sizes}: `expver` holds ERA5 and ERA5T, each with the times "
+                f"that the other lacks; join both with xarray, `{name}.max('expver')`, which skips missing values"
+            )
+        raise UserError(
+            f"{origin}: '{name}' has the dimensions {sizes}; expected one each of {', '.join(AXES['time'])} (of a "
+            f"forecast `valid_time`), of {', '.join(AXES['latitude'])}, of {', '.join(AXES['longitude'])}, perhaps of "
+            "pressure levels, and no other: interpolate other grids, e.g. with `cdo remapbil`; choose one of several "
+            "members or forecasts, e.g. with xarray's `isel`, and write a file of it"
+        )
+    latitude, longitude, south_first = _regular(
+        axes["latitude"].values, axes["longitude"].values, f"{origin}: '{name}'"
+    )
+    if south_first:
+        array = array.isel({axes["latitude"].dims[0]: slice(None, None, -1)})
+    channels: tuple[str, ...] = (short(name),)
+    if "level" in axes:
+        hectopascals = axes["level"].values / (100.0 if axes["level"].attrs.get("units") == "Pa" else 1.0)
+        channels = tuple(f"{short(name)}@{value:g}" for value in hectopascals)
+    values = array.variable
+
+    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
+        asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
+        # Transposed only once it is read: a lazy transposition would make the library read point by point.
+        read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
+        return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
+
+    chunk = values.encoding.get("preferred_chunks", {})
+    stored = np.dtype(values.encoding.get("dtype", values.dtype))
+    attrs = array.attrs
+    return Variable(
+        origin,
+        channels,
+        str(attrs.get("units", "")),
+        str(attrs.get("long_name", attrs.get("standard_name", name))),
+        _decoded_times(axes["time"].variable, origin),
+        latitude,
+        longitude,
+        load,
+        2 * stored.itemsize + 2 * values.dtype.itemsize + 4,
+        chunk.get(axes["level"].dims[0], 1) if "level" in axes else 1,
+    )
+
+
+def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return latitudes from the north, longitudes from the west, and whether the first was southernmost."""
+    latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
+    if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
+        longitude = np.unwrap(longitude, period=360.0)
+        if (np.diff(longitude) < 0).any():
+            raise UserError(
+                f"{where}: longitudes leap back over the meridian (0, …, 359), so they are in two pieces; sort them, "
+                "e.g. with `cdo sellonlatbox,-180,180,-90,90 IN OUT`"
+            )
+    south_first = bool(latitude[0] < latitude[-1])
+    latitude = latitude[::-1] if south_first else latitude
+    # Also false of what is not a number.
+    if not ((np.diff(latitude) < 0).all() and (np.diff(longitude) > 0).all() and abs(latitude).max() < 90.001):
+        raise UserError(f"{where}: latitudes or longitudes are not in order, or beyond the poles; {GRID}")
+    return latitude, longitude, south_first
+
+
+def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
+    """Decode CF times to datetime64[s]."""
+    import xarray as xr
+
+    try:
+        coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="s")
+        times = np.asarray(xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values)
+        if times.dtype.kind != "M" or np.isnat(times).any():
+            raise ValueError("not all are dates")
+    except Exception as error:
+        units, calendar = (clock.attrs.get(key, "none") for key in ("units", "calendar"))
+        raise UserError(
+            f"{origin}: its times cannot be read (units: {units}, calendar: {calendar}); expected dates of the "
+            "standard calendar, e.g. 'hours since 1900-01-01'; convert another calendar with xarray's "
+            "`convert_calendar('standard', align_on='date')`"
+        ) from error
+    rounded = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours as float32 are a little off
+    return np.asarray(rounded.astype("datetime64[s]"))
+
+
+def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
+    """Return a slice in place of evenly spaced, ascending indices: every format reads these fast."""
+    indices = np.asarray(indices)
+    steps = np.unique(np.diff(indices))
+    if steps.size > 1 or (steps.size == 1 and steps[0] <= 0):
+        return indices
+    return slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0]) if steps.size else 1)
+
+
+def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
+    """Return the wanted variables of a GRIB file, each level of each as one, and the names of all.
+
+    xarray's view of the index fills missing messages with NaN, and takes the first of two of one time in silence.
+    """
+    try:
+        from cfgrib import cfmessage, messages
+    except ImportError as error:
+        raise UserError(f"{path}: GRIB is not installed ({error}); pip install 'dlscale[grib]'") from None
+
+    _silence_eccodes()
+    stream = messages.FileStream(str(path), errors="raise")
+    with reading(path):
+        # What tells variables, and then their times, apart.
+        keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
+        index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
+        _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
+    series: dict[tuple[str, str], list[tuple[int, Any]]] = {}  # time and place of each message, by channel and grid
+    for (cf_name, own, kind, level, grid, time), offsets in index.iter_index():
+        name = own if cf_name in ("unknown", "undef") else cf_name
+        if kind.startswith("isobaric"):
+            name = f"{name}@{level / (100.0 if kind == 'isobaricInPa' else 1.0):g}"
+        series.setdefault((name, grid), []).extend((time, offset) for offset in offsets)
+    names = list(dict.fromkeys(base(name) for name, _ in series))
+    with reading(path):
+        return [_messages(path, stream, name, its) for (name, _), its in series.items() if base(name) in wanted], names
+
+
+def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
+    """Refuse a file with more messages after the last in its index: ecCodes takes a damaged one for the end."""
+    # A field that shares its message with others has its number beside the byte at which the message begins.
+    last = max(offset[0] if isinstance(offset, tuple) else offset for offset in offsets)
+    with open(stream.path, "rb") as file:
+        file.seek(last + stream[last]["totalLength"])
+        if any(b"GRIB" in block for block in iter(lambda: file.read(2**20), b"")):
+            raise UserError(f"{stream.path}: the message after byte {last} cannot be decoded; {TORN}")
+
+
+def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:
+    """Describe the GRIB messages of one channel on one grid."""
+    first, where = stream[entries[0][1]], f"{path}: '{channel}'"
+    kind = first["gridType"]
+    if kind not in ("regular_ll", "regular_gg") or any(first.get(key) for key in SCANNING):
+        raise UserError(f"{where} is on a grid of type {kind}, or not along parallels from west to east; {GRID}")
+    latitude, longitude = (np.array(first[key], ndmin=1) for key in ("distinctLatitudes", "distinctLongitudes"))
+    latitude, longitude, south_first = _regular(latitude, longitude, where)
+
+    def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
+        out = np.empty((len(times), 1, rows.stop - rows.start, columns.stop - columns.start), np.float32)
+        with open(path, "rb") as file:
+            for place, number in enumerate(times):
+                values = stream.message_from_file(file, offset=entries[number][1])["values"]
+                grid = np.reshape(values, (latitude.size, longitude.size))
+                out[place, 0] = (grid[::-1] if south_first else grid)[rows, columns]
+        return out
+
+    times = np.array([time for time, _ in entries], "datetime64[s]")
+    units, long_name = str(first["units"]), str(first["name"])
+    # A message is packed, and float64 in ecCodes and here.
+    return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, point_bytes=29)
+
+
+@functools.cache
+def _silence_eccodes() -> IO[str]:
+    """Silence ecCodes, whose errors arrive as exceptions; cached, so that the file stays open."""
+    import eccodes
+
+    nowhere = open(os.devnull, "w")  # noqa: SIM115
+    eccodes.codes_context_set_logging(nowhere)
+    return nowhere
+
+
+def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
+    """Return the saturation vapour pressure, Pa, for K: over water, ice, or a mixture between.
+
+    Tetens' formula as in ERA5 (ECMWF 2016, IFS Documentation Cy41r2, part IV, eq. 7.4 to 7.6).
+    """
+    t = np.asarray(temperature, np.float64)
+    water = 611.21 * np.exp(17.502 * (t - 273.16) / (t - 32.19))
+    ice = 611.21 * np.exp(22.587 * (t - 273.16) / (t + 0.7))
+    share = np.clip((t - _ICE) / (_WATER - _ICE), 0.0, 1.0) ** 2
+    return np.asarray(share * water + (1.0 - share) * ice)
+
+
+def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pressure: float) -> np.ndarray:
+    """Return the relative humidity, %, for K, kg/kg and Pa; like ERA5's own it may leave 0 to 100."""
+    q = np.asarray(specific_humidity, np.float64)
+    vapour = pressure * q / (_EPSILON + (1.0 - _EPSILON) * q)
+    return np.asarray(100.0 * vapour / saturation_pressure(temperature))
+
+
+def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Variable]:
+    """Add the relative humidity, where it is wanted and only temperature and specific humidity are there."""
+    by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
+    if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
+        return variables
+    pairs = [(t, q) for t in by_name["t"] for q in by_name["q"] if t.origin == q.origin]
+    return [*variables, *(_humidity(t, q) for t, q in pairs if np.array_equal(t.times, q.times))]
+
+
+def _humidity(t: Variable, q: Variable) -> Variable:
+    """Describe relative humidity on the levels of both variables, computed as it is read."""
+    places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
+    levels = [level for level in places[1] if level and level in places[0]]
+
+    def load(times: np.ndarray, chosen: list[int], rows: slice, columns: slice) -> np.ndarray:
+        kelvin, moisture = (
+            variable.load(times, [its.index(levels[number]) for number in chosen], rows, columns)
+            for variable, its in zip((t, q), places, strict=True)
+        )
+        out = np.empty_like(kelvin)
+        for at in np.ndindex(out.shape[:3]):  # one circle of latitude at a time: little memory for float64
+            out[at] = relative_humidity(kelvin[at], moisture[at], 100.0 * float(levels[chosen[at[1]]]))
+        return out
+
+    return replace(
+        q,
+        channels=tuple(f"r@{level}" for level in levels),
+        units="%",
+        long_name="Relative humidity, from temperature and specific humidity",
+        load=load,
+        point_bytes=t.point_bytes + q.point_bytes,
+        held=max(t.held, q.held),
+    )
+
+
+Period = tuple[dt.date, dt.date]  # first and last day, inclusive
+
+#: Larger values are none: 3.4e38 (GRIB) and 9.97e36 (NetCDF) stand where nothing is.
+LARGEST = 1e30
+
+
+def wanted_names(dataset: Era5Dataset) -> set[str]:
+    """Return the short names of the variables that a dataset's channels are made of."""
+    names = {base(channel) for channel in dataset.channels}
+    return names | {"t", "q"} if "r" in names else names
+
+
+def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Source:
+    """Open the raw files of one part, GRIB or NetCDF."""
+    if isinstance(dataset.source, Era5Zarr):  # cropped and averaged when they were fetched
+        dataset = dataset.model_copy(update={"crop": None, "downsample": 1})
+    dataset = dataset.model_copy(update={"channels": dataset.channels or list(SIMULATED_CHANNELS)})
+    wanted, names = wanted_names(dataset), list[str]()
+    with contextlib.ExitStack() as stack:
+        variables: list[Variable] = []
+        for path in paths:
+            found, its_names = open_variables(path, wanted, stack)
+            variables, names = variables + found, names + its_names
+        source = Era5Source(dataset, variables, names, part.period, f"part {part.label}")
+        source.files = stack.pop_all()
+    return source
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """A variable in a source: `levels` [c] are the channels `positions` [c], times `indices` [t] the `rows` [t]."""
+
+    variable: Variable
+    levels: list[int]
+    positions: list[int]
+    indices: np.ndarray
+    rows: np.ndarray  # ascending
+
+
+class Era5Source(Source):
+    """One field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset asks.
+
+    Its times are those of the period at multiples of `step_hours` from midnight UTC; None: all. Missing or repeated
+    channels or times, and grids that differ or are smaller than the crop, are a `UserError`.
+    """
+
+    def __init__(
+        self,
+        dataset: Era5Dataset,
+        variables: list[Variable],
+        names: list[str],
+        period: Period | None,
+        label: str,
+        advice: str = TORN,
+    ) -> None:
+        self.files = contextlib.ExitStack()  # open files, closed with the source
+        self._label, self._advice, self._downsample = label, advice, dataset.downsample
+        channels = [short(channel) for channel in dataset.channels]
+        holders = _holders(channels, with_humidity(variables, channels), names, label)
+        used = list(dict.fromkeys(variable for its in holders.values() for variable in its))
+        first = used[0]
+        _check_alike(holders, first)
+        height, width = dataset.crop or (first.latitude.size, first.longitude.size)
+        rows, columns = (size // self._downsample for size in (height, width))
+        if height > first.latitude.size or width > first.longitude.size or not (rows and columns):
+            raise UserError(
+                f"{label}: crop {height} x {width} or downsample {self._downsample} does not fit the grid of "
+                f"{first.latitude.size} latitudes and {first.longitude.size} longitudes; choose smaller ones"
+            )
+        self._window = slice(0, rows * self._downsample), slice(0, columns * self._downsample)
+        self.times = _common_times(holders, period, dataset.step_hours, label)
+        self._segments = [segment for variable in used if (segment := self._segment(variable, channels)).rows.size]
+        units = tuple(holders[channel][0].units for channel in channels)
+        shape = (self.times.size, len(channels), rows, columns)
+        self.fields: tuple[Field, ...] = (Field("fields", tuple(dataset.channels), units, shape, 1),)
+        self.bytes_per_row = 4 * math.prod(shape[1:]) + max(map(self._footprint, self._segments))
+        axes = {"latitude": first.latitude[self._window[0]], "longitude": first.longitude[self._window[1]]}
+        self.coordinates = {name: axis.reshape(-1, self._downsample).mean(axis=1) for name, axis in axes.items()}
+        self.row_coordinates = {"time": self.times.astype(np.int64) / 3600.0}
+        self.summed = ("fields",)  # for the climatology
+        self.attributes: dict[str, Any] = {
+            "long_names": [holders[channel][0].long_name for channel in channels],
+            "source_files": list(dict.fromkeys(segment.variable.origin for segment in self._segments)),
+            "conventions": "latitude north to south, longitude west to east (degrees); time in hours since 1970-01-01",
+        }
+
+    def _segment(self, variable: Variable, channels: list[str]) -> _Segment:
+        positions = [position for position, channel in enumerate(channels) if channel in variable.channels]
+        levels = [variable.channels.index(channels[position]) for position in positions]
+        indices = np.flatnonzero(np.isin(variable.times, self.times))
+        indices = indices[np.argsort(variable.times[indices])]
+        return _Segment(variable, levels, positions, indices, np.searchsorted(self.times, variable.times[indices]))
+
+    def _footprint(self, segment: _Segment) -> int:
+        """Bound the bytes that one row of a segment needs while it is read and averaged."""
+        variable, asked = segment.variable, len(segment.levels)
+        levels = min(asked * variable.held, len(variable.channels))
+        read = variable.point_bytes * levels * variable.latitude.size * variable.longitude.size
+        return read + 8 * asked * self._window[0].stop * self._window[1].stop * (self._downsample > 1)
+
+    def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Return times [start, stop) as `fields` [stop - start, C, H, W], float32; a missing value is a `UserError`."""
+        out = np.empty((stop - start, *self.fields[0].shape[1:]), np.float32)
+        for segment in self._segments:
+            low, high = np.searchsorted(segment.rows, (start, stop))
+            if low == high:
+                continue
+            place = (segment.rows[low:high, None] - start, segment.positions)
+            with reading(segment.variable.origin, self._advice):
+                # The values get no name, so that they are gone before the next ones come.
+                out[place] = block_average(
+                    segment.variable.load(segment.indices[low:high], segment.levels, *self._window),
+                    self._downsample,
+                    (2, 3),
+                )
+        if not (out.max() < LARGEST and out.min() > -LARGEST):  # false of NaN, too
+            self._refuse_missing(out, start)
+        return {"fields": out}
+
+    def _refuse_missing(self, values: np.ndarray, start: int) -> None:
+        bad = np.argwhere(~(abs(values) < LARGEST))
+        row, channel, line, column = bad[0]
+        raise UserError(
+            f"{self._label}: channel '{self.fields[0].channels[channel]}' has no value at "
+            f"{_text(self.times[start + row])} at latitude {self.coordinates['latitude'][line]:g}, longitude "
+            f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block); set `split` around "
+            "such times, `crop` such places, or fill them; if the values should be there, the copy may be incomplete: "
+            "copy it again"
+        )
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def _holders(channels: list[str], variables: list[Variable], names: list[str], label: str) -> dict[str, list[Variable]]:
+    """Return the variables that hold each channel."""
+    holders = {channel: [v for v in variables if channel in v.channels] for channel in channels}
+    for channel in (channel for channel, its in holders.items() if not its):
+        levels = dict.fromkeys(each for v in variables for each in v.channels if base(each) == base(channel))
+        there = list(levels or dict.fromkeys(names))
+        most = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
+        raise UserError(f"{label}: no file holds the channel '{channel}'{nearest(channel, there)}; there are: {most}")
+    return holders
+
+
+def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
+    """Refuse variables on another grid than the `first` (up to rounding and whole turns), or in other units."""
+    for channel, variables in holders.items():
+        for other in variables:
+            alike = (
+                other.units.replace("**", "") == variables[0].units.replace("**", "")  # m s**-1 is m s-1
+                and (other.latitude.shape, other.longitude.shape) == (first.latitude.shape, first.longitude.shape)
+                and abs(first.latitude - other.latitude).max() < 1e-3
+                and abs((first.longitude - other.longitude + 180.0) % 360.0 - 180.0).max() < 1e-3
+            )
+            if not alike:
+                found, expected = (
+                    f"{v.latitude.size} x {v.longitude.size} from {v.latitude[0]:g}, {v.longitude[0]:g} in {v.origin}"
+                    for v in (other, first)
+                )
+                raise UserError(
+                    f"'{channel}' is on another grid or in other units: {found}, in '{other.units}'; expected "
+                    f"{expected}, in '{variables[0].units}'; bring all to one grid, and each channel to one unit"
+                )
+
+
+def _common_times(
+    holders: dict[str, list[Variable]], period: Period | None, step_hours: int | None, label: str
+) -> np.ndarray:
+    """Return the times [T], ascending, that every channel has exactly once, at one step."""
+    kept, days = dict[str, np.ndarray](), list[Any]()
+    for channel, variables in holders.items():
+        there = np.sort(np.concatenate([variable.times for variable in variables]))
+        first, last = np.array(period or (there[0], there[-1]), "datetime64[D]")
+        times = there[(there >= first) & (there < last + 1)]
+        days += times[[0, -1]].astype("datetime64[D]").tolist() if times.size else []
+        if step_hours:
+            times = times[times.astype(np.int64) % (3600 * step_hours) == 0]
+        if there[0] >= first + 1 or not there[-1] >= last or not times.size:
+            raise UserError(
+                f"{label}: needs {first} to {last}, at multiples of step_hours ({step_hours}) from midnight UTC, but "
+                f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}; set the dataset's `split` within that, "
+                "change `step_hours`, add files, or fetch a torn one again"
+            )
+        kept[channel] = times
+    every = np.unique(np.concatenate(list(kept.values())))
+    steps, counts = np.unique(np.diff(every), return_counts=True)
+    step = np.timedelta64(step_hours or 1, "h") if step_hours or not steps.size else steps[counts.argmax()]
+    begin, end = every[0], every[-1] + np.timedelta64(1, "s")
+    if period and (step_hours or steps.size):  # the first and the last day are whole
+        begin -= (begin - np.datetime64(min(days))) // step * step
+        end = np.datetime64(max(days)) + 1
+    expected = np.arange(begin, end, step)
+    for channel, times in kept.items():
+        twice = times[1:][times[1:] == times[:-1]]
+        if (wrong := np.union1d(np.setxor1d(times, expected), twice)).size:
+            origins = [variable.origin for variable in holders[channel] if wrong[0] in variable.times]
+            overlap = len(origins) > 1 and wrong[0] in twice
+            raise UserError(
+                f"{label}: '{channel}' is missing, stands twice or breaks the step of "
+                f"{step / np.timedelta64(1, 'h'):g} h at {_text(wrong[0])} ({wrong.size} such times; in "
+                f"{' and '.join(origins[:2]) or 'no file'}); {'cut these times from one file, ' * overlap}add the file "
+                "that holds it, set `split` around a gap, or "
+                "set `step_hours` (means over months have no step); of several members, forecast steps or types of "
+                "levels choose one beforehand, of GRIB with `grib_copy -w number=0 IN OUT`"
+            )
+    return expected
+
+
+def _text(time: np.datetime64) -> str:
+    return str(time.astype("datetime64[m]")).replace("T", " ")

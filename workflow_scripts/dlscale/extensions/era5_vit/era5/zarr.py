@@ -1,0 +1,86 @@
+"""Fetches a period of some channels from a Zarr store, such as ARCO-ERA5 or WeatherBench2, into a NetCDF file."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import tenacity
+
+from dlscale.core import urls
+from dlscale.core.errors import UserError
+from dlscale.core.files import Forgiving, whole
+from dlscale.data.kind import RawFile
+from dlscale.data.store import MEMORY
+from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
+from dlscale.extensions.era5_vit.era5.simulator import create_series
+from dlscale.extensions.era5_vit.era5.source import Era5Source, gridded, open_xarray, wanted_names
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_LONGEST_WAIT_S = 30.0
+# public archives are read without an account, unless fsspec's own configuration names one
+_PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": "anon"}, "s3": {"anon": True}}
+
+
+def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
+
+    Only needed variables, levels and times are fetched, within `store.MEMORY` or one chunk, whichever is more,
+    then cropped and averaged. The store is a folder, or a URL that fsspec knows.
+    """
+    import h5netcdf
+
+    remote = "://" in raw.origin
+    advice = "the store may be incomplete or damaged: copy it again"
+    if remote:
+        advice = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
+    # At a block, with pauses from 1 s up: hours of reading should survive a hiccup.
+    retrying = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(4 if remote else 1),
+        wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT_S),
+        retry=tenacity.retry_if_exception_type(UserError),
+        reraise=True,
+    )
+    with contextlib.closing(_opened(raw.origin, remote, advice)) as store:
+        variables, names = gridded(store, raw.origin, wanted_names(dataset))
+        source = Era5Source(dataset, variables, names, raw.period, raw.name, advice)
+        with whole(out) as temporary, Forgiving(temporary) as file_, h5netcdf.File(file_, "w") as file:
+            field = source.fields[0]
+            described = zip(field.channels, field.units, source.attributes["long_names"], strict=True)
+            hours, grid = source.row_coordinates["time"], source.coordinates
+            created = create_series(file, hours, grid["latitude"], grid["longitude"], described)
+            file.attrs["source"] = ", ".join(source.attributes["source_files"])
+            block = max(1, MEMORY // source.bytes_per_row)
+            for start in range(0, field.rows, block):
+                stop = min(start + block, field.rows)
+                values = retrying(source.read, start, stop)["fields"]
+                for position, variable in enumerate(created):
+                    variable[start:stop] = values[:, position]
+                if progress:
+                    progress(stop, field.rows)
+
+
+def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
+    """Open a store lazily."""
+    options: dict[str, Any] = {}
+    if remote:
+        import fsspec.config
+
+        scheme = urlsplit(origin).scheme
+        options = {"storage_options": {**_PUBLIC.get(scheme, {}), **fsspec.config.conf.get(scheme, {})}}
+    try:
+        with warnings.catch_warnings():  # that it is not consolidated, e.g.
+            warnings.simplefilter("ignore")
+            return open_xarray(urls.whole(origin) if remote else origin, "zarr", chunks=None, **options)
+    except Exception as error:  # a package for such addresses may be missing, too
+        text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
+        raise UserError(
+            f"{origin}: there is no Zarr store that can be opened ({text}); expected a folder or address of a group; "
+            f"{advice}"
+        ) from error

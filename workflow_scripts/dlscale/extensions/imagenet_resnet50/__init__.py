@@ -1,0 +1,1 @@
+"""Tutorial: residual networks classify images."""

@@ -1,0 +1,162 @@
+"""`imagenet`: images of any size in folders of classes, with the class as label. Settings, files, parts.
+
+Each part is a *pack* of images, one HDF5 file that is read as it is.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dlscale.config.dataset import DatasetSettings, Path, Split, refuse_changed, refuse_shared
+from dlscale.core import registry
+from dlscale.core.schema import Extent, Files, PositiveFloat, PositiveInt, Seed, Strict
+from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
+
+#: Splits that there are.
+PACKED: tuple[Split, ...] = ("train", "valid")
+
+
+class ImageFolders(Strict):
+    """Folders CLASS/*.jpg (jpeg, png, webp, …) of each split; labels number the classes in sorted order."""
+
+    kind: Literal["folder"]
+    train: Path = Field(description="Folder of the training part.")
+    valid: Path = Field(description="Folder of the validation part.")
+
+    @model_validator(mode="after")
+    def _disjoint(self) -> ImageFolders:
+        refuse_shared([self.train], [self.valid])
+        return self
+
+
+class SimulatedImages(Strict):
+    """JPEGs of ten textures at random place, size and colour: classes that can be learnt."""
+
+    kind: Literal["simulated"]
+    train: PositiveInt = Field(2000, description="Images of the training part.")
+    valid: PositiveInt = Field(500, description="Images of the validation part.")
+    edges: tuple[Extent, Extent] = Field((72, 112), description="Smallest and largest edge, in pixels.")
+    seed: Seed = Field(0, description="Seed of all images.")
+
+    @model_validator(mode="after")
+    def _edges(self) -> SimulatedImages:
+        if not 16 <= self.edges[0] <= self.edges[1]:
+            raise ValueError(f"edges {list(self.edges)}: the least, at least 16, comes first")
+        return self
+
+
+class Shards(Strict):
+    """Number of packs of each split; packs are made in parallel."""
+
+    train: Files = Field(1, description="Packs of the training part.")
+    valid: Files = Field(1, description="Packs of the validation part.")
+
+
+class ImagenetDataset(DatasetSettings):
+    """Images of any size and their classes."""
+
+    kind: Literal["imagenet"]
+    source: SimulatedImages | ImageFolders = Field(discriminator="kind")
+    form: Literal["encoded", "decoded"] = Field(
+        "encoded",
+        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, with shorter edges above "
+        "256 reduced to 256: several times the bytes, but no decoding.",
+    )
+    shards: Shards = Shards()
+
+    @model_validator(mode="after")
+    def _as_it_is(self) -> ImagenetDataset:
+        refuse_changed(self, "downsample", "storage", "pieces")
+        return self
+
+
+class ImageSamples(Strict):
+    """Crops of images: at random in size, shape and place for training, the middle for validation."""
+
+    kind: Literal["images"]
+    size: Extent = Field(224, description="Edge of the model's input, in pixels.")
+    resize: Extent = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
+    scale: tuple[PositiveFloat, PositiveFloat] = Field(
+        (0.08, 1.0), description="Smallest and largest share of the image's area in a training crop."
+    )
+    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
+    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ImageSamples:
+        low, high = self.scale
+        if not low <= high <= 1:
+            raise ValueError(f"scale [{low:g}, {high:g}]: the least comes first, and no crop exceeds its image")
+        if self.resize < self.size:
+            raise ValueError(f"resize {self.resize} is less than size {self.size}: the crop would exceed the image")
+        return self
+
+
+class Imagenet(DatasetKind):
+    """The kind of dataset `imagenet`."""
+
+    name = "imagenet"
+    Settings = ImagenetDataset
+    Samples = ImageSamples
+    rows = "images"
+
+    def parts(self, dataset: ImagenetDataset) -> list[Part]:
+        """Return one part for each pack."""
+        source, found = dataset.source, []
+        for split in PACKED:
+            origin = getattr(source, split) if isinstance(source, ImageFolders) else "simulated"
+            for shard in range(getattr(dataset.shards, split)):
+                name = f"{split}-{shard:04d}"
+                found.append(Part(split, name, (RawFile(f"{name}.h5", origin, shard),)))
+        return found
+
+    def acquirer(self, dataset: ImagenetDataset) -> str | None:
+        return "simulator" if isinstance(dataset.source, SimulatedImages) else "folder"
+
+    def prepared(self, dataset: ImagenetDataset) -> bool:
+        """Return True: packs are used as they are."""
+        return True
+
+    def prepared_files(self, dataset: ImagenetDataset) -> list[str]:
+        return self.origins(dataset)
+
+    def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
+        """Return the settings that decide the content of a pack; the other split does not."""
+        split = raw.name.partition("-")[0]
+        source = dataset.source.model_dump(mode="json", exclude=set[str](PACKED))
+        images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
+        return {**source, "form": dataset.form, "name": raw.name, "images": images, "shards": shards}
+
+    def outline(self, dataset: ImagenetDataset) -> Outline | None:
+        source = dataset.source
+        if not isinstance(source, SimulatedImages):
+            return None
+        rows: dict[Split, list[int]] = {}
+        for split in PACKED:
+            shards = getattr(dataset.shards, split)
+            rows[split] = [len(range(shard, getattr(source, split), shards)) for shard in range(shards)]
+        numbers = 3 * (sum(source.edges) // 2) ** 2 * (source.train + source.valid)  # of images of the middle size
+        return Outline({"labels": (1, ())}, rows, numbers, {"labels": 10})
+
+    def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
+        """Return a digest of the names, sizes and times of a pack's images."""
+        source = dataset.source
+        if not isinstance(source, ImageFolders):
+            return None
+        folder = registry.load(
+            "dlscale.extensions.imagenet_resnet50.imagenet.folder"
+        )  # in no fingerprint: no stage looks
+        digest: str | None
+        if pathlib.Path(raw.origin).exists():
+            if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():
+                folder.check_classes(source.train, source.valid)
+            digest = folder.looks(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
+        else:  # the stage will say so, if there is no pack
+            digest = folder.packed(made)
+        return digest
+
+
+KIND = Imagenet()

@@ -1,0 +1,23 @@
+"""Preview of images: some side by side, and the number of each class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from PIL import ImageOps
+
+from dlscale.data.manifest import Manifest
+from dlscale.data.preview import STRIP, Panel, mosaic
+from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack
+
+EDGE = 96  # of each image, pixels
+
+
+def preview(manifest: Manifest) -> Iterator[Panel]:
+    """Return a panel of images, evenly spread over the first training pack, and one of its labels."""
+    pack = Pack(manifest.path(manifest.files("train")[0]))
+    rows = np.unique(np.linspace(0, len(pack.labels) - 1, STRIP**2).astype(int)).tolist()
+    shown = np.stack([np.asarray(ImageOps.fit(pack.image(row), (EDGE, EDGE))) for row in rows])
+    yield Panel("red, green and blue", "1", mosaic(shown))
+    yield Panel("class", "1", pack.labels, classes=manifest.fields["labels"].classes)

@@ -1,0 +1,178 @@
+"""`imagenet_resnet50`: which class an image belongs to, with a residual network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from dlscale.core.errors import Refused
+from dlscale.core.metrics import LossInfo, Metric
+from dlscale.core.schema import Extent, Strict
+from dlscale.parallel.sharding import Sharding
+from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+    from torch import nn
+
+    from dlscale.data.manifest import Manifest
+
+BEST = 5  # answers that count, and that the figure shows
+
+
+def _number(value: Any) -> Any:
+    """Return a string of digits as a number: behind `--config` all are strings."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+class ResNetSettings(Strict):
+    """The residual network; its classes come from the data."""
+
+    kind: Literal["resnet"]
+    depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Layers.")
+    width: Extent = Field(64, description="Channels of the first convolution; 64 is the published network.")
+
+
+class CrossEntropy(Strict):
+    """The cross entropy."""
+
+    kind: Literal["cross_entropy"]
+
+
+class ImagenetMetrics(Metrics):
+    """Top-1 and top-5 accuracy, and those of always answering the training data's most frequent classes."""
+
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        import numpy as np
+        import torch
+
+        from dlscale.data.store import Reader
+
+        classes = manifest.fields["labels"].classes
+        assert classes is not None
+        counts = np.zeros(classes, np.int64)
+        for file in manifest.files("train"):
+            counts += np.bincount(Reader(manifest.path(file), "labels")[(slice(None),)], minlength=classes)
+        self.most = {"top1": 1, "top5": min(BEST, classes)}
+        self.frequent = torch.from_numpy(np.argsort(-counts, kind="stable")[: self.most["top5"]].copy()).to(device)
+
+    @property
+    def described(self) -> list[Metric]:
+        metrics = []
+        for name, count in self.most.items():
+            answer = "the most frequent class" if count == 1 else f"the {count} most frequent classes"
+            among = "the most probable" if count == 1 else f"among the {count} most probable"
+            naive, title = f"{name}_of_most_frequent", f"top-{name[3:]} accuracy"
+            meaning = f"share of validation images whose class is {among}"
+            metrics += [
+                Metric(name=name, title=title, meaning=meaning, better="higher", naive=naive, answer=answer),
+                Metric(name=naive, title=f"{title} of {answer}", meaning=meaning, better="higher"),
+            ]
+        return metrics
+
+    def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
+        best = prediction.topk(self.most["top5"], dim=1).indices
+        answers = {"": best, "_of_most_frequent": self.frequent.expand(len(y), -1)}
+        return {
+            f"{name}{suffix}": (answer[:, :count] == y[:, None]).any(dim=1).float()
+            for name, count in self.most.items()
+            for suffix, answer in answers.items()
+        }
+
+
+class ImagenetResNet50(Study):
+    """The study `imagenet_resnet50`."""
+
+    dataset = "imagenet"
+    Model, Loss = ResNetSettings, CrossEntropy
+    loss_info = LossInfo(title="cross entropy", unit="nats")
+    operations = frozenset({"conv2d"})
+    published_log = PublishedLog(
+        {
+            "Loss/train": "loss/train",
+            "Loss/val": "loss/valid",
+            "Top1/val": "valid/top1",
+            "Top5/val": "valid/top5",
+            "Top1/train": "train/top1",
+            "Top5/train": "train/top5",
+            "Throughput/train": "samples_per_second",
+            "Throughput/val": "valid_samples_per_second",
+            "Time/train": "seconds_per_step",
+            "Time/val": "valid_seconds_per_step",
+            "Lr": "learning_rate",
+        },
+        over="epoch",
+        percent=frozenset({"Top1/train", "Top1/val", "Top5/train", "Top5/val"}),
+    )
+    train_metrics = ("top1", "top5")
+
+    def check(self, run: Any) -> None:
+        if run.samples.size <= 32:
+            raise Refused(
+                f"samples.size {run.samples.size}: five halvings leave one pixel, of which a single sample has no "
+                "variance; use at least 33"
+            )
+
+    def model(self, run: Any, manifest: Manifest) -> nn.Module:
+        from dlscale.extensions.imagenet_resnet50.model import MEAN, STD, ResNet
+
+        classes = manifest.fields["labels"].classes or 0
+        return ResNet(run.model.depth, classes, width=run.model.width, mean=MEAN, std=STD)
+
+    def sharding(self, model: nn.Module) -> Sharding:
+        return Sharding(units=["layer*.*"])
+
+    def flops(self, run: Any, manifest: Manifest) -> float:
+        """Return 2 x k^2 C_in C_out a pixel of each convolution's output, and 2 C_in K of the linear layer."""
+        from dlscale.extensions.imagenet_resnet50.model import DEPTHS
+
+        blocks, bottleneck = DEPTHS[run.model.depth]
+        width = inner = run.model.width
+        edge = -(-run.samples.size // 2)  # every halving rounds up
+        total = 7**2 * 3 * width * edge**2
+        edge = -(-edge // 2)
+        for stage, count in enumerate(blocks):
+            outer = width * 2**stage
+            last = 4 * outer if bottleneck else outer
+            for block in range(count):
+                before, edge = edge, -(-edge // 2) if stage and not block else edge
+                if bottleneck:
+                    total += inner * outer * before**2 + (3**2 * outer + last) * outer * edge**2
+                else:
+                    total += 3**2 * (inner + outer) * outer * edge**2
+                if before != edge or inner != last:
+                    total += inner * last * edge**2  # the shortcut
+                inner = last
+        return 2.0 * (total + inner * (manifest.fields["labels"].classes or 0))
+
+    def loss(self, run: Any) -> SampleLoss:
+        from dlscale.extensions.imagenet_resnet50.model import cross_entropy
+
+        return cross_entropy
+
+    def train_scores(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        best = prediction.topk(min(BEST, prediction.shape[1]), dim=1).indices == target[:, None]
+        return torch.stack([best[:, 0], best.any(dim=1)], dim=1).float()
+
+    def metrics(self, run: Any, manifest: Manifest, device: torch.device) -> ImagenetMetrics:
+        return ImagenetMetrics(manifest, device)
+
+    def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
+        """Draw the image beside the most probable classes."""
+        import numpy as np
+
+        from dlscale.studies.figures import beside_bars
+
+        names = manifest.extra["classes"]
+        best = np.argsort(-prediction)[:BEST]
+        probability = np.exp(prediction - prediction.max())
+        probability /= probability.sum()
+        title, likely = f"first validation image: {names[int(y)]}", [names[label] for label in best]
+        return beside_bars(x.transpose(1, 2, 0), title, ("class", likely), probability[best], names[int(y)])
+
+
+STUDY = ImagenetResNet50()

@@ -1,0 +1,1 @@
+"""Tutorial: a small network reads digits."""
