@@ -12,10 +12,11 @@ import torch
 from bench.cases import Case
 from bench.tasks import Bench, Skip, Task, Values
 from dlscale.core.errors import UserError
-from dlscale.data.loaders import DaliLoader, DirectLoader, direct_loader
+from dlscale.data.loaders import DirectLoader, direct_loader
 from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_loader import Streamed
 from dlscale.data.samples import GridSamples
+from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.train.optimizer import set_learning_rate
 from dlscale.train.step import Step
 
@@ -64,7 +65,7 @@ def loader_of(
             import nvidia.dali  # noqa: F401
         except ImportError as error:
             raise Skip(str(error)) from None
-        from dlscale.data.loaders import dali_loader
+        from dlscale.extensions.dali import loader as dali_loader
 
         dali = DaliLoader(kind="dali", workers=workers)
         return dali_loader.build(samples, dali, share, bench.device)

@@ -22,9 +22,11 @@ from bench import published
 from bench.loading import CPU, PROGRAM, THREADS, WORKERS, Contestants, best_of, rate, steady_rate
 from bench.measure import Options, Row, in_turns
 from dlscale.core.errors import UserError
-from dlscale.data.loaders import DaliLoader, DirectLoader, TorchLoader, dali_loader, direct_loader, torch_loader
+from dlscale.data.loaders import DirectLoader, TorchLoader, direct_loader, torch_loader
 from dlscale.data.loaders.base import Share
 from dlscale.data.manifest import Manifest
+from dlscale.extensions.dali import loader as dali_loader
+from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.extensions.imagenet_resnet50.imagenet import describe, folder
 from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImagenetDataset, ImageSamples
 from dlscale.extensions.imagenet_resnet50.imagenet.samples import Images

@@ -28,15 +28,16 @@ from bench import published
 from bench.measure import Options, Row, in_turns
 from dlscale.core.errors import UserError
 from dlscale.data import store
-from dlscale.data.loaders import DaliLoader, DirectLoader, TorchLoader, direct_loader, torch_loader
+from dlscale.data.loaders import DirectLoader, TorchLoader, direct_loader, torch_loader
 from dlscale.data.loaders.base import Batch, Loader, Share
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import BoxIndex, GridSamples
-from dlscale.data.staging import make_twin
 from dlscale.data.store import Field
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
 from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.dali.mirrors import make_mirror
+from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.era5.samples import Pairs
 from tests.raw_files import manifest_of
@@ -108,11 +109,11 @@ def dali_rates(
     stack: ExitStack, samples: GridSamples, batch_size: int, readers: dict[str, Literal["h5py", "numpy"]]
 ) -> Contestants:
     """Return DALI's contestants, by what follows their name; none where it is not installed."""
-    from dlscale.data.loaders import dali_loader
+    from dlscale.extensions.dali import loader as dali_loader
 
     if "numpy" in readers.values():
         for field in (samples.input, samples.target):
-            make_twin(field)
+            make_mirror(field)
     try:
         return {
             f"DALI, {name}": rate(
@@ -392,7 +393,7 @@ def crops(options: Options) -> list[Row]:
             "direct, fp16 channels last, chunks 32^3": rate(stack, direct_of(samples("chunked", many), 16)),
             "direct, fp16 channels last": rate(stack, direct_of(ours, 16)),
         }
-        return found | dali_rates(stack, samples("published", many), 16, {PLAIN: "h5py", ".npy twins": "numpy"})
+        return found | dali_rates(stack, samples("published", many), 16, {PLAIN: "h5py", ".npy mirrors": "numpy"})
 
     program = Published(published.Crops(paths["published"], 64, few), samples("published", few))
     # First: samples that were compared keep their files mapped.

@@ -25,11 +25,12 @@ from dlscale.config.run import load_run, run_class
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import parts, sampling
-from dlscale.data.loaders import DaliLoader, DirectLoader
+from dlscale.data.loaders import DirectLoader
 from dlscale.data.loaders.base import Share
-from dlscale.data.loaders.dali_loader import build as build_dali
 from dlscale.data.loaders.direct_loader import build as build_direct
 from dlscale.data.manifest import Manifest
+from dlscale.extensions.dali.loader import build as build_dali
+from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.extensions.imagenet_resnet50.imagenet import folder as image_folders
 from dlscale.extensions.imagenet_resnet50.imagenet import pack as packs_module
 from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImagenetDataset, ImageSamples

@@ -29,16 +29,19 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import stamp
-from dlscale.data import loaders, staging, store, twins
-from dlscale.data.loaders import dali_loader, direct_loader
+from dlscale.data import loaders, staging, store
+from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.base import ArrangedLoader, Loader, Share
-from dlscale.data.loaders.dali_loader import Pace
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
 from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
+from dlscale.extensions.dali import loader as dali_loader
+from dlscale.extensions.dali import mirrors
+from dlscale.extensions.dali.loader import Pace
+from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT, TINY, make_run
@@ -168,7 +171,7 @@ def build(
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if more.get("reader") == "numpy":
         for field in (samples.input, samples.target):
-            staging.make_twin(field)
+            mirrors.make_mirror(field)
     if "workers" in SETTINGS[kind].model_fields:
         more["workers"] = max(workers, 1 if kind == "dali" else 0)
     return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
@@ -521,7 +524,7 @@ def whole_file(tmp_path: Path) -> Crops:
     return crops(tmp_path, VOLUMES["published"], files=1)
 
 
-def published_twin(field: Any, path: Path) -> np.ndarray:
+def published_mirror(field: Any, path: Path) -> np.ndarray:
     """Write what the published program's converter does: all values, transposed; here as its readers see them."""
     with h5py.File(field.readers[0].path) as file:
         values = np.transpose(file[field.readers[0].name], [1, 2, 3, 0])
@@ -529,21 +532,21 @@ def published_twin(field: Any, path: Path) -> np.ndarray:
     return values
 
 
-def test_the_twins_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: Path) -> None:
+def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: Path) -> None:
     """Under the names of the published program; so nothing is made."""
     fields = {"data": whole_file.input, "label": whole_file.target}
     for name, field in fields.items():
-        published_twin(field, tmp_path / f"0_{name}.npy")
+        published_mirror(field, tmp_path / f"0_{name}.npy")
     for name, field in fields.items():
         before = stamp(tmp_path / f"0_{name}.npy")
-        staging.make_twin(field)
-        found = twins.twin(field)
+        mirrors.make_mirror(field)
+        found = mirrors.mirror(field)
         assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
         assert stamp(found.path) == before
-    assert not [*tmp_path.glob("twins/*.npy")]
+    assert not [*tmp_path.glob("mirrors/*.npy")]
     (tmp_path / "0_label.npy").unlink()  # the other one says nothing of it
-    staging.make_twin(whole_file.target)
-    assert twins.twin(whole_file.target).own
+    mirrors.make_mirror(whole_file.target)
+    assert mirrors.mirror(whole_file.target).own
 
 
 @pytest.mark.parametrize(
@@ -559,9 +562,9 @@ def test_the_twins_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: 
     ],
     ids=["rows", "type", "order", "values", "no array", "torn header", "pipe"],
 )
-def test_what_is_no_twin_is_refused(whole_file: Crops, tmp_path: Path, wrong: Any, said: str) -> None:
+def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: Any, said: str) -> None:
     path = tmp_path / "0_data.npy"
-    values = np.ascontiguousarray(published_twin(whole_file.input, path))
+    values = np.ascontiguousarray(published_mirror(whole_file.input, path))
     if callable(wrong):
         np.save(path, wrong(values), allow_pickle=True)
     elif wrong:
@@ -569,18 +572,18 @@ def test_what_is_no_twin_is_refused(whole_file: Crops, tmp_path: Path, wrong: An
         os.mkfifo(path)
     else:
         path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00{" + b"(" * 200)
-    with pytest.raises(UserError, match=rf"0.h5: no twin of its Nbody .*0_data.npy has {said}.*loader.reader h5py"):
-        staging.make_twin(whole_file.input)
+    with pytest.raises(UserError, match=rf"0.h5: no mirror of its Nbody .*0_data.npy has {said}.*loader.reader h5py"):
+        mirrors.make_mirror(whole_file.input)
 
 
 @pytest.mark.parametrize("damage", ["zeros", "torn", "text", "no record"])
-def test_a_damaged_twin_is_made_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
     """Its name says whose it is; only its content shows damage."""
     samples = crops(tmp_path, VOLUMES["chunks"])
-    staging.make_twin(samples.input)
-    path = twins.twin(samples.input).path
+    mirrors.make_mirror(samples.input)
+    path = mirrors.mirror(samples.input).path
     content, before = path.read_bytes(), path.stat()
-    staging.make_twin(samples.input)
+    mirrors.make_mirror(samples.input)
     assert path.stat().st_ctime_ns == before.st_ctime_ns, "a sound one is left"
     half = len(content) // 2
     damaged = {"zeros": content[:half] + bytes(100) + content[half + 100 :], "torn": content[:half], "text": b"hello"}
@@ -588,39 +591,39 @@ def test_a_damaged_twin_is_made_again(tmp_path: Path, damage: str) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     if damage == "no record":
         path.with_name(staging.RECORD).unlink()
-    staging.make_twin(samples.input)
+    mirrors.make_mirror(samples.input)
     assert path.read_bytes() == content
 
 
-def test_a_damaged_twin_beside_its_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
+def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
     """A few values, which samples of its cells do not show."""
     path = tmp_path / "0_data.npy"
-    published_twin(whole_file.input, path)
-    staging.make_twin(whole_file.input)
+    published_mirror(whole_file.input, path)
+    mirrors.make_mirror(whole_file.input)
     content = bytearray(path.read_bytes())
     content[-40:-36] = bytes(4)
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"0_data.npy: damaged: other values in the rows 0 to 12 than .*0.h5; remove"):
-        staging.make_twin(whole_file.input)
+        mirrors.make_mirror(whole_file.input)
     assert path.read_bytes() == content
 
 
-def test_twins_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirrors_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whichever process comes first; smaller volumes lie in a corner of the larger ones' room."""
-    samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), staging._write_twin
+    samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), staging._write_mirror
 
-    def slow(found: twins.Twin, field: Any) -> None:
+    def slow(found: mirrors.NpyMirror, field: Any) -> None:
         made.append(found.path)
         time.sleep(0.2)  # others come meanwhile
         write(found, field)
 
-    monkeypatch.setattr(staging, "_write_twin", slow)
-    monkeypatch.setattr(twins, "SLAB", 10_000)  # several to a file
-    with pytest.raises(UserError, match="no such twin"):
-        twins.twin(samples.target)
+    monkeypatch.setattr(staging, "_write_mirror", slow)
+    monkeypatch.setattr(mirrors, "SLAB", 10_000)  # several to a file
+    with pytest.raises(UserError, match="no such mirror"):
+        mirrors.mirror(samples.target)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: staging.make_twin(samples.target), range(4)))
-    found = twins.twin(samples.target)
+        list(pool.map(lambda _: mirrors.make_mirror(samples.target), range(4)))
+    found = mirrors.mirror(samples.target)
     assert made == [found.path] and found.first.tolist() == [0, 13]
     values = np.load(found.path)
     assert values.shape == (13 + 9, 17, 12, 5)
@@ -628,23 +631,23 @@ def test_twins_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypa
         own = samples.target.readers[file].stored(())
         np.testing.assert_array_equal(values[first : first + d, :h, :w], np.moveaxis(own, 0, -1))
     samples.target.digests[0] = "another"
-    staging.make_twin(samples.target)
-    assert sorted((tmp_path / "twins").glob("*.npy")) == made[1:]
+    mirrors.make_mirror(samples.target)
+    assert sorted((tmp_path / "mirrors").glob("*.npy")) == made[1:]
 
 
-def test_a_twin_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = crops(tmp_path, VOLUMES["chunks"])
     with monkeypatch.context() as full:
         full.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(UserError, match=r"takes 71.8 kB, and there is room for 1.00 kB; use loader.reader h5py"):
-            staging.make_twin(samples.input)
+            mirrors.make_mirror(samples.input)
     monkeypatch.setattr(type(samples.input), "copy", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        staging.make_twin(samples.input)
-    assert [path.name for path in (tmp_path / "twins").iterdir()] == ["lock"]
+        mirrors.make_mirror(samples.input)
+    assert [path.name for path in (tmp_path / "mirrors").iterdir()] == ["lock"]
 
 
-def test_the_stage_makes_the_twins_that_its_loader_reads(tmp_path: Path) -> None:
+def test_the_stage_makes_the_mirrors_that_its_loader_reads(tmp_path: Path) -> None:
     """Before it begins; other loaders' stages make none."""
     crops(tmp_path, VOLUMES["published"])
     fields, described = volume_fields(EDGES[0]), {"train": [("0.h5", 13), ("1.h5", 9)], "valid": []}
@@ -654,13 +657,13 @@ def test_the_stage_makes_the_twins_that_its_loader_reads(tmp_path: Path) -> None
         with ExitStack() as copies:
             manifest = str(tmp_path / "manifest.json")
             assert cli._copy(str(tmp_path / "run.json"), manifest, copies) == manifest
-        assert len([*tmp_path.glob("twins/*.npy")]) == count
+        assert len([*tmp_path.glob("mirrors/*.npy")]) == count
 
 
-def test_twins_are_of_volumes(tmp_path: Path) -> None:
+def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
     """Of series there are none, and images are no boxes."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
-    settings = loaders.DaliLoader(kind="dali", reader="numpy")
+    settings = DaliLoader(kind="dali", reader="numpy")
     with pytest.raises(UserError, match=r"loader.reader: numpy reads boxes of volumes, .*\(Pairs\); use h5py"):
         dali_loader.build(pairs(tmp_path, {}), settings, Share(4), CPU)
 

@@ -447,17 +447,14 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
-    """Return the manifest of what a run's loader reads: of a copy on this node, if it asks for one; with twins."""
+    """Return the manifest of what a run's loader reads: of a copy on this node, if it asks for one."""
     loader = read_settings(config)[0].get("loader")
     loader = loader if isinstance(loader, dict) else {}  # what else stands there, by hand, the stage itself refuses
     if (place := loader.get("staging")) in ("memory", "local"):
         from dlscale.data.staging import staged
 
         manifest = str(copies.enter_context(staged(manifest, place)))
-    if loader.get("reader") == "numpy":
-        from dlscale.data.staging import make_twins
-
-        make_twins(manifest)
+    registry.prepare_data(loader, manifest)
     return manifest
 
 

@@ -14,7 +14,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlscale.core.errors import UserError, unknown
 
@@ -230,6 +230,38 @@ def module_of(name: str, role: str) -> str | None:
     return own if there else DEFAULTS.get(role)
 
 
+class LoaderPlace(NamedTuple):
+    """Place of a loader that an extension adds; functions and classes by their full names."""
+
+    module: str  #: Module with the function `build`.
+    settings: str  #: Class of the settings.
+    prepare: str = ""  #: Function of the loader's settings and the manifest's path, called before a stage begins.
+
+
+def _loaders() -> dict[str, LoaderPlace]:
+    """Return the loaders that extensions add, by kind."""
+    return {kind: place for each in extensions() for kind, place in getattr(each, "LOADERS", {}).items()}
+
+
 def loader(kind: str) -> str:
     """Return the module of a kind of loader."""
-    return f"dlscale.data.loaders.{kind}_loader"
+    added = _loaders()
+    return added[kind].module if kind in added else f"dlscale.data.loaders.{kind}_loader"
+
+
+def loader_settings() -> list[Any]:
+    """Return the classes of settings of the loaders that extensions add."""
+    return [named(place.settings) for place in _loaders().values()]
+
+
+def prepare_data(loader: dict[str, Any], manifest: str) -> None:
+    """Prepare a dataset for a loader, by its settings."""
+    place = _loaders().get(str(loader.get("kind")))
+    if place and place.prepare:
+        named(place.prepare)(loader, manifest)
+
+
+def named(name: str) -> Any:
+    """Return the object with this full name, `module.object`."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(load(module), attribute)

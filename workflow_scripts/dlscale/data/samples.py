@@ -192,8 +192,8 @@ class BoxField:
         assert self._info.channel_axis is not None
         files = manifest.files(split)
         self.readers = [Reader(manifest.path(file), name) for file in files]
-        #: Digests of the files, and where others may lie that are made of them: a stem.
-        self.digests, self.stem = [file.digest for file in files], manifest.folder / "twins" / f"{split}-{name}"
+        #: Digests of the files, and the stem of paths of their mirrors.
+        self.digests, self.stem = [file.digest for file in files], manifest.folder / "mirrors" / f"{split}-{name}"
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
         single = self.channel_axis == 1 and extent[0] == 1

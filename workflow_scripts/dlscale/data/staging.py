@@ -5,7 +5,7 @@ of a node makes it, others wait, and all who read it hold its lock, shared. The 
 one on a disk stays until another needs the room. A file without the size and time of its original is copied again.
 
 A damaged file may keep its size and time: a stage reads a file that no stage has verified, and compares its SHA-256
-with the manifest's. Records beside the manifest and beside the twins have size and times of sound files.
+with the manifest's. A record beside the manifest has size and times of sound files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, read_json, remove, sha256, stamp, whole, write_json
+from dlscale.core.files import read_json, sha256, stamp, write_json
 from dlscale.core.machine import LOCAL_DISK, free_memory
 from dlscale.core.process import turn
 from dlscale.core.progress import tracked
 from dlscale.core.text import size
-from dlscale.data import twins
 from dlscale.data.manifest import File, Manifest
-from dlscale.data.samples import BoxField
 
 #: A file system in memory, on every Linux.
 MEMORY = "/dev/shm"
@@ -118,7 +116,7 @@ def _make_room(copy: Path, needed: int, staging: str) -> None:
         if other.is_dir() and other != copy and (staging == "memory" or shutil.disk_usage(folder).free < needed):
             with open(other.with_suffix(".lock"), "a") as lock:
                 _remove(other, lock)
-    free = _free(folder)
+    free = free_bytes(folder)
     if needed > free:
         raise UserError(
             f"loader.staging: {staging}: the data take {size(needed, ' ')}, and {folder} has room for "
@@ -126,9 +124,10 @@ def _make_room(copy: Path, needed: int, staging: str) -> None:
         )
 
 
-def _free(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """Return the free space of a folder, bytes; in memory a fifth is left to the run itself."""
     free = shutil.disk_usage(folder).free
-    return min(free, int(0.8 * free_memory())) if folder.is_relative_to(MEMORY) else free  # the run itself needs some
+    return min(free, int(0.8 * free_memory())) if folder.is_relative_to(MEMORY) else free
 
 
 def _remove(copy: Path, lock: IO[str]) -> None:
@@ -146,76 +145,13 @@ def _owner() -> str:
     return f"dlscale-{os.getuid()}"
 
 
-# ---- twins, for a loader that does not read HDF5
-
-
-def make_twins(manifest: str | Path) -> None:
-    """Make the twins of all volumes of a dataset that have none yet; the first process makes them, others wait."""
-    found = Manifest.read(manifest)
-    for split in (split for split, files in found.splits.items() if files):
-        for name, info in found.fields.items():
-            if info.channel_axis == 0:
-                make_twin(BoxField(found, split, name, (1, 1, 1)))
-
-
-def make_twin(field: BoxField) -> None:
-    """Make the twin of a field, whole or not at all, if there is none; verify one that changed since it was verified.
-
-    A damaged twin is made again. One beside its file, which somebody else made, is compared with that file.
-    """
-    made, record = twins.place(field), field.stem.parent / RECORD
-    if _is_known(made.path, record):
-        return
-    try:
-        record.parent.mkdir(exist_ok=True)
-        with turn(record.parent / "lock"):
-            if _is_known(made.path, record):
-                return
-            digest = ""
-            if made.own:
-                digest, *_ = _entries(record).get(str(made.path), [""])
-                if not made.path.is_file() or sha256(made.path) != digest:
-                    _write_twin(made, field)
-                    digest = sha256(made.path)
-            elif what := twins.differs(made, field):
-                raise UserError(
-                    f"{made.path}: damaged: {what} than {field.readers[0].path}; remove it, and one is made, or "
-                    f"{twins.INSTEAD}"
-                )
-            with contextlib.suppress(UserError):
-                write_json(record, _entries(record) | {str(made.path): _state(made.path, digest)})
-    except OSError as error:
-        raise explained(error, made.path) from error
-
-
-def _is_known(path: Path, record: Path) -> bool:
-    """Return whether a twin is as it was when it was verified."""
-    known = _entries(record).get(str(path))
-    return known is not None and path.is_file() and known == _state(path, known[0])
-
-
-def _write_twin(made: twins.Twin, field: BoxField) -> None:
-    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # of other content
-        remove(former)
-    needed, free = twins.bytes_of(made, field), _free(made.path.parent)
-    if needed > free:
-        raise UserError(
-            f"loader.reader: numpy: the twin {made.path} takes {size(needed, ' ')}, and there is room for "
-            f"{size(free, ' ')}; {twins.INSTEAD}"
-        )
-    parts = twins.slabs(made, field)
-    with whole(made.path) as temporary, open(temporary, "wb") as out:
-        twins.write(made, field, tracked(parts, f"making {made.path.name}", len(parts), "slabs"), out)
-    logging.info("made %s (%s)", made.path, size(needed))
-
-
 # ---- files that are whole
 
 
 def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
     """Return the files of `splits` that no stage has read as they are now."""
     files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
-    record = _entries(manifest.folder / RECORD)
+    record = read_record(manifest.folder / RECORD)
     return [file for file in files if record.get(file.path) != _seen(manifest, file)]
 
 
@@ -237,10 +173,11 @@ def remember(manifest: Manifest, files: Sequence[File]) -> None:
     if files:
         with contextlib.suppress(UserError):
             seen = {file.path: _seen(manifest, file) for file in files}
-            write_json(manifest.folder / RECORD, _entries(manifest.folder / RECORD) | seen)
+            write_json(manifest.folder / RECORD, read_record(manifest.folder / RECORD) | seen)
 
 
-def _entries(record: Path) -> dict[str, Any]:
+def read_record(record: Path) -> dict[str, Any]:
+    """Return the states of verified files by path, from a record; an unreadable record has none."""
     found = {}
     with contextlib.suppress(UserError):
         found = read_json(record)
@@ -248,10 +185,10 @@ def _entries(record: Path) -> dict[str, Any]:
 
 
 def _seen(manifest: Manifest, file: File) -> list[Any]:
-    return _state(manifest.path(file), file.digest)
+    return file_state(manifest.path(file), file.digest)
 
 
-def _state(path: Path, digest: str) -> list[Any]:
+def file_state(path: Path, digest: str) -> list[Any]:
     """Return digest, size and both times of a file: who sets one back changes the other."""
     status = path.stat()
     return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -1,16 +1,22 @@
-"""Loaders: their settings, and one module `KIND_loader` each, with the same `build`, over the one sample stream."""
+"""Loaders: their settings, and a module `KIND_loader` each with the same `build`, over the one sample stream.
+
+Extensions add further ones.
+"""
 
 from __future__ import annotations
 
 import signal
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from dlscale.core import registry
 from dlscale.core.schema import Few, Strict, Workers
 
 
-class _Reading(Strict):
+class Reading(Strict):
+    """Settings of all loaders that read data."""
+
     staging: Literal["none", "memory", "local"] = Field(
         "none",
         description="Where each node first copies the data, once for all of its processes. memory: into its memory; "
@@ -18,7 +24,7 @@ class _Reading(Strict):
     )
 
 
-class TorchLoader(_Reading):
+class TorchLoader(Reading):
     """PyTorch's DataLoader: worker processes, the published baseline."""
 
     kind: Literal["torch"]
@@ -27,7 +33,7 @@ class TorchLoader(_Reading):
     pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
 
 
-class DirectLoader(_Reading):
+class DirectLoader(Reading):
     """Threads that read mapped files into reused buffers; a GPU turns and decodes what they read."""
 
     kind: Literal["direct"]
@@ -40,21 +46,6 @@ class DirectLoader(_Reading):
     )
 
 
-class DaliLoader(_Reading):
-    """NVIDIA DALI, with its own operators (`pip install dlscale[dali]`)."""
-
-    kind: Literal["dali"]
-    reader: Literal["h5py", "numpy"] = Field(
-        "h5py",
-        description="What reads samples on grids. h5py: processes, the files; numpy: DALI's own threads, boxes of "
-        "`.npy` twins of volumes, which are made once if they are not there (docs/ladder.md).",
-    )
-    workers: Annotated[Workers, Field(ge=1)] = Field(
-        2, description="Threads of the pipeline; with `reader: h5py` also the number of processes that read."
-    )
-    prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
-
-
 class SyntheticLoader(Strict):
     """One batch of random numbers on the device, again and again: no data at all."""
 
@@ -62,7 +53,7 @@ class SyntheticLoader(Strict):
 
 
 #: All loaders' settings; the configuration's key `loader` is one of them.
-LOADERS = (TorchLoader, DirectLoader, DaliLoader, SyntheticLoader)
+LOADERS = (TorchLoader, DirectLoader, *registry.loader_settings(), SyntheticLoader)
 
 
 def outlive_signals(worker: int = 0) -> None:

@@ -1,7 +1,7 @@
 """`dali`: NVIDIA DALI's executor, threads, prefetching and operators around the one sample stream.
 
 DALI decodes, resizes and mirrors the windows of images that the stream names, for a GPU on it, and delivers bytes: they
-differ from Pillow's by rounding (docs/ladder.md). Boxes on grids: see `dali_source`.
+differ from Pillow's by rounding (docs/ladder.md). Boxes on grids: see `boxes`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders import DaliLoader as Settings
 from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
-from dlscale.data.loaders.dali_source import Boxes, Regions
 from dlscale.data.samples import CroppedImages, GridSamples, Samples
+from dlscale.extensions.dali.boxes import Boxes, Regions
+from dlscale.extensions.dali.settings import DaliLoader as Settings
 
 
 class Pace:
@@ -110,7 +110,7 @@ class Images:
 
 
 def on_volumes(samples: Samples) -> GridSamples:
-    """Return samples that are boxes of volumes; others have no twins: a `UserError`."""
+    """Return samples that are boxes of volumes; others have no mirrors: a `UserError`."""
     if isinstance(samples, GridSamples) and samples.input.channel_axis == samples.target.channel_axis == 0:
         return samples
     raise UserError(

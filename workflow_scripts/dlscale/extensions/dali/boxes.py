@@ -1,4 +1,4 @@
-"""Boxes for DALI's operators, which decode them: read by processes with h5py, or by DALI's threads from `.npy` twins.
+"""Boxes for DALI's operators, which decode them: read by processes with h5py, or by DALI's threads from `.npy` mirrors.
 
 The published programs do either. The processes import this module and what samples need, not torch: they are to start
 quickly.
@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from dlscale.core.errors import UserError
-from dlscale.data.loaders import DaliLoader as Settings
 from dlscale.data.loaders import outlive_signals
 from dlscale.data.samples import BoxField, GridSamples
-from dlscale.data.twins import twin
+from dlscale.extensions.dali.mirrors import mirror
+from dlscale.extensions.dali.settings import DaliLoader as Settings
 
 
 class NativeField:
-    """Boxes of one field as inputs of DALI's operators; those of twins have their channels `last`.
+    """Boxes of one field as inputs of DALI's operators; those of mirrors have their channels `last`.
 
     Attributes
     ----------
@@ -178,13 +178,13 @@ class Boxes:
 
 
 class Regions:
-    """Inputs and operators of a pipeline that reads boxes itself, from twins: Python only says where they lie."""
+    """Inputs and operators of a pipeline that reads boxes itself, from mirrors: Python only says where they lie."""
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
         self._samples, self._indices, self._gpu = samples, indices, gpu
         boxes = samples.input, samples.target
-        twins = [twin(field) for field in boxes]
-        self._paths, self._first = [str(each.path) for each in twins], [each.first for each in twins]
+        mirrors = [mirror(field) for field in boxes]
+        self._paths, self._first = [str(each.path) for each in mirrors], [each.first for each in mirrors]
         self._fields, self._extents = (
             [NativeField(field, last=True) for field in boxes],
             [list(b.extent) for b in boxes],

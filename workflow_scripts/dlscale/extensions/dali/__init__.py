@@ -1,0 +1,1 @@
+"""Loader that reads with NVIDIA DALI."""

@@ -1,0 +1,11 @@
+"""What this extension adds: the loader `dali`."""
+
+from dlscale.core.registry import LoaderPlace
+
+LOADERS = {
+    "dali": LoaderPlace(
+        "dlscale.extensions.dali.loader",
+        settings="dlscale.extensions.dali.settings.DaliLoader",
+        prepare="dlscale.extensions.dali.mirrors.prepare",
+    ),
+}

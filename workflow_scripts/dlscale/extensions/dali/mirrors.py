@@ -1,0 +1,213 @@
+"""Mirrors of volumes: their values in a `.npy` file [D, H, W, C], of which DALI reads boxes.
+
+The published program's lie beside its HDF5 files, and are read if they are there. Others hold all volumes of a split,
+one after another, and lie beside the manifest; `prepare` makes them before a stage begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dlscale.core.errors import UserError, brief
+from dlscale.core.files import explained, remove, sha256, whole, write_json
+from dlscale.core.process import turn
+from dlscale.core.progress import tracked
+from dlscale.core.text import size
+from dlscale.data.manifest import Manifest
+from dlscale.data.samples import BoxField
+from dlscale.data.staging import RECORD, file_state, free_bytes, read_record
+
+#: Bytes that are written at a time, and cells that are compared of a mirror that somebody else made.
+SLAB, CELLS = 64_000_000, 64
+#: How the published program's converter names inputs and targets.
+NAMES = ("data", "label")
+INSTEAD = "use loader.reader h5py"
+#: What the mirror of another field has.
+OTHER = "other channels"
+
+
+@dataclass(frozen=True)
+class NpyMirror:
+    """A mirror of all volumes of a field in a split; smaller ones are padded along H and W."""
+
+    path: Path
+    edges: np.ndarray  #: size of each volume, int64 [files, 3]
+    own: bool  #: whether dlscale makes it
+
+    @property
+    def first(self) -> np.ndarray:
+        """Where each volume begins along D, int64 [files]."""
+        return np.asarray(np.cumsum(self.edges[:, 0]) - self.edges[:, 0])
+
+
+def locate(field: BoxField) -> NpyMirror:
+    """Return where a field's mirror is, or is to be made; one beside its file that is not one is a `UserError`."""
+    edges = np.array([field.shape_of(file)[1:] for file in range(len(field.readers))])
+    original = Path(field.readers[0].path)
+    beside = [original.with_name(f"{original.stem}_{name}.npy") for name in NAMES] if len(edges) == 1 else []
+    wrong = {path: difference(path, field) for path in beside if path.exists()}
+    for path, what in wrong.items():
+        if not what:
+            return NpyMirror(path, edges, own=False)
+    if told := [f"{path.name} has {what}" for path, what in wrong.items() if what != OTHER]:
+        raise UserError(
+            f"{original}: no mirror of its {field.readers[0].name} beside it: {'; '.join(told)}; expected "
+            f"{(*edges[0].tolist(), field.shape[0])} of {field.dtype}; remove what is no mirror, and one is made, or "
+            f"{INSTEAD}"
+        )
+    content = hashlib.sha256(" ".join([*field.digests, str(field.dtype)]).encode()).hexdigest()[:16]
+    return NpyMirror(field.stem.with_name(f"{field.stem.name}-{content}.npy"), edges, own=True)
+
+
+def mirror(field: BoxField) -> NpyMirror:
+    """Return the mirror of a field; one that nobody made is a `UserError`."""
+    found = locate(field)
+    if not found.path.exists():
+        raise UserError(f"{found.path}: no such mirror; the workflow's stages make it before they begin; or {INSTEAD}")
+    return found
+
+
+def difference(path: Path, field: BoxField) -> str:
+    """Return what a file has that is not the mirror of a field's only file, by its form and some of its cells."""
+    expected = (*field.shape_of(0)[1:], field.shape[0])
+    if not path.is_file():
+        return "no such values (not a file)"
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # of a damaged header Python's tokenizer raises its own, too
+        return f"no such values ({brief(error)})"
+    if values.shape[:-1] == expected[:-1] and values.shape != expected:
+        return OTHER
+    if (values.shape, values.dtype) != (expected, field.dtype):
+        return f"{values.shape} of {values.dtype}"
+    if not values.flags.c_contiguous:
+        return "the first axis quickest"
+    for cell in np.random.default_rng(0).integers(expected[:3], size=(CELLS, 3)):
+        own = np.empty((expected[3], 1, 1, 1), field.dtype)
+        field.copy(0, cell, own)
+        if values[tuple(cell)].tobytes() != own.tobytes():
+            return f"other values in cell {tuple(cell.tolist())}"
+    return ""
+
+
+def compare(found: NpyMirror, field: BoxField) -> str:
+    """Compare all values of a published mirror with its HDF5 file; return the difference, empty if there is none."""
+    values = np.load(found.path, mmap_mode="r", allow_pickle=False)
+    for file, start, stop in slabs(found, field):
+        if values[start:stop].tobytes() != _slab(found, field, file, start, stop).tobytes():
+            return f"other values in the rows {start} to {stop - 1}"
+    return ""
+
+
+def bytes_of(found: NpyMirror, field: BoxField) -> int:
+    """Return the size of a mirror's values."""
+    return int(np.prod(_shape(found, field))) * field.dtype.itemsize
+
+
+def _shape(found: NpyMirror, field: BoxField) -> tuple[int, ...]:
+    return (int(found.edges[:, 0].sum()), *found.edges[:, 1:].max(axis=0).tolist(), field.shape[0])
+
+
+def slabs(found: NpyMirror, field: BoxField) -> list[tuple[int, int, int]]:
+    """Return what is written at a time: file, first and last row."""
+    _, *row = _shape(found, field)
+    rows = max(1, SLAB // (int(np.prod(row)) * field.dtype.itemsize))
+    return [
+        (file, start, min(start + rows, edge))
+        for file, edge in enumerate(found.edges[:, 0].tolist())
+        for start in range(0, edge, rows)
+    ]
+
+
+def write(found: NpyMirror, field: BoxField, parts: Iterator[tuple[int, int, int]], out: BinaryIO) -> None:
+    """Write a mirror into an open file, slab by slab."""
+    shape = _shape(found, field)
+    header = {"descr": np.lib.format.dtype_to_descr(field.dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(out, header)
+    for file, start, stop in parts:
+        out.write(_slab(found, field, file, start, stop).data)
+
+
+def _slab(found: NpyMirror, field: BoxField, file: int, start: int, stop: int) -> np.ndarray:
+    """Return rows [start, stop) of a volume as they are in its mirror, [rows, H, W, C]."""
+    slab = np.zeros((stop - start, *_shape(found, field)[1:]), field.dtype)
+    _, height, width = found.edges[file].tolist()
+    field.copy(file, np.array([start, 0, 0]), np.moveaxis(slab[:, :height, :width], -1, 0))
+    return slab
+
+
+# ---- making and verifying mirrors ----------------------------------------------------------------------
+
+
+def make_mirrors(manifest: str | Path) -> None:
+    """Make the mirrors of all volumes of a dataset that have none yet; the first process makes them, others wait."""
+    found = Manifest.read(manifest)
+    for split in (split for split, files in found.splits.items() if files):
+        for name, info in found.fields.items():
+            if info.channel_axis == 0:
+                make_mirror(BoxField(found, split, name, (1, 1, 1)))
+
+
+def make_mirror(field: BoxField) -> None:
+    """Make the mirror of a field, whole or not at all, if there is none; verify one that changed since it was verified.
+
+    A damaged mirror is made again. One beside its file, which somebody else made, is compared with that file.
+    """
+    made, record = locate(field), field.stem.parent / RECORD
+    if _is_known(made.path, record):
+        return
+    try:
+        record.parent.mkdir(exist_ok=True)
+        with turn(record.parent / "lock"):
+            if _is_known(made.path, record):
+                return
+            digest = ""
+            if made.own:
+                digest, *_ = read_record(record).get(str(made.path), [""])
+                if not made.path.is_file() or sha256(made.path) != digest:
+                    _write_mirror(made, field)
+                    digest = sha256(made.path)
+            elif what := compare(made, field):
+                raise UserError(
+                    f"{made.path}: damaged: {what} than {field.readers[0].path}; remove it, and one is made, or "
+                    f"{INSTEAD}"
+                )
+            with contextlib.suppress(UserError):
+                write_json(record, read_record(record) | {str(made.path): file_state(made.path, digest)})
+    except OSError as error:
+        raise explained(error, made.path) from error
+
+
+def _is_known(path: Path, record: Path) -> bool:
+    """Return whether a mirror is as it was when it was verified."""
+    known = read_record(record).get(str(path))
+    return known is not None and path.is_file() and known == file_state(path, known[0])
+
+
+def _write_mirror(made: NpyMirror, field: BoxField) -> None:
+    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # of other content
+        remove(former)
+    needed, free = bytes_of(made, field), free_bytes(made.path.parent)
+    if needed > free:
+        raise UserError(
+            f"loader.reader: numpy: the mirror {made.path} takes {size(needed, ' ')}, and there is room for "
+            f"{size(free, ' ')}; {INSTEAD}"
+        )
+    parts = slabs(made, field)
+    with whole(made.path) as temporary, open(temporary, "wb") as out:
+        write(made, field, tracked(parts, f"making {made.path.name}", len(parts), "slabs"), out)
+    logging.info("made %s (%s)", made.path, size(needed))
+
+
+def prepare(loader: dict[str, Any], manifest: str) -> None:
+    """Make the mirrors that a loader with these settings reads, before its stage begins."""
+    if loader.get("reader") == "numpy":
+        make_mirrors(manifest)

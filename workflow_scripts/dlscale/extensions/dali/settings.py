@@ -1,0 +1,25 @@
+"""Settings of the loader `dali`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dlscale.core.schema import Few, Workers
+from dlscale.data.loaders import Reading
+
+
+class DaliLoader(Reading):
+    """NVIDIA DALI, with its own operators (`pip install dlscale[dali]`)."""
+
+    kind: Literal["dali"]
+    reader: Literal["h5py", "numpy"] = Field(
+        "h5py",
+        description="What reads samples on grids. h5py: processes, the files; numpy: DALI's own threads, boxes of "
+        "`.npy` mirrors of volumes, which are made once if they are not there (docs/ladder.md).",
+    )
+    workers: Annotated[Workers, Field(ge=1)] = Field(
+        2, description="Threads of the pipeline; with `reader: h5py` also the number of processes that read."
+    )
+    prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
