@@ -88,7 +88,7 @@ def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[To
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     world, found = World(device=bench.device), {}
     if "nsys" in run.profile.tools:
-        from dlscale.measure.profilers import nsys
+        from dlscale.extensions.nsys import nsys
 
         words = run.model_dump_json(), str(manifest), world, None, bench.device.type, folder
         found["nsys"] = nsys.profile(*words)

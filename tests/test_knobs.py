@@ -31,9 +31,10 @@ from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
 from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
 from dlscale.extensions.cosmo_unet.model import UNet3D
 from dlscale.extensions.imagenet_resnet50.model import ResNet
+from dlscale.extensions.trackers import trackers
 from dlscale.report.results import RunResult, reached
 from dlscale.scores import l1
-from dlscale.train import checkpoint, trackers
+from dlscale.train import checkpoint
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert

@@ -124,7 +124,7 @@ STAGE = """
 import json, logging, signal, sys
 from pathlib import Path
 from dlscale.config.run import load_run
-from dlscale.measure.profilers import nsys
+from dlscale.extensions.nsys import nsys
 from dlscale.parallel.rendezvous import join
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 logging.basicConfig(level=logging.INFO)

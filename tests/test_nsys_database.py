@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import RANGES
+from dlscale.extensions.nsys.nsys import events
 from dlscale.measure.profilers import ProfiledTool, TopEntry
-from dlscale.measure.profilers.nsys import events
 from dlscale.measure.profilers.trace import OUTSIDE, WAIT, summarise
 from tests.nsys_databases import VERSIONS, Recording
 

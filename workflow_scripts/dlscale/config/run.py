@@ -45,9 +45,14 @@ from dlscale.core.schema import (
     Strict,
     Threads,
     Workers,
+    one_of,
 )
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
+
+#: Names of experiment trackers, and of profilers; extensions bring some.
+Tracker: Any = one_of(registry.trackers())
+Tool: Any = one_of(["torch", *registry.profilers(), "lines"])
 
 
 class _Optimizer(Lawful):
@@ -172,7 +177,7 @@ class Training(Lawful):
         None,
         description="Weights to start from: another run's model.pt, a checkpoint's folder, or a published state dict.",
     )
-    trackers: list[Literal["wandb", "mlflow"]] = Field(
+    trackers: list[Tracker] = Field(
         [],
         description="Experiment trackers beside TensorBoard. wandb: Weights & Biases, in the run's folder, offline "
         "unless WANDB_MODE says otherwise. mlflow: MLflow, in mlflow.db of the plan's folder, or at "
@@ -354,7 +359,7 @@ class Throughput(Strict):
 class Profile(Lawful):
     """Steps of the profile stage, and its tools."""
 
-    tools: list[Literal["torch", "nsys", "lines"]] = Field(
+    tools: list[Tool] = Field(
         ["torch"],
         min_length=1,
         description="torch: PyTorch's profiler, with a trace for Perfetto; nsys: NVIDIA Nsight Systems, if installed; "

@@ -76,8 +76,7 @@ def _shipped() -> dict[str, StudyPlace]:
     modules = {
         file.parent.name: f"dlscale.studies.{file.parent.name}.study" for file in PACKAGE.glob("studies/*/study.py")
     }
-    for extension in extensions():
-        modules |= getattr(extension, "STUDIES", {})
+    modules |= _table("STUDIES")
     return {name: StudyPlace(name, modules[name], _file(modules[name])) for name in sorted(modules)}
 
 
@@ -173,8 +172,7 @@ def study(name: str) -> Any:
 def shipped_kinds() -> dict[str, str]:
     """Return the package of each shipped kind of dataset, importing nothing."""
     packages = {file.parent.name: f"dlscale.datasets.{file.parent.name}" for file in PACKAGE.glob("datasets/*/kind.py")}
-    for extension in extensions():
-        packages |= getattr(extension, "KINDS", {})
+    packages |= _table("KINDS")
     return dict(sorted(packages.items()))
 
 
@@ -230,6 +228,29 @@ def module_of(name: str, role: str) -> str | None:
     return own if there else DEFAULTS.get(role)
 
 
+def _table(name: str) -> dict[str, Any]:
+    """Return the rows of a table of all extensions."""
+    return {key: row for each in extensions() for key, row in getattr(each, name, {}).items()}
+
+
+def trackers() -> dict[str, str]:
+    """Return the full name of the class of each experiment tracker, by its name in `training.trackers`.
+
+    A class is called with a run's folder, its settings, its history and the folder of its checkpoints; it has the
+    methods `add(epoch)` and `close()`.
+    """
+    return _table("TRACKERS")
+
+
+def profilers() -> dict[str, str]:
+    """Return the module of each profiler that looks at processes of its own, by its name in `profile.tools`.
+
+    A module has `profile(run_json, manifest, world, threads, device, folder)`, which all ranks call, and
+    `of_report(path)`, which reads a report.
+    """
+    return _table("PROFILERS")
+
+
 class LoaderPlace(NamedTuple):
     """Place of a loader that an extension adds; functions and classes by their full names."""
 
@@ -240,7 +261,7 @@ class LoaderPlace(NamedTuple):
 
 def _loaders() -> dict[str, LoaderPlace]:
     """Return the loaders that extensions add, by kind."""
-    return {kind: place for each in extensions() for kind, place in getattr(each, "LOADERS", {}).items()}
+    return _table("LOADERS")
 
 
 def loader(kind: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Never, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
@@ -102,6 +102,12 @@ class Strict(BaseModel):
     @classmethod
     def _keys(cls) -> list[str]:
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def one_of(names: Iterable[str]) -> Any:
+    """Return the type of a string that is one of `names`; without names no value is valid."""
+    known = tuple(names)
+    return Literal[known] if known else Never
 
 
 def _types(annotation: Any) -> Iterator[Any]:

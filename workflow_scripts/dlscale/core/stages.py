@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dlscale.core import registry
+
 #: Scope of one job of a stage.
 Scope = Literal["raw", "piece", "part", "dataset", "run", "plan", "page", "image"]
 
@@ -76,8 +78,8 @@ def profile_work(run: Any, train: int | None, valid: int | None) -> float | None
 
 
 def profile_starts(run: Any) -> int:
-    """Return the number of processes that a rank starts in turn: nsys has one of its own."""
-    return 1 + ("nsys" in run.profile.tools)
+    """Return the number of processes that a rank starts in turn, those of profilers included."""
+    return 1 + len(registry.profilers().keys() & run.profile.tools)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import pandas as pd
 
 from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
+from dlscale.core import registry
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import whole
 from dlscale.core.text import escape_formula
-from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, nsys, overhead
+from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, overhead
 from dlscale.measure.profilers.lines import LineProfiler
 from dlscale.measure.profilers.torch_profiler import TorchProfiler
 from dlscale.measure.roofline import attempt, operator_work
@@ -49,8 +50,10 @@ def main(args: argparse.Namespace) -> None:
         _folder(Path(args.out), world) as folder,
     ):
         found = dict[str, Found]()
-        if "nsys" in settings.tools:  # its processes need the device's memory, and ours have no model yet
-            found["nsys"] = nsys.profile(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
+        for name, module in registry.profilers().items():
+            if name in settings.tools:  # its processes need the device's memory, and ours have no model yet
+                start = registry.load(module).profile
+                found[name] = start(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
         if world.main:
             write(record, rows, folder)
@@ -73,7 +76,7 @@ def measure(
     folder
         For reports.
     found
-        Results of profilers that look at processes of their own (nsys).
+        Results of profilers that look at processes of their own.
 
     Returns
     -------
@@ -83,7 +86,7 @@ def measure(
         All rows of the summary.
     """
     world, found = session.world, dict(found or {})
-    tools: dict[str, LineProfiler | TorchProfiler | None] = {name: None for name in settings.tools if name != "nsys"}
+    tools: dict[str, LineProfiler | TorchProfiler | None] = {name: None for name in settings.tools if name not in found}
     if world.rank in settings.ranks:
         if "lines" in tools:
             tools["lines"] = LineProfiler(folder, world.rank, session, settings.functions)

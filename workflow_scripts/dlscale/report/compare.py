@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import results_of, run_folder
-from dlscale.core import text
+from dlscale.core import registry, text
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
@@ -247,9 +247,10 @@ def _profile(name: str, configuration: Configuration | None) -> Summary:
         return replace(read(folder / "profile"), study=study)
     if not path.is_file():
         raise UserError(f"{name}: no such file")
-    from dlscale.measure.profilers.nsys import of_report  # with PyTorch
-
-    tool, rows = of_report(path)
+    reader = registry.profilers().get("nsys")
+    if not reader:
+        raise UserError(f"{name}: the extension that reads reports of Nsight Systems is not installed")
+    tool, rows = registry.load(reader).of_report(path)
     return Summary(rows, {tool.name: tool.steps})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlscale.config.compute import compute_settings
 from dlscale.config.run import Run
-from dlscale.core import redact
+from dlscale.core import redact, registry
 from dlscale.core.fingerprint import fingerprint, run_modules
 from dlscale.core.stages import STAGES
 from dlscale.preflight import cost
@@ -77,13 +77,17 @@ class Runs:
         return self.programs.params("program", self.context.run(wildcards))
 
     def profile_params(self, wildcards: Wildcards) -> Params:
-        return self._params("profile", self.context.run(wildcards))
+        run = self.context.run(wildcards)
+        profilers = registry.profilers()
+        return self._params(
+            "profile", run, modules=[profilers[name] for name in run.profile.tools if name in profilers]
+        )
 
-    def _params(self, stage: str, run: Run, loaders: Iterable[str] = ()) -> Params:
+    def _params(self, stage: str, run: Run, loaders: Iterable[str] = (), modules: Iterable[str] = ()) -> Params:
         """Return what makes a stage run again: sources of study and loaders, and the settings in the stage's row."""
         if run.program:
             return self.programs.params(stage, run)
-        modules = run_modules(stage, run.study, *run.loaders(stage), *loaders)
+        modules = [*run_modules(stage, run.study, *run.loaders(stage), *loaders), *modules]
         return self.context.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
 
     def tune_params(self, wildcards: Wildcards) -> Params:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from dlscale.config.run import Run, load_run
-from dlscale.core import ranges
+from dlscale.core import ranges, registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import save_png, whole, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
@@ -43,7 +43,6 @@ from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.logs import RunLogs
 from dlscale.train.loop import Batch, Hook, Request
 from dlscale.train.memory import total
-from dlscale.train.trackers import TRACKERS
 from dlscale.train.trainer import Trainer, training
 from dlscale.train.weight_files import weights_digest
 
@@ -113,7 +112,8 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
     logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
     settings = run.model_dump(mode="json")
     kept = trainer.checkpoints.folder
-    tracked = [TRACKERS[name](out, settings, trainer.history, kept) for name in run.training.trackers]
+    trackers = [registry.named(registry.trackers()[name]) for name in run.training.trackers]
+    tracked = [open_tracker(out, settings, trainer.history, kept) for open_tracker in trackers]
     shown = _Shown(session, trainer.epochs)
 
     def on_epoch(record: Epoch) -> None:

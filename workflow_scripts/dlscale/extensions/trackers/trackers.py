@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,3 @@ class Mlflow:
         self._send()
         if not self._waiting:
             self._client.set_terminated(self._run)
-
-
-#: Trackers by the names that `training.trackers` gives them.
-TRACKERS: dict[str, Callable[..., Wandb | Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}

@@ -1,0 +1,1 @@
+"""NVIDIA Nsight Systems as a profiler, and its reports."""
