@@ -225,7 +225,7 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the i
 	$(say) 'import-linter'
 	@lint-imports
 	$(say) 'snakefmt'
-	@snakefmt --check Snakefile rules
+	@snakefmt --check Snakefile rules workflow_scripts/dlscale/extensions/*/*.smk
 	$(say) 'snakemake --lint'
 	@snakemake --workflow-profile none --lint
 	$(say) 'hadolint, shellcheck'
@@ -238,7 +238,7 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the i
 format: $(VENV)/.installed-dev  ## correct the style
 	@ruff check --fix .
 	@ruff format .
-	@snakefmt Snakefile rules
+	@snakefmt Snakefile rules workflow_scripts/dlscale/extensions/*/*.smk
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs  ## build the documentation as a site, in .venv/site; a broken link or anchor is an error

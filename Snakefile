@@ -38,7 +38,6 @@ wildcard_constraints:
 localrules:
     all,
     image,
-    checkout,
     configure_plan,
     preview,
     promote,
@@ -68,6 +67,11 @@ include: "rules/data.smk"
 include: "rules/train.smk"
 include: "rules/measure.smk"
 include: "rules/report.smk"
+
+
+for file in registry.rules():
+
+    include: file
 
 
 # One target a dataset and one a plan (shipped ones too), one a study.

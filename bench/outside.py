@@ -19,8 +19,8 @@ from bench.measure import Options, Row
 from bench.training import one_thread
 from bench.watching import cpu_seconds, sampling
 from dlscale.core.telemetry import sampled
-from dlscale.outside.hook.sitecustomize import Watcher
-from dlscale.outside.timed import FOLDER
+from dlscale.extensions.programs.hook.sitecustomize import Watcher
+from dlscale.extensions.programs.timed import FOLDER
 
 #: What is left of a program's speed with the hook, and with all that measures.
 HOOKED, MEASURED = 0.995, 0.99

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from dlscale.extensions.programs import profile, steps, timed
+from dlscale.extensions.programs.measure import PLAN, lines
+from dlscale.extensions.programs.running import Outcome, Reading, measured
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import Throughput
-from dlscale.outside import profile, steps, timed
-from dlscale.outside.measure import PLAN, lines
-from dlscale.outside.running import Outcome, Reading, measured
 from dlscale.report.profiles import thinned
 from dlscale.report.results import read_plan
 from dlscale.report.verdict import Verdict
@@ -106,7 +106,9 @@ def test_a_callback_says_each_step(tmp_path: Path, library: str, text: str) -> N
 
 
 def test_a_callback_that_nobody_measures_does_nothing(tmp_path: Path) -> None:
-    code = "from dlscale.outside.timed import begun, ended; begun(8); ended(); begun(8); ended(); print('on')"
+    code = (
+        "from dlscale.extensions.programs.timed import begun, ended; begun(8); ended(); begun(8); ended(); print('on')"
+    )
     environment = {"PYTHONPATH": str(ROOT / "workflow_scripts")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("on\n", "") and not any(tmp_path.iterdir())
@@ -314,5 +316,5 @@ def test_a_run_of_profiled_steps_alone_says_so(tmp_path: Path) -> None:
 
 
 def test_no_program_waits_until_pytorch_is_imported() -> None:
-    code = "import sys, dlscale.outside.measure; sys.exit('torch' in sys.modules)"
+    code = "import sys, dlscale.extensions.programs.measure; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "workflow_scripts").returncode == 0

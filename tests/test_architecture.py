@@ -85,7 +85,7 @@ def test_computed_imports_are_in_one_place() -> None:
     assert {module for module, file in MODULES.items() if computed.search(file.read_text())} == {
         "dlscale.core.registry",
         "dlscale.cli",
-        "dlscale.outside.hook.sitecustomize",  # in programs that know nothing of dlscale
+        "dlscale.extensions.programs.hook.sitecustomize",  # in programs that know nothing of dlscale
     }
 
 

@@ -22,7 +22,7 @@ from dlscale.config.run import Geometry, load_run
 from dlscale.config.site import Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.settings import validate
-from dlscale.core.stages import training_work
+from dlscale.core.stage import training_work
 from dlscale.data import parts
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import slurm

@@ -20,7 +20,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from dlscale.outside import logs
+from dlscale.extensions.programs import logs
 from dlscale.report.curves import Over, Reference
 from tests.conftest import COSMO, COSMO_RUN, make_run, said, stage, train
 from tests.test_report import Results

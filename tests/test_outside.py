@@ -36,12 +36,12 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import explained
 from dlscale.core.noise import interval
 from dlscale.core.settings import read_yaml
+from dlscale.extensions.programs import logs, running, steps, timed
+from dlscale.extensions.programs import measure as outside_measure
+from dlscale.extensions.programs.measure import PLAN
+from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of
+from dlscale.extensions.programs.running import HOOK
 from dlscale.measure.records import Throughput
-from dlscale.outside import logs, running, steps, timed
-from dlscale.outside import measure as outside_measure
-from dlscale.outside.measure import PLAN
-from dlscale.outside.printed import PER_STEP, Finder, plain, rate_of
-from dlscale.outside.running import HOOK
 from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import of
 from tests.conftest import ROOT

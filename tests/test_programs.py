@@ -28,10 +28,10 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import temporary_folder
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
+from dlscale.extensions.programs import checkout, run_program, turns
+from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at
+from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
-from dlscale.outside import checkout, run_program, turns
-from dlscale.outside.program import SOURCES, earlier, epochs_of, steps_at
-from dlscale.outside.running import HOOK, PRINTED
 from dlscale.rules.programs import Programs
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program
@@ -394,7 +394,8 @@ def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
     code = (
-        "import sys, time; from dlscale.outside.turns import Program; from dlscale.measure.turns import Timed\n"
+        "import sys, time; from dlscale.measure.turns import Timed\n"
+        "from dlscale.extensions.programs.turns import Program\n"
         "it = Program(Timed(sys.argv[1], 'none', 'cpu', 1)); it.send('open'); it.receive(); it.stop()\n"
         "print(flush=True); time.sleep(1000)"
     )

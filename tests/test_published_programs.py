@@ -24,10 +24,10 @@ from dlscale.config.run import Run
 from dlscale.config.site import Site
 from dlscale.core import machine
 from dlscale.core.metrics import Epoch, read_epochs
+from dlscale.extensions.programs import steps
+from dlscale.extensions.programs.printed import rate_of
 from dlscale.launch import launcher
 from dlscale.measure.records import Throughput
-from dlscale.outside import steps
-from dlscale.outside.printed import rate_of
 from tests.conftest import ROOT, stage
 from tests.workflow.conftest import copy_tree
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from bench.bottlenecks.run import busy, percent  # noqa: E402
-from dlscale.outside.measure import PLAN  # noqa: E402
+from dlscale.extensions.programs.measure import PLAN  # noqa: E402
 from dlscale.report.results import read_run  # noqa: E402
 from dlscale.report.verdict import Verdict, of  # noqa: E402
 

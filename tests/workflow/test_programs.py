@@ -103,8 +103,8 @@ def check_environments(tree: Tree) -> None:
     for each in found:
         assert each.pop("DLSCALE_STEPS_EVERY", "0.1") == "0.1"
         assert Path(each.pop("DLSCALE_STEPS")).name == "steps"
-        path = f"{tree.path / 'workflow_scripts/dlscale/outside/hook'}{os.pathsep}{tree.environment['PYTHONPATH']}"
-        assert each == {**tree.environment, "PYTHONPATH": path}
+        hook = tree.path / "workflow_scripts/dlscale/extensions/programs/hook"
+        assert each == {**tree.environment, "PYTHONPATH": f"{hook}{os.pathsep}{tree.environment['PYTHONPATH']}"}
 
 
 def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
@@ -138,7 +138,7 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
     log = tree.results / "logs/throughput/p/one.log"
     assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
     (found,) = [json.loads(file.read_text()) for file in tree.path.glob("environment.*.json")]
-    hook = tree.path / "workflow_scripts/dlscale/outside/hook"
+    hook = tree.path / "workflow_scripts/dlscale/extensions/programs/hook"
     assert Path(found.pop("DLSCALE_STEPS")).name == "steps"
     assert found == {**given, "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{hook}{os.pathsep}{given['PYTHONPATH']}"}
     assert read_plan(tree.results / "plans/p/plan.yaml").runs[0].throughput

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, RowSamples
     from dlscale.data.manifest import Manifest
     from dlscale.data.source import ArraySource
-    from dlscale.outside.timed import timed
+    from dlscale.extensions.programs.timed import timed
     from dlscale.parallel.sharding import Sharding
     from dlscale.studies.base import Metrics, PublishedLog, SampleLoss, Study
 

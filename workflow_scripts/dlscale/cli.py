@@ -31,7 +31,8 @@ from dlscale.core.machine import let_threads_wait, put_python_first, restore_cal
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.redact import redact, redact_programs
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
-from dlscale.core.stages import RUN_OPTIONS, STAGES, Stage, option, path
+from dlscale.core.stage import Stage, option, path
+from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.core.text import coloured
 from dlscale.launch.contain import hold_on
 
@@ -73,35 +74,6 @@ _OWN = {
                 {"nargs": "*", "metavar": "TARGET", "help": "a target of snakemake: plan_NAME, data_NAME, a file"},
             ),
         ),
-    ),
-    "measure": Query(
-        "dlscale.outside.measure",
-        "Run any training program as it is: how fast it trains, and what bounds it.",
-        (
-            ("command", {"nargs": "+", "metavar": "COMMAND", "help": "after --: the program and its words"}),
-            option("--name", "of what is measured; that of its script if absent", False, metavar="NAME"),
-            option(
-                "--batch-size",
-                "samples per step over all processes, in place of what the batches show",
-                False,
-                type=int,
-                metavar="N",
-            ),
-            option(
-                "--steps",
-                "where it logs its steps: TensorBoard's file or folder, or a file of JSON lines",
-                False,
-                metavar="FILE",
-            ),
-            option(
-                "--rate",
-                "what it prints has its samples/s: a regular expression with one group",
-                False,
-                metavar="PATTERN",
-            ),
-            option("--profile", "also where its time goes: py-spy, PyTorch's profiler", False, action="store_true"),
-        ),
-        configured=False,
     ),
     "explain": Query(
         "dlscale.report.verdict",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dlscale.core.stages import Option
+from dlscale.core.stage import Option
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ MESSAGES = {("logging", name) for name in ("debug", "info", "warning", "error", 
 @functools.cache
 def _file(module: str) -> Path | None:
     """Return the source file of a module of this package or of an outside study; None for others."""
-    if module == "dlscale.core.stages":  # what it says of a stage is among the params of its jobs: entry, settings
+    if module in ("dlscale.core.stage", "dlscale.core.stages"):  # entry and settings are among the params of jobs
         return None
     words = module.split(".")
     if words[0] != ROOT.name:

@@ -40,7 +40,7 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 #: The variable that names a folder on a disk of the node's own, where there is one: a site's `local_disk`.
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 
-#: The variable that names a folder for the steps of another program: `dlscale.outside.timed`, which has it, too.
+#: Variable with the folder for the steps of another program; `dlscale.extensions.programs.timed` repeats its name.
 STEPS = "DLSCALE_STEPS"
 
 #: The variable that has the watchdog's limits where they are not the usual ones: a site's `watchdog`.

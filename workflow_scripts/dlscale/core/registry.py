@@ -31,7 +31,7 @@ PLACES = {
     "Manifest": "dlscale.data.manifest",
     "Sharding": "dlscale.parallel.sharding",
     "Strict": "dlscale.core.schema",
-    "timed": "dlscale.outside.timed",
+    "timed": "dlscale.extensions.programs.timed",
 }
 
 
@@ -231,6 +231,21 @@ def module_of(name: str, role: str) -> str | None:
 def _table(name: str) -> dict[str, Any]:
     """Return the rows of a table of all extensions."""
     return {key: row for each in extensions() for key, row in getattr(each, name, {}).items()}
+
+
+def stages() -> dict[str, Any]:
+    """Return the rows that extensions add to the table of stages."""
+    return _table("STAGES")
+
+
+def rules() -> list[str]:
+    """Return the files with rules of extensions, for Snakemake."""
+    return [str(file) for file in sorted((PACKAGE / "extensions").glob("*/rules.smk"))]
+
+
+def program_stages() -> dict[str, str]:
+    """Return the modules of stages of a run, if a program runs in place of dlscale's training."""
+    return _table("PROGRAM_STAGES")
 
 
 def trackers() -> dict[str, str]:

@@ -6,48 +6,11 @@ A stage that measures a run is added by a row here, its module, and a thin rule.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from dlscale.core import registry
-
-#: Scope of one job of a stage.
-Scope = Literal["raw", "piece", "part", "dataset", "run", "plan", "page", "image"]
-
-#: Where a job runs: on the node of the controller, on part of a CPU node, or on the devices of the run's geometry.
-Nodes = Literal["here", "cpu", "geometry"]
-
-
-#: An option of the command line: its flag, and the keywords of `argparse`.
-Option = tuple[str, dict[str, Any]]
-
-
-def option(flag: str, text: str, required: bool = True, **more: Any) -> Option:
-    """Return an option; `more` goes to `argparse`."""
-    return flag, {"help": text, "required": required, **more}
-
-
-def path(flag: str, text: str, **more: Any) -> Option:
-    """Return an option that takes a path."""
-    return option(flag, text, metavar="PATH", **more)
-
-
-#: A validation sample needs no backward pass, which is two thirds of a training sample's work: of 6 FLOPs a parameter
-#: the forward pass takes 2 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
-VALIDATION = 1 / 3
-
-
-def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of all steps + a third of those of all validations; None for data without a sample."""
-    if not train or valid is None:
-        return None
-    steps = run.training.steps or math.inf
-    epochs = run.training.epochs or -(-steps // -(-train // run.batch_size))
-    epochs = min(epochs, run.training.stop_after or epochs)
-    samples = min(epochs * train, steps * run.batch_size)
-    return float(samples + VALIDATION * (epochs + 1) * valid)
+from dlscale.core.stage import START, Stage, option, path, training_work
 
 
 def throughput_trials(run: Any) -> int:
@@ -82,43 +45,11 @@ def profile_starts(run: Any) -> int:
     return 1 + len(registry.profilers().keys() & run.profile.tools)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One row of the table."""
-
-    module: str  #: Entry module; its `main(args)` does the work.
-    text: str  #: Its work, for `--help`.
-    scope: Scope
-    options: tuple[Option, ...] = ()  #: Beside `--log` and those that every stage of a run has.
-    #: Of a run: the keys that the stage sees beside the common ones. What it cannot see cannot make it run again.
-    settings: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()  #: Of a run: files in its folder; the first one shows that the stage is done.
-    usual: bool = False  #: Of a run: whether plans go through the stage unless they say what they measure.
-    nodes: Nodes = "here"
-    #: Of a run: samples that it computes, in units of one training sample, from the samples of train and valid.
-    work: Callable[[Any, int | None, int | None], float | None] | None = None
-    seconds: Callable[[Any], float] | None = None  #: Of a run: what it takes beside that, whatever the rate.
-    starts: Callable[[Any], int] | None = None  #: Of a run: how many times a process has to start up; None: once.
-    minutes: int = 60  #: Time limit where nothing is known of how long a job takes; a site may say another.
-    warned: bool = False  #: Whether the job asks to be warned of its time limit.
-    science: str = ""  #: The module that decides the results, where the entry only stands around it.
-    #: Of a run: the entry module where another program runs in place of dlscale's training; None: it has no such stage.
-    program: str | None = None
-
-    @property
-    def decides(self) -> str:
-        """The module from which all that decides the results is reached."""
-        return self.science or self.module
-
-
 _PAGE = option(
     "--page", "live page to write from the present results: options of report as JSON", False, metavar="JSON"
 )
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 _RECORD = path("--record", "YAML file to which --config is written", required=False)
-
-#: Of another program; its command follows these words.
-_START = option("--start", "words that start another program's processes, as JSON", False, metavar="JSON")
 
 #: Every stage of a run has these.
 RUN_OPTIONS = (
@@ -147,16 +78,6 @@ STAGES: dict[str, Stage] = {
         "Write the list of a plan's runs, as YAML.",
         "plan",
         (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),
-    ),
-    "checkout": Stage(
-        "dlscale.outside.checkout",
-        "Fetch a revision of another program's repository.",
-        "raw",
-        (
-            option("--repository", "address or folder of the repository", metavar="URL"),
-            option("--revision", "the commit", metavar="SHA1"),
-            path("--out", "folder to write"),
-        ),
     ),
     "acquire": Stage(
         "dlscale.data.acquire",
@@ -228,23 +149,6 @@ STAGES: dict[str, Stage] = {
         warned=True,
         science="dlscale.train.trainer",
     ),
-    "program": Stage(
-        "dlscale.outside.program",
-        "Run another program, in place of `train`, to its end.",
-        "run",
-        (
-            path("--keep", "folder of the program's own, which a later try finds again"),
-            option("--sources", "digest of its files; with another one it starts afresh", False, metavar="SHA256"),
-            path("--out", "the run's folder"),
-            _START,
-        ),
-        outputs=("program.json", "telemetry/program.csv"),
-        nodes="geometry",
-        work=training_work,
-        minutes=720,
-        warned=True,
-        program="dlscale.outside.program",
-    ),
     "throughput": Stage(
         "dlscale.measure.throughput",
         "Measure a run's samples/s: IO, SYNTHETIC, FULL.",
@@ -255,7 +159,7 @@ STAGES: dict[str, Stage] = {
             ),
             path("--beside-manifest", "manifest.json of that run's dataset, if it is another", required=False),
             path("--out", "JSON file to write"),
-            _START,
+            START,
         ),
         settings=("throughput",),
         outputs=("throughput.json", "telemetry/throughput.csv"),
@@ -263,7 +167,6 @@ STAGES: dict[str, Stage] = {
         nodes="geometry",
         work=throughput_work,
         seconds=throughput_seconds,
-        program="dlscale.outside.throughput",
     ),
     "profile": Stage(
         "dlscale.measure.profile",
@@ -298,7 +201,6 @@ STAGES: dict[str, Stage] = {
         work=lambda run, train, valid: 0.0,  # it measures by the clock; what it starts with is short beside that
         seconds=lambda run: float(run.tune.seconds),
         minutes=30,
-        program="dlscale.outside.tune",
     ),
     "promote": Stage(
         "dlscale.report.promote",
@@ -348,6 +250,12 @@ STAGES: dict[str, Stage] = {
         ),
     ),
 }
+
+for _name, _row in registry.stages().items():
+    _at = [*STAGES].index(_row.after) + 1 if _row.after else len(STAGES)
+    STAGES = {**dict([*STAGES.items()][:_at]), _name: _row, **dict([*STAGES.items()][_at:])}
+for _name, _module in registry.program_stages().items():
+    STAGES[_name] = replace(STAGES[_name], program=_module)
 
 #: The stages that a plan may measure its runs with, in order.
 RUN_STAGES = tuple(name for name, stage in STAGES.items() if stage.scope == "run")

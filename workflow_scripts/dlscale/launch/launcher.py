@@ -229,7 +229,7 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
     }
     folders = {path: path for path in (place.folder, place.results) if path}
     here = FOLDER if program else place.folder
-    held = ["sh", "-c", HELD, f"{place.sources}/{ROOT.name}/outside/hook"] if program else []
+    held = ["sh", "-c", HELD, f"{place.sources}/{ROOT.name}/extensions/programs/hook"] if program else []
     if site.engine == "shifter":
         # It sees the site's file systems and the whole environment as they are.
         return [

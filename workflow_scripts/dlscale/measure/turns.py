@@ -164,7 +164,7 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
 def _player(timed: Timed) -> Player:
     """Return a run that waits."""
     if read_settings(timed.config)[0].get("program"):
-        found: Player = registry.load("dlscale.outside.turns").Program(timed)
+        found: Player = registry.load("dlscale.extensions.programs.turns").Program(timed)
         return found
     return _Study(timed)
 

@@ -1,1 +1,1 @@
-"""Programs of others, measured as they are: how their steps are seen, and what their speed comes to."""
+"""Former place of `dlscale.extensions.programs`; imports of `timed` work until the next release."""

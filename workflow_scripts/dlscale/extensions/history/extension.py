@@ -1,7 +1,7 @@
 """What this extension adds."""
 
 from dlscale.core.commands import Query
-from dlscale.core.stages import option, path
+from dlscale.core.stage import option, path
 
 COMMANDS = {
     "history": Query(

@@ -1,7 +1,7 @@
 """What this extension adds."""
 
 from dlscale.core.commands import Query
-from dlscale.core.stages import option
+from dlscale.core.stage import option
 
 COMMANDS = {
     "predict": Query(

@@ -110,13 +110,13 @@ def read(folder: Path) -> tuple[str, list[Process]]:
 
 
 def files(folder: Path, way: str) -> list[Path]:
-    """Return the files of `dlscale.outside.timed.Log` in a folder: WAY.HOST.PID."""
+    """Return the files of `dlscale.extensions.programs.timed.Log` in a folder: WAY.HOST.PID."""
     named = re.compile(rf"{way}\..*\.\d{{1,18}}", re.ASCII)
     return [path for path in sorted(folder.glob(f"{way}.*")) if named.fullmatch(path.name)]
 
 
 def _process(path: Path) -> Process:
-    """Read a file of `dlscale.outside.timed.Log`; half a last line, of a killed process, is left out."""
+    """Read a file of `dlscale.extensions.programs.timed.Log`; half a last line, of a killed process, is left out."""
     return Tail(path).process
 
 
@@ -127,7 +127,7 @@ def stopped(folder: Path) -> str | None:
 
 
 class Tail:
-    """A file of `dlscale.outside.timed.Log` that grows."""
+    """A file of `dlscale.extensions.programs.timed.Log` that grows."""
 
     def __init__(self, path: Path) -> None:
         host, _, pid = path.name.partition(".")[2].rpartition(".")

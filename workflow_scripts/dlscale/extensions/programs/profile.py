@@ -1,7 +1,7 @@
 """`dlscale measure --profile`: profilers beside a program, each in a window of its own, and what they saw.
 
-PyTorch's own (`dlscale.outside.window`) has ten steps of the first rank; py-spy, which asks nothing of a program, then
-looks at all its Python processes for some seconds. Steps of these windows do not count in the program's pace.
+PyTorch's own (`window.py`) has ten steps of the first rank; py-spy, which asks nothing of a program, then looks at all
+its Python processes for some seconds. Steps of these windows do not count in the program's pace.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 from dlscale.core.machine import answer
 from dlscale.core.text import aligned, percent
+from dlscale.extensions.programs.steps import SETTLING, Process, Span
+from dlscale.extensions.programs.window import FIRST, STEPS
 from dlscale.measure.profile import first_rows, write
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, overhead
 from dlscale.measure.profilers.torch_profiler import REFUSED, read
 from dlscale.measure.profilers.trace import DEVICE, summarise
 from dlscale.measure.records import Throughput
-from dlscale.outside.steps import SETTLING, Process, Span
-from dlscale.outside.window import FIRST, STEPS
 from dlscale.report.profiles import PARTS, of_tool
 
 #: py-spy's looks a second, and its seconds.

@@ -19,12 +19,12 @@ from dlscale.core.files import make_folder
 from dlscale.core.machine import given
 from dlscale.core.progress import Doing, tell
 from dlscale.core.redact import restore
+from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.revision import fresh
+from dlscale.extensions.programs.running import Outcome, Reading, measured, run_command, warn_of_lost_hook, with_hook
 from dlscale.launch.launcher import FOLDER
 from dlscale.measure.records import Throughput
-from dlscale.outside import logs
-from dlscale.outside import steps as seen
-from dlscale.outside.revision import fresh
-from dlscale.outside.running import Outcome, Reading, measured, run_command, warn_of_lost_hook, with_hook
 
 
 class RunProgram:

@@ -16,11 +16,11 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import temporary_folder
 from dlscale.core.noise import interval
 from dlscale.core.text import duration, number
+from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.measure.records import Beside
 from dlscale.measure.turns import Ended, Timed, Turns
-from dlscale.outside import logs
-from dlscale.outside import steps as seen
-from dlscale.outside.run_program import RunProgram
 
 
 def main(args: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from dlscale.core import board
 from dlscale.core.errors import UserError
 from dlscale.core.files import irregular, open_regular
 from dlscale.core.text import shorten
-from dlscale.outside.printed import plain
+from dlscale.extensions.programs.printed import plain
 
 #: Bytes before the end of a log that identify it after it has grown.
 TAIL = 4096

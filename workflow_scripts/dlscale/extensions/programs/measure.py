@@ -22,10 +22,9 @@ from dlscale.core.paths import Results
 from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
-from dlscale.measure.records import Throughput
-from dlscale.outside import logs
-from dlscale.outside import steps as seen
-from dlscale.outside.running import (
+from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.running import (
     UNSEEN_SECONDS,
     WAYS,
     Reading,
@@ -35,7 +34,8 @@ from dlscale.outside.running import (
     say,
     warn_of_lost_hook,
 )
-from dlscale.outside.window import PROFILED
+from dlscale.extensions.programs.window import PROFILED
+from dlscale.measure.records import Throughput
 from dlscale.report import report
 from dlscale.report.results import PlanResult, RunResult, read_alone
 from dlscale.report.verdict import Verdict, of
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         steps.mkdir()
         _write_settings(folder, own)
         if args.profile:
-            from dlscale.outside import profile as module  # with PyTorch, for which no other program waits
+            from dlscale.extensions.programs import profile as module  # with PyTorch, for which no other program waits
 
             profilers = module.Profilers(folder)
         # Kineto, PyTorch's profiler, would print what it does among what the program prints.

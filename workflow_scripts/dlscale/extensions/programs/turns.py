@@ -14,12 +14,12 @@ from pathlib import Path
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import temporary_folder
+from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.keeper import Kept
+from dlscale.extensions.programs.run_program import RunProgram
+from dlscale.extensions.programs.running import watched
 from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
-from dlscale.outside import logs
-from dlscale.outside import steps as seen
-from dlscale.outside.keeper import Kept
-from dlscale.outside.run_program import RunProgram
-from dlscale.outside.running import watched
 
 #: Steps that a program makes before it is timed, and least steps of a turn.
 WARM, LEAST = 10, 4

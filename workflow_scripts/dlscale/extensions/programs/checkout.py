@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dlscale.core.files import whole
-from dlscale.outside.revision import fetch
+from dlscale.extensions.programs.revision import fetch
 
 
 def main(args: argparse.Namespace) -> None:

@@ -27,12 +27,12 @@ from dlscale.core.files import read_text, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.process import go_on
 from dlscale.core.text import duration
+from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.run_program import RunProgram
+from dlscale.extensions.programs.running import PRINTED
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
-from dlscale.outside import logs
-from dlscale.outside import steps as seen
-from dlscale.outside.run_program import RunProgram
-from dlscale.outside.running import PRINTED
 
 #: A run's file of the digest of all that decided what is in its program's folder.
 SOURCES = "out.sha256"

@@ -29,14 +29,14 @@ from dlscale.core.environment import environment
 from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
+from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.keeper import Kept
+from dlscale.extensions.programs.printed import MAX_SECONDS, PER_STEP, Finder
+from dlscale.extensions.programs.timed import EVERY, FOLDER
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
 from dlscale.measure.telemetry import bus_ids
-from dlscale.outside import logs
-from dlscale.outside import steps as seen
-from dlscale.outside.keeper import Kept
-from dlscale.outside.printed import MAX_SECONDS, PER_STEP, Finder
-from dlscale.outside.timed import EVERY, FOLDER
 from dlscale.parallel.records import Device
 
 #: Free space below which a disk counts as full, bytes.
@@ -222,7 +222,7 @@ def run_command(
 
 #: Libraries that do not train by PyTorch's optimisers: names in the paths of their files, and how their steps are seen.
 FRAMEWORKS = {
-    "Keras or TensorFlow": ("/tensorflow/", "a callback that calls dlscale.outside.timed.begun and ended"),
+    "Keras or TensorFlow": ("/tensorflow/", "a callback that calls dlscale.extensions.programs.timed.begun and ended"),
     "JAX": ("/jaxlib/", "`for batch in dlscale.timed(loader)`"),
 }
 

@@ -11,10 +11,10 @@ from typing import Any
 from dlscale.config.run import Tune, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.progress import Progress
+from dlscale.extensions.programs.turns import Program
 from dlscale.measure.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
 from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.measure.turns import Ended, Timed
-from dlscale.outside.turns import Program
 
 
 def main(args: argparse.Namespace) -> None:

@@ -1,0 +1,290 @@
+"""Time the steps of any training loop: `for batch in timed(loader): ...`, and `dlscale measure -- python train.py`.
+
+One file for Python 3.8 and later, without dependencies: import it as `dlscale.timed`, or copy it. Without a measurement
+it passes batches on, and does nothing else. No error in it reaches the program: it stops, and reports the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import operator
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from threading import Lock, get_ident
+from typing import Any
+
+# A program may replace functions of these modules.
+clock, computed, now_utc, getpid = time.perf_counter, time.process_time, time.time, os.getpid
+open_file, write_file, close_file = os.open, os.write, os.close
+
+#: Variable that names the folder into which measured processes write their steps.
+FOLDER = "DLSCALE_STEPS"
+
+#: Variable with the seconds between two writes.
+EVERY = "DLSCALE_STEPS_EVERY"
+
+#: Variables with the rank of a process: torchrun's, Slurm's, and two of MPI.
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+#: Greatest number of samples in a step; a greater one is an error.
+MAX_SAMPLES = 10**9
+
+#: Parts of a batch that are compared with the loader's batch size.
+MAX_PARTS = 32
+
+#: Notes of a process after which not all are kept: by then so many seconds of notes are followed by a gap of this share
+#: of the time so far, so that a file grows with the logarithm of the time.
+MOST, NOTED, GAP = 100_000, 1.0, 0.01
+
+
+def variable(name: str) -> str:
+    """Return a variable of the environment, or an empty text if it is missing."""
+    try:
+        return str(os.environ.get(name) or "")
+    except Exception:  # the program has put another object there
+        return ""
+
+
+def _seconds() -> float:
+    try:
+        return min(max(float(variable(EVERY) or 1), 0.01), 60.0)
+    except ValueError:
+        return 1.0
+
+
+SECONDS = _seconds()
+
+
+class Log:
+    """File `WAY.HOST.PID` with the batches that a process got, and the steps that it ended.
+
+    The first line relates the process's clock to that of the day, and has its rank. Times are seconds. In a long run
+    there are gaps, each with a line of its own. Within a step all is cold, so as little as possible is done there.
+    """
+
+    def __init__(self, way: str) -> None:
+        self._way, self._folder, self._host, self._rank = way, variable(FOLDER), os.uname().nodename, rank()
+        self._file: Any = None
+        self._notes: list[Any] = []
+        self._count, self._begin, self._since, self._due, self._until = 0, 0.0, 0.0, 0.0, math.inf
+        self._forget()
+        if self._folder and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def on(self) -> bool:
+        """Whether the process is measured."""
+        return self._until != math.inf
+
+    def batch(self, iterator: int, wait: float, samples: int) -> None:
+        """Note that an iterator delivered a batch now, after a wait; 0 samples mean an unknown number."""
+        now = clock()
+        if now >= self._until:
+            if get_ident() != self._thread:
+                self._enter()
+            self._notes.append((now, iterator, wait, samples))
+            if now >= self._due:
+                self._write(now)
+
+    def loop(self) -> None:
+        """Note that a loop begins now: what was before is no part of its first step."""
+        if self.on:
+            self._notes.append(f"l {clock():.6f}\n")
+
+    def gradients(self, size: int) -> None:
+        """Note the bytes of the gradients that an optimiser follows."""
+        if self.on:
+            self._notes.append(f"p {size}\n")
+
+    def step(self, part: int = 0) -> None:
+        """Note that a step, or one optimiser's part of it, has ended now, and the time that the process computed."""
+        now = clock()
+        if now >= self._until:
+            if get_ident() != self._thread:
+                self._enter()
+            self._notes.append((now, computed(), part))
+            if now >= self._due:
+                self._write(now)
+
+    def stop(self, error: Exception) -> None:
+        """Stop noting after an error, and leave its reason in the file `stopped.HOST.PID`."""
+        if not self.on:
+            return
+        self._until = math.inf
+        try:  # on a full disk the file stays empty
+            reason = f"{type(error).__name__}: {error}"[:200]
+        except Exception:
+            reason = type(error).__name__
+        try:
+            _append(f"{self._folder}/stopped.{self._host}.{getpid()}", f"{self._way} {' '.join(reason.split())}\n")
+        except Exception:  # the folder is gone, or another user's
+            return
+
+    def _enter(self) -> None:
+        """Note which thread the next notes come from."""
+        self._thread = get_ident()
+        self._notes.append(f"t {self._thread}\n")
+
+    def _write(self, now: float) -> None:
+        if not self._lock.acquire(False):  # another thread writes, or a signal arrived meanwhile
+            return
+        try:
+            if self._file is None:
+                self._open(now)
+            notes, self._notes = self._notes, []
+            self._count += len(notes)
+            self._due = now + SECONDS
+            if self._count > MOST and now - self._since >= NOTED:
+                self._until = self._since = now + GAP * (now - self._begin)
+                self._due = self._until + SECONDS
+                notes.append(f"g {now:.6f} {self._until:.6f}\n")
+            _append(self._file, "".join(map(_line, notes)))
+        except Exception as error:
+            self.stop(error)
+        finally:
+            self._lock.release()
+
+    def _open(self, now: float) -> None:
+        self._file = f"{self._folder}/{self._way}.{self._host}.{getpid()}"
+        self._begin = self._since = now
+        self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {rank(self._rank)}\n")
+        atexit.register(self._end)
+        if util := sys.modules.get("multiprocessing.util", self._util):  # forked children end without `atexit`
+            util.Finalize(None, self._end, exitpriority=0)
+
+    def _end(self) -> None:
+        if self._file is not None and self.on:
+            self._write(clock())
+
+    def _forget(self) -> None:
+        """Begin anew, as in a process that was forked."""
+        self._file, self._notes = None, []
+        self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
+        self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
+        self._until = 0.0 if self._folder else math.inf
+
+
+def _line(note: Any) -> str:
+    if isinstance(note, str):
+        return note
+    return ("s {0:.6f} {1:.3f} {2}\n" if len(note) == 3 else "b {1} {0:.6f} {2:.6f} {3}\n").format(*note)
+
+
+def _append(file: str, text: str) -> None:
+    """Append a text to a file, which is opened each time: a program that becomes a daemon closes all files."""
+    place, data = open_file(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), text.encode()
+    try:
+        if write_file(place, data) < len(data):
+            raise OSError("the disk is full")
+    finally:
+        close_file(place)
+
+
+def rank(default: int = 0) -> int:
+    """Return this process's number among those that train together, as torchrun, Slurm and MPI give it."""
+    given = (variable(name) for name in RANKS)
+    return int(next((each for each in given if each.isdecimal() and len(each) < 10), default))
+
+
+#: Log of all loops of a process.
+LOG = Log("timed")
+
+
+def whole(samples: Any) -> int:
+    """Return a number of samples, or 0 if it is not a positive whole number."""
+    try:
+        number = int(samples) if isinstance(samples, float) and samples.is_integer() else operator.index(samples)
+    except Exception:
+        return 0
+    return number if number <= MAX_SAMPLES and number > 0 and not isinstance(samples, bool) else 0
+
+
+def size_of(loader: Any) -> int:
+    """Return the batch size that a loader states, or 0."""
+    try:
+        return whole(loader.batch_size)
+    except Exception:
+        return 0
+
+
+def samples_of(batch: Any, size: int) -> int:
+    """Return the loader's batch `size` if an array or a list in the batch has it, else 0.
+
+    The first axis of an array alone proves nothing: it may be time, channels, or the nodes of joined graphs.
+    """
+    try:
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+        return size if size in map(_length, itertools.chain([batch], itertools.islice(parts, MAX_PARTS))) else 0
+    except Exception:
+        return 0
+
+
+def _length(part: Any) -> int:
+    try:
+        shape = getattr(part, "shape", None)
+        if isinstance(shape, tuple):
+            return whole(shape[0]) if shape else 0
+        return len(part) if isinstance(part, (list, tuple)) else 0
+    except Exception:  # as of a nested tensor
+        return 0
+
+
+_ended = 0.0
+
+
+def begun(samples: Any = 0) -> None:
+    """Note that a step of so many samples begins, where a callback says so; its batch was waited for since `ended`."""
+    now = clock()
+    LOG.batch(0, now - _ended if _ended else 0.0, whole(samples))
+
+
+def ended() -> None:
+    """Note that a step has ended, where a callback says so."""
+    global _ended
+    _ended = clock()
+    LOG.step()
+
+
+def timed(loader: Iterable[Any]) -> Any:
+    """Return a loader whose steps are timed: each lasts until the next batch is asked for.
+
+    It can be iterated as often as the loader, and has its length and attributes. Without a measurement it is the
+    loader itself.
+    """
+    return _Timed(loader) if LOG.on else loader
+
+
+class _Timed:
+    def __init__(self, loader: Any) -> None:
+        self._loader: Any = loader
+        self._batches: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        LOG.loop()
+        batches, size = iter(self._loader), size_of(self._loader)
+        while True:
+            begin = clock()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            wait = clock() - begin
+            LOG.batch(0, wait, samples_of(batch, size) if size else 0)
+            yield batch
+            LOG.step()
+
+    def __next__(self) -> Any:
+        self._batches = self._batches or iter(self)
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(object.__getattribute__(self, "_loader"), name)
