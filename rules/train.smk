@@ -24,7 +24,7 @@ rule train:
     resources:
         **COMMANDS.resources("train"),
     params:
-        stage=RUNS.train_params,
+        stage=RUNS.params("train"),
         settings=RUNS.settings,
         record=PATHS.run("config.yaml"),
         launch=RUNS.launch,

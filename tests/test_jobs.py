@@ -225,7 +225,7 @@ def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
 
     def params(**settings: Any) -> list[Any]:
         found = jobs(tmp_path, settings)
-        return [found.runs.train_params(RUN), found.runs.throughput_params(RUN)]
+        return [found.runs.params("train")(RUN), found.runs.throughput_params(RUN)]
 
     before = params()
     assert params() == before

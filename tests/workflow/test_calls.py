@@ -33,7 +33,7 @@ SNAKEFILE = f"""
 include: "{ROOT}/rules/controller.smk"
 from types import SimpleNamespace
 SITE, RESULTS, ASKED, ASKED_PLANS, ASKED_DATASETS = SimpleNamespace(scheduler=None), "results", [1], [], []
-CONFIG, JOBS = SimpleNamespace(secrets=None), SimpleNamespace(plan_datasets=lambda plans: [])
+CONFIG, PLANS = SimpleNamespace(secrets=None), SimpleNamespace(datasets=lambda plans: [])
 prepare_methods()
 rule all:
     output: "results/made"

@@ -349,7 +349,7 @@ ROWS = [
     Row("comment in a rule", append("rules/train.smk", "\n# Edited.\n"), []),
     Row("comment in the Snakefile", append("Snakefile", "\n# Edited.\n"), [], slow=True),
     Row("a rule's message", replace("rules/train.smk", '"Train ', '"Edited: train '), []),
-    Row("a rule's threads", replace("rules/train.smk", "threads: JOBS.train_threads", "threads: 32"), []),
+    Row("a rule's threads", replace("rules/train.smk", "threads: RUNS.train_threads", "threads: 32"), []),
     Row("number of cores", touch("config.yaml"), [], ("--cores", "1")),
     Row(
         "a profile's value", replace("profiles/local/profile.yaml", "latency-wait: 2", "latency-wait: 3"), [], slow=True

@@ -54,9 +54,9 @@ def test_a_stage_that_measures_a_run(clone: Tree) -> None:
     rules = clone.path / "rules/measure.smk"
     first, _, _ = rules.read_text().partition("\n\n\nrule ")
     # What throughput alone has is another run that is timed beside.
-    first = first.replace("throughput_params", 'run_params("throughput")').replace(" {params.beside:q}", "")
+    first = first.replace("throughput_params", 'params("throughput")').replace(" {params.beside:q}", "")
     first = "\n".join(
-        line for line in first.splitlines() if not line.endswith(("=JOBS.first_data,", "=JOBS.throughput_beside,"))
+        line for line in first.splitlines() if not line.endswith(("=RUNS.first_data,", "=RUNS.throughput_beside,"))
     )
     rule = first.replace("throughput", "sizes").replace("Measure sizes", "Count batches")
     rules.write_text(f"{rules.read_text()}\n\n{rule.replace('samples/s: IO alone, SYNTHETIC, FULL', 'batches')}")

@@ -54,6 +54,7 @@ class StudyFile(Strict):
     settings: dict[str, Any]
     datasets: dict[str, Any] = {}
     plans: dict[str, Any] = {}
+    plans_need: dict[str, list[str]] = {}  #: Plans that are left out without an extension, by its name.
     published: list[Published] = []
     series: dict[Name, Series] = {}
 
@@ -107,7 +108,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         if isinstance(study, str):  # the path of one from outside
             registry.add(name, study)
             user["studies"][name] = {}
-    files = study_files()
+    files, there = study_files(), registry.extension_names()
     own = {name: files[name].model_dump(include={"settings", "plans"}) for name in registry.added()}
     hidden = redact_programs([{key: user[key] for key in ("studies", "plans")}, own], secrets)
     user |= hidden[0]
@@ -117,7 +118,8 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         study = registry.added().get(name)
         datasets = placed({"datasets": file.datasets}, study.yaml.parent)["datasets"] if study else file.datasets
         datasets = hide(datasets, f"{written_in(name)}: datasets", secrets)
-        own = {"datasets": datasets, "plans": file.plans}
+        absent = {plan for extension in file.plans_need.keys() - there for plan in file.plans_need[extension]}
+        own = {"datasets": datasets, "plans": {plan: file.plans[plan] for plan in file.plans if plan not in absent}}
         if twice := [
             f"{each}.{key}" for each in own for key, value in own[each].items() if merged[each].get(key, value) != value
         ]:
@@ -174,6 +176,8 @@ def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
 
 def of_program(stages: Iterable[str]) -> list[str]:
     """Return the stages that another program goes through, of those of a plan."""
+    if "program" not in STAGES:
+        raise UserError("a run has a program, and the extension `programs` is not there")
     there = ("program" if stage == "train" else stage for stage in stages)
     return [stage for stage in there if STAGES[stage].program]
 

@@ -233,6 +233,11 @@ def _table(name: str) -> dict[str, Any]:
     return {key: row for each in extensions() for key, row in getattr(each, name, {}).items()}
 
 
+def extension_names() -> set[str]:
+    """Return the names of all extensions: those of their folders."""
+    return {each.__name__.split(".")[2] for each in extensions()}
+
+
 def stages() -> dict[str, Any]:
     """Return the rows that extensions add to the table of stages."""
     return _table("STAGES")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Never, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
@@ -105,9 +105,8 @@ class Strict(BaseModel):
 
 
 def one_of(names: Iterable[str]) -> Any:
-    """Return the type of a string that is one of `names`; without names no value is valid."""
-    known = tuple(names)
-    return Literal[known] if known else Never
+    """Return the type of a string that is one of `names`."""
+    return Literal[tuple(names) or ("(no extension has any)",)]
 
 
 def _types(annotation: Any) -> Iterator[Any]:

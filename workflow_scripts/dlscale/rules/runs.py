@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,9 @@ class Runs:
         self.context.looked.add(run)
         return [weights] if weights else []
 
-    def train_params(self, wildcards: Wildcards) -> Params:
-        return self._params("train", self.context.run(wildcards))
+    def params(self, stage: str) -> Callable[[Wildcards], Params]:
+        """Return the function of the parameters of a stage that depends on the run alone."""
+        return lambda wildcards: self._params(stage, self.context.run(wildcards))
 
     def program_params(self, wildcards: Wildcards) -> Params:
         return self.programs.params("program", self.context.run(wildcards))
