@@ -56,3 +56,16 @@ def test_plans_run_without_an_extension(repository: Path, removed: list[str]) ->
     """A dry run of all plans of the demo."""
     done = called(repository, "-m", "snakemake", "--dry-run")
     assert done.returncode == 0 and "starter_demo.single (train): never made" in done.stderr, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("removed", [pytest.param(NAMES, id="all")])
+def test_the_core_alone_trains_measures_and_reports(repository: Path, removed: list[str]) -> None:
+    """Without any extension: the smallest study, and one from outside, each up to its page."""
+    done = called(repository, "-m", "dlscale", "new-study", "waves")
+    assert done.returncode == 0, done.stderr
+    for words in (["starter_demo"], ["waves_ladder", "--configfile", "waves/waves_run.yaml"]):
+        done = called(repository, "-m", "dlscale", "run", *words)
+        assert done.returncode == 0, done.stderr
+        page = done.stderr.splitlines()[-1].removeprefix("Report: ")
+        assert "samples/s" in Path(page).read_text(encoding="utf-8")

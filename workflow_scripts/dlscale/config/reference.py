@@ -18,8 +18,8 @@ Node = dict[str, Any]
 HEAD = f"""# Every key of `config.yaml`
 
 `dlscale schema --markdown` makes this page; `dlscale schema` prints the same as a JSON schema, with which editors
-complete and check keys. No key is required. An absent key has the value of the study's file
-(`workflow_scripts/dlscale/studies/STUDY/study.yaml`), or the default below.
+complete and check keys. No key is required. An absent key has the value of the study's file (`study.yaml`), or the
+default below.
 
 **Names** of datasets, plans and runs become folders.
 They have {NAME_IN_WORDS}.
