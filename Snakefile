@@ -15,6 +15,8 @@ container: "docker://ghcr.io/dlscale/dlscale:cpu-0.1.0"
 
 
 include: "rules/controller.smk"
+include: "rules/display.smk"
+include: "rules/locks.smk"
 include: "rules/common.smk"
 
 

@@ -31,6 +31,8 @@ LOOKING = [
 
 SNAKEFILE = f"""
 include: "{ROOT}/rules/controller.smk"
+include: "{ROOT}/rules/display.smk"
+include: "{ROOT}/rules/locks.smk"
 from types import SimpleNamespace
 SITE, RESULTS, ASKED, ASKED_PLANS, ASKED_DATASETS = SimpleNamespace(scheduler=None), "results", [1], [], []
 CONFIG, PLANS = SimpleNamespace(secrets=None), SimpleNamespace(datasets=lambda plans: [])
