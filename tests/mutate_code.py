@@ -935,8 +935,8 @@ MUTATIONS = [
     Mutation(
         "runs_ask_for_cpu_nodes",
         "rules/commands.py",
-        "geometry, processes = (run.geometry, run.processes) if run else (None, None)",
-        "geometry, processes = None, None",
+        "geometry, processes = settings.geometry, settings.processes",
+        "geometry = processes = None",
         "workflow/test_profiles.py::test_what_is_asked_of_slurm",
     ),
     Mutation(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,25 +70,28 @@ class Commands:
 
     def resources(self, stage: str) -> dict[str, Callable[..., Any]]:
         """Return functions from wildcards to the resources of a run's stage, or of `data` stages, by name."""
+        scheduler = self.context.site.scheduler
+        if not scheduler:
+            return {}
+
+        @functools.lru_cache(maxsize=1)  # Snakemake asks for one resource after the other
+        def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
+            """Return all that a job requests: its time limit grows with attempts, and follows rates just measured."""
+            configuration = self.context.configuration
+            if stage in RUN_STAGES:
+                settings = self.context.plans[plan][run].run
+                geometry, processes = settings.geometry, settings.processes
+                work = cost.run_work(configuration, plan, run, stage)
+            else:
+                geometry = processes = None
+                work = cost.data_work(configuration, dataset, 1)
+            minutes = cost.minutes(work, Path(self.context.paths.folder), scheduler)
+            return slurm.request(scheduler, stage, geometry, minutes and minutes * attempt, processes)
 
         def resource(name: str) -> Callable[..., Any]:
-            def asked(wildcards: Wildcards, attempt: int) -> Any:
-                run = self.context.run(wildcards) if stage in RUN_STAGES else None
-                if run:
-                    work = cost.run_work(self.context.configuration, wildcards.plan, wildcards.run, stage)
-                else:
-                    work = cost.data_work(self.context.configuration, wildcards.dataset, 1)
-                assert self.context.site.scheduler
-                # A time limit is longer at each attempt; None is no resource: the executor asks which are there.
-                minutes = (
-                    cost.minutes(work, Path(self.context.paths.folder), self.context.site.scheduler)
-                    if name == "runtime"
-                    else None
-                )
-                geometry, processes = (run.geometry, run.processes) if run else (None, None)
-                limit = minutes and minutes * attempt
-                return slurm.request(self.context.site.scheduler, stage, geometry, limit, processes).get(name)
+            # A missing resource is None: the executor asks which resources there are.
+            return lambda wildcards, attempt: request(
+                int(time.monotonic()), attempt, *(getattr(wildcards, key, "") for key in ("dataset", "plan", "run"))
+            ).get(name)
 
-            return asked
-
-        return {name: resource(name) for name in (slurm.RESOURCES if self.context.site.scheduler else ())}
+        return {name: resource(name) for name in slurm.RESOURCES}
