@@ -936,7 +936,7 @@ MUTATIONS = [
         "runs_ask_for_cpu_nodes",
         "rules/commands.py",
         "geometry, processes = settings.geometry, settings.processes",
-        "geometry = processes = None",
+        "pass",
         "workflow/test_profiles.py::test_what_is_asked_of_slurm",
     ),
     Mutation(

@@ -78,12 +78,13 @@ class Commands:
         def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
             """Return all that a job requests: its time limit grows with attempts, and follows rates just measured."""
             configuration = self.context.configuration
+            geometry: Geometry | None = None
+            processes: Geometry | None = None
             if stage in RUN_STAGES:
                 settings = self.context.plans[plan][run].run
                 geometry, processes = settings.geometry, settings.processes
                 work = cost.run_work(configuration, plan, run, stage)
             else:
-                geometry = processes = None
                 work = cost.data_work(configuration, dataset, 1)
             minutes = cost.minutes(work, Path(self.context.paths.folder), scheduler)
             return slurm.request(scheduler, stage, geometry, minutes and minutes * attempt, processes)
