@@ -36,7 +36,7 @@ from dlscale.data.store import Field
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
 from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
-from dlscale.extensions.dali.mirrors import make_mirror
+from dlscale.extensions.dali.prepare import make_mirror
 from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.era5.samples import Pairs

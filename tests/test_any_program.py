@@ -209,6 +209,7 @@ def rows_of(folder: Path) -> list[TopEntry]:
         return [TopEntry.model_validate(row) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_a_program_is_profiled_and_knows_nothing_of_it(tmp_path: Path) -> None:
     """By PyTorch's profiler and py-spy; its own output is as without."""
     if not (shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists()):
@@ -263,6 +264,7 @@ def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> 
     assert 0 < ranges["optimizer"] < 0.2 * ranges["step"] and 0 < ranges["backward"] < 0.2 * ranges["step"]
 
 
+@pytest.mark.slow
 def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
     """Two calls of a script, of which one has other words, and another script."""
     train, other = write_program(tmp_path / "a") / "train.py", tmp_path / "a/other.py"

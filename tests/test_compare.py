@@ -195,6 +195,7 @@ def test_what_cannot_be_compared_is_one_message(
 # ---- gate ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements that vary by 1 %: of forty at most two fail, of forty with a run that is 5 % slower 38."""
     monkeypatch.chdir(tmp_path)

@@ -392,6 +392,7 @@ def points(reference: Reference, quantity: str, over: Over) -> list[tuple[float,
 # ---- the page -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one scale: steps, samples and seconds of both."""
     monkeypatch.chdir(tmp_path)

@@ -92,6 +92,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int 
 # ---- the best epoch ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_those_of_a_training_that_ended_there(
     era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,6 +237,7 @@ def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None
     assert changed and changed.epoch and changed.seconds is None and changed.gpu_hours is None
 
 
+@pytest.mark.slow
 def test_the_table_and_the_page_say_what_a_target_took(tmp_path: Path) -> None:
     results = Results(tmp_path / "results")
     for name, value, speed in (("slow", 0.3, 10.0), ("fast", 0.3, 40.0), ("never", 1e-9, 20.0)):
@@ -291,6 +293,7 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
     assert "none.pt: no such file" in said(capfd)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """Its folder will do in place of a file; one that is damaged is refused."""
     first = era5("first", training={"epochs": 1})
@@ -511,6 +514,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
 from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
 from dlscale.extensions.dali import loader as dali_loader
-from dlscale.extensions.dali import mirrors
+from dlscale.extensions.dali import mirrors, prepare
 from dlscale.extensions.dali.loader import Pace
 from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
@@ -171,7 +171,7 @@ def build(
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if more.get("reader") == "numpy":
         for field in (samples.input, samples.target):
-            mirrors.make_mirror(field)
+            prepare.make_mirror(field)
     if "workers" in SETTINGS[kind].model_fields:
         more["workers"] = max(workers, 1 if kind == "dali" else 0)
     return registry.load(registry.loader(kind)).build(samples, SETTINGS[kind](kind=kind, **more), share, device)
@@ -539,13 +539,13 @@ def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path
         published_mirror(field, tmp_path / f"0_{name}.npy")
     for name, field in fields.items():
         before = stamp(tmp_path / f"0_{name}.npy")
-        mirrors.make_mirror(field)
+        prepare.make_mirror(field)
         found = mirrors.mirror(field)
         assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
         assert stamp(found.path) == before
     assert not [*tmp_path.glob("mirrors/*.npy")]
     (tmp_path / "0_label.npy").unlink()  # the other one says nothing of it
-    mirrors.make_mirror(whole_file.target)
+    prepare.make_mirror(whole_file.target)
     assert mirrors.mirror(whole_file.target).own
 
 
@@ -573,17 +573,17 @@ def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: 
     else:
         path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00{" + b"(" * 200)
     with pytest.raises(UserError, match=rf"0.h5: no mirror of its Nbody .*0_data.npy has {said}.*loader.reader h5py"):
-        mirrors.make_mirror(whole_file.input)
+        prepare.make_mirror(whole_file.input)
 
 
 @pytest.mark.parametrize("damage", ["zeros", "torn", "text", "no record"])
 def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
     """Its name says whose it is; only its content shows damage."""
     samples = crops(tmp_path, VOLUMES["chunks"])
-    mirrors.make_mirror(samples.input)
+    prepare.make_mirror(samples.input)
     path = mirrors.mirror(samples.input).path
     content, before = path.read_bytes(), path.stat()
-    mirrors.make_mirror(samples.input)
+    prepare.make_mirror(samples.input)
     assert path.stat().st_ctime_ns == before.st_ctime_ns, "a sound one is left"
     half = len(content) // 2
     damaged = {"zeros": content[:half] + bytes(100) + content[half + 100 :], "torn": content[:half], "text": b"hello"}
@@ -591,7 +591,7 @@ def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     if damage == "no record":
         path.with_name(staging.RECORD).unlink()
-    mirrors.make_mirror(samples.input)
+    prepare.make_mirror(samples.input)
     assert path.read_bytes() == content
 
 
@@ -599,30 +599,30 @@ def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path
     """A few values, which samples of its cells do not show."""
     path = tmp_path / "0_data.npy"
     published_mirror(whole_file.input, path)
-    mirrors.make_mirror(whole_file.input)
+    prepare.make_mirror(whole_file.input)
     content = bytearray(path.read_bytes())
     content[-40:-36] = bytes(4)
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"0_data.npy: damaged: other values in the rows 0 to 12 than .*0.h5; remove"):
-        mirrors.make_mirror(whole_file.input)
+        prepare.make_mirror(whole_file.input)
     assert path.read_bytes() == content
 
 
 def test_mirrors_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whichever process comes first; smaller volumes lie in a corner of the larger ones' room."""
-    samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), staging._write_mirror
+    samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), prepare._write_mirror
 
     def slow(found: mirrors.NpyMirror, field: Any) -> None:
         made.append(found.path)
         time.sleep(0.2)  # others come meanwhile
         write(found, field)
 
-    monkeypatch.setattr(staging, "_write_mirror", slow)
+    monkeypatch.setattr(prepare, "_write_mirror", slow)
     monkeypatch.setattr(mirrors, "SLAB", 10_000)  # several to a file
     with pytest.raises(UserError, match="no such mirror"):
         mirrors.mirror(samples.target)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: mirrors.make_mirror(samples.target), range(4)))
+        list(pool.map(lambda _: prepare.make_mirror(samples.target), range(4)))
     found = mirrors.mirror(samples.target)
     assert made == [found.path] and found.first.tolist() == [0, 13]
     values = np.load(found.path)
@@ -631,7 +631,7 @@ def test_mirrors_are_made_once_and_anew_for_other_content(tmp_path: Path, monkey
         own = samples.target.readers[file].stored(())
         np.testing.assert_array_equal(values[first : first + d, :h, :w], np.moveaxis(own, 0, -1))
     samples.target.digests[0] = "another"
-    mirrors.make_mirror(samples.target)
+    prepare.make_mirror(samples.target)
     assert sorted((tmp_path / "mirrors").glob("*.npy")) == made[1:]
 
 
@@ -640,10 +640,10 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as full:
         full.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(UserError, match=r"takes 71.8 kB, and there is room for 1.00 kB; use loader.reader h5py"):
-            mirrors.make_mirror(samples.input)
+            prepare.make_mirror(samples.input)
     monkeypatch.setattr(type(samples.input), "copy", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        mirrors.make_mirror(samples.input)
+        prepare.make_mirror(samples.input)
     assert [path.name for path in (tmp_path / "mirrors").iterdir()] == ["lock"]
 
 

@@ -72,6 +72,7 @@ def test_idx_files_are_stored_as_they_are(
         assert labels.dtype == np.int64 and np.array_equal(labels, digits[1][rows])
 
 
+@pytest.mark.slow
 def test_a_run_keeps_to_its_cpus(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """With its threads and its loader's workers; it is told where there are fewer."""
     manifest = tiny_data("mnist_cnn") / "manifest.json"

@@ -17,7 +17,8 @@ import torch
 
 from dlscale.config.run import Profile, load_run
 from dlscale.core.ranges import RANGES, mark
-from dlscale.measure.profilers import ProfiledTool, TopEntry, nsys
+from dlscale.extensions.nsys import nsys
+from dlscale.measure.profilers import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
 from dlscale.preflight.doctor import environment as environment_of
 from tests.conftest import COSMO, COSMO_RUN, make_run, variables

@@ -900,6 +900,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     assert ended.returncode == 127 and ended.stderr == "dlscale measure: no-such-command: no such command\n"
 
 
+@pytest.mark.slow
 def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
     """A child of a child, in a session of its own, that ignores SIGTERM."""
     stubborn = (
@@ -1255,6 +1256,7 @@ def writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> timed.Log:
     return log
 
 
+@pytest.mark.slow
 def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: Path) -> None:
     code = LOOPS.partition("for run in")[0] + (
         "x, step = torch.randn(8, 64), torch.compile(adam.step, backend='eager')\n"
@@ -1285,6 +1287,7 @@ FOUR = (
 ).replace("range(4)", "range(8)")
 
 
+@pytest.mark.slow
 def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
     """Of one run, so that no other program makes them differ; and with its own stopwatch."""
     path = program(tmp_path, FOUR, "dlscale.timed")
@@ -1536,6 +1539,7 @@ def test_steps_count_where_the_named_way_finds_none(tmp_path: Path, option: list
     assert record.outside and record.outside.way == "timed" and record.full and 10 < record.full.mean < 50
 
 
+@pytest.mark.slow
 def test_a_fifo_is_no_log(tmp_path: Path) -> None:
     """It is refused before the program starts; one that the program makes costs no result."""
     os.mkfifo(tmp_path / "log")
@@ -1585,6 +1589,7 @@ def test_each_reason_for_no_step_has_its_own_message(
         running.measured(["train"], tmp_path, tmp_path / "none.csv", ended, running.Reading())
 
 
+@pytest.mark.slow
 def test_rates_between_nonsense(tmp_path: Path) -> None:
     """Words, long lines and binary between them, the last without its end; names that are taken, all at once."""
     code = (

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from dlscale.config.resolve import load_files
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import DOCS
@@ -225,7 +226,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
     told = installed.call("dlscale", "new-study", "ripples")
     assert "make " not in told and f"{DOCS}adding.md leads on" in told
     would = installed.call("dlscale", "run", "-n")
-    assert all(target in would for target in read_yaml(ROOT / "config.yaml")["targets"])
+    assert all(target in would for target in load_files(ROOT / "config.yaml").workflow.targets)
 
 
 @pytest.mark.long

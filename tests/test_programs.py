@@ -388,6 +388,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
         player.receive()
 
 
+@pytest.mark.slow
 def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
     """It had stopped the program, and its child, for another run's turn. The next one removes its folder."""
     write_program(tmp_path / "theirs")

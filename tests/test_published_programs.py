@@ -165,6 +165,7 @@ def at_scale(checkout: Callable[..., Checkout], tmp_path: Path, name: str, confi
     return checkout(name, {"train.py": "at_scale.py"}, {config: {"short": short}})
 
 
+@pytest.mark.slow
 def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     """Seen in PyTorch, and as it prints its rate; an earlier try's log in the same folder is none of its."""
     place = at_scale(checkout, tmp_path, "sc22-dl-tutorial", "config/UNet.yaml")
@@ -256,6 +257,7 @@ def starter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     yield request.param
 
 
+@pytest.mark.slow
 def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> None:
     """Slurm's and MPI's variables become PyTorch's, as the documents' export_DDP_vars.sh has it."""
     place = checkout("nersc-dl-multigpu", {"train_multi_gpu.py": "starter.py"})

@@ -357,7 +357,7 @@ class Results:
         with out.open(newline="") as file:
             return list(csv.DictReader(file))
 
-    def report(self, title: str = "Demo report", *to_come: str) -> str:
+    def report(self, title: str = "Demo report") -> str:
         out = self.root / "report" / "index.html"
         report.main(
             argparse.Namespace(
@@ -366,7 +366,6 @@ class Results:
                 datasets=self.datasets,
                 references=self.references,
                 call="snakemake --configfile 'my plans.yaml'",
-                to_come=to_come,
                 out=str(out),
             )
         )
@@ -461,6 +460,7 @@ def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> Non
     assert "Which run is faster is not known: busy machine." in page and page.count("b against a") == 1
 
 
+@pytest.mark.slow
 def test_a_training_has_neighbours_too(results: Results) -> None:
     """Others used half of the cores while it trained, and none was idle: foreign programs, or jobs of the same call."""
     for name, used, others, call in (
@@ -500,6 +500,7 @@ def test_a_jobs_efficiency_is_the_trainings_in_whatever_order_stages_are_named(r
 # ---- collect -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     """The means of their last epochs, with the standard deviation; a band in the figures; the rest is of the first."""
     finals = {"a": 0.8, "a-seed1": 0.7, "a-seed2": 0.6, "b": 0.9, "b-seed1": 0.9}
@@ -897,6 +898,7 @@ def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
     assert sections.environments(plan) == ["b, d and a differ: driver 570.1 → 580.2."]
 
 
+@pytest.mark.slow
 def test_what_is_worse_than_naive_is_red_and_to_the_left(results: Results) -> None:
     for name, final in (("good", 0.75), ("bad", 1.5)):
         results.run("p", name, final=final, triplet=None)
@@ -1190,7 +1192,7 @@ def test_charts_are_files_too(ladder: Results) -> None:
     assert [(float(row["low"]), float(row["high"])) for row in rows] == [pytest.approx(each) for each in ends]
     columns = next(csv.reader((folder / "ladder-loss.csv").open()))
     assert "time, validation included (s)" in columns, "units are told"
-    assert 'href="figures/' not in ladder.report("Demo", "q"), "of a page that is being filled"
+    assert 'href="figures/' not in report.page("Demo", [read_plan(ladder.plans[0])], [], live=True), "of a live page"
 
 
 # ---- profiles, telemetry ----------------------------------------------------------------

@@ -184,12 +184,12 @@ def test_a_mistake_is_one_message(words: list[str], said: str) -> None:
 def test_the_call() -> None:
     call = run.sort(["a", "-np", "--profile", "perlmutter", "--configfile", "m.yaml", "--cores", "2"])
     over = {"plans": {"a": {"settings": {"optimizer": {"lr": "1e-3"}}}}}
-    words = ["--workflow-profile", "profiles/perlmutter", "--dry-run", "--printshellcmds"]
+    words = ["--workflow-profile", "profiles/perlmutter", "--dry-run", "--printshellcmds", "--logger", "dlscale"]
     plans = json.dumps(over["plans"])
     words += ["--config", f"plans={plans}", "--configfile", "m.yaml", "--cores", "2", "--", "plan_a"]
     assert run.command(call, ["plan_a"], over) == [sys.executable, "-P", "-c", run.SNAKEMAKE, *words]
     rest = run.sort(["a", "--forcerun", "train", "--", "plan_b"])
-    assert run.command(rest, ["plan_a"], {})[4:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
+    assert run.command(rest, ["plan_a"], {})[6:] == ["--forcerun", "train", "--", "plan_b", "plan_a"]
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,7 @@ def tune_run(tmp_path: Path, data: Path, **over: Any) -> Tuning:
     return Tuning.read(tmp_path / "tune.json")
 
 
+@pytest.mark.slow
 def test_the_stage_from_end_to_end(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ from dlscale.config.dataset import dataset_type
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
-from tests.workflow.conftest import CONFIG
+from tests.workflow.conftest import CONFIG, PAGED
 
 
 def _data_jobs(name: str) -> dict[str, list[str]]:
@@ -60,13 +60,18 @@ for _plan, _settings in CONFIG["plans"].items():
         for run, own in _settings["runs"].items()
         if "use" not in own
     ]
-REPORTS = ["report", *(f"report_plan {plan}" for plan in CONFIG["plans"])]
+REPORTS = ["report", *(f"report_plan {plan}" for plan in PAGED)]
 CONFIGURE = [f"configure_plan {plan}" for plan in CONFIG["plans"]]
 
 
 def tables(*plans: str) -> list[str]:
     """Return the jobs that show the results of these plans."""
-    return [*(f"{rule} {plan}" for plan in plans for rule in ("collect", "report_plan")), "report"]
+    return [*(f"collect {plan}" for plan in plans), *pages(*plans), "report"]
+
+
+def pages(*plans: str) -> list[str]:
+    """Return the jobs that write the pages of these plans, of those that have one."""
+    return [f"report_plan {plan}" for plan in plans if plan in PAGED]
 
 
 def stage(name: str, *datasets: str) -> list[str]:
@@ -98,7 +103,7 @@ def since(first: str, *datasets: str) -> list[str]:
 
 def previews(*datasets: str) -> list[str]:
     """Return the previews of these datasets, and the pages that show them."""
-    shown = [f"report_plan {plan}" for name in datasets for plan in PLANS[name]]
+    shown = pages(*(plan for name in datasets for plan in PLANS[name]))
     return [*(f"preview {name}" for name in datasets), *shown, "report"]
 
 

@@ -582,6 +582,7 @@ def test_what_was_put_back_leaves_nothing_to_do(finished: tuple[Tree, Outcome]) 
     assert finished[0].planned().names == []
 
 
+@pytest.mark.slow
 def test_what_would_run_does_run(clone: Tree) -> None:
     """The plan is kept; afterwards nothing is left to do; putting the edit back is a change like any other."""
     undo = configure("plans.era5.settings.throughput.trials", 1)(clone)
@@ -620,6 +621,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
         "dlscale.datasets",
         *kinds,
         *(f"{module}.kind" for module in kinds),
+        *(settings.__module__ for settings in registry.loader_settings()),
         *reachable(["waves"], whole=True),
     }
     stages_seen = []

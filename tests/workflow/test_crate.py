@@ -204,6 +204,7 @@ def test_what_is_large_is_named_by_its_digest_and_so_is_an_image(
     assert held["sha256"] == "ab" * 32
 
 
+@pytest.mark.slow
 def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
     """The workflow hides them; records of stages that ran by hand may have them."""
     settings, file = kept / "plans/mnist_cnn/tiny/config.yaml", tmp_path / "crate.zip"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 from tests.programs import settings, write_program
 from tests.workflow.conftest import Tree
 from tests.workflow.test_changes import Edit, append, both, configure, touch

@@ -148,6 +148,7 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
     assert changed <= {*CHANGED}, "those that Snakemake and its shell set"
 
 
+@pytest.mark.slow
 def test_plans_of_programs(tree: Tree) -> None:
     """Rates are what sleeps allow, speed-ups what turns say, losses those that it logged; then only what changed."""
     call(tree)
@@ -213,6 +214,7 @@ def test_tuning(tree: Tree) -> None:
     assert written["plans"]["tuned_base_tuned"]["runs"]["tuned"]["program"] == {"values": {"sleep": 0.005}}
 
 
+@pytest.mark.slow
 def test_a_failed_try_is_resumed(tree: Tree) -> None:
     """By the program's own words, from what it left; the whole is as if nothing had been."""
     program = {

@@ -28,6 +28,7 @@ def reasons(tree: Tree) -> list[str]:
     return why(done.output)
 
 
+@pytest.mark.slow
 def test_what_changed_is_named(clone: Tree) -> None:
     """Settings by key, sources by file, both in one line; what is gone, and what was never there."""
     kept = r"; to keep them: a run of its own{} \(from: era5\.vit\)"

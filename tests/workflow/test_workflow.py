@@ -145,7 +145,10 @@ def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
 def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:
     """Every job is counted once; those that computed are told apart from the starts of their processes."""
     tree, outcome = finished
-    pages = ["report/index.html", *(f"{plan.name}/report.html" for plan in tree.results.glob("plans/*"))]
+    pages = [
+        "report/index.html",
+        *(f"{page.parent.name}/report.html" for page in tree.results.glob("plans/*/report.html")),
+    ]
     said = outcome.output[outcome.output.index("Where the time went:") :]
     rows = re.findall(r"^  (\w+) +(\d+) +([\d.]+) s +([\d.]+) s$", said, re.MULTILINE)
     assert sum(int(jobs) for _, jobs, _, _ in rows) == len(outcome.names)

@@ -120,6 +120,10 @@ def _published(plan: str, name: str, run: Run) -> float | None:
     shipped = _shipped(plan).get(name) if figures and plan in study.plans else None
     if shipped is None or _size(run) != _size(shipped.run):
         return None
+    # A demo stands beside the figure of a larger model.
+    published = [each for figure in figures for each in figure.runs]
+    if run.model not in [_shipped(each.partition(".")[0])[each.partition(".")[2]].run.model for each in published]:
+        return None
     return min(figure.speed / figure.gpus for figure in figures) * run.geometry.world_size
 
 

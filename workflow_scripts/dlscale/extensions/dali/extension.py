@@ -6,6 +6,6 @@ LOADERS = {
     "dali": LoaderPlace(
         "dlscale.extensions.dali.loader",
         settings="dlscale.extensions.dali.settings.DaliLoader",
-        prepare="dlscale.extensions.dali.mirrors.prepare",
+        prepare="dlscale.extensions.dali.prepare.prepare",
     ),
 }

@@ -1,0 +1,84 @@
+"""Mirrors are made, and verified, before a stage begins."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from dlscale.core.errors import UserError
+from dlscale.core.files import explained, remove, sha256, whole, write_json
+from dlscale.core.process import turn
+from dlscale.core.progress import tracked
+from dlscale.core.text import size
+from dlscale.data.manifest import Manifest
+from dlscale.data.samples import BoxField
+from dlscale.data.staging import RECORD, file_state, free_bytes, read_record
+from dlscale.extensions.dali import mirrors
+
+
+def make_mirrors(manifest: str | Path) -> None:
+    """Make the mirrors of all volumes of a dataset that have none yet; the first process makes them, others wait."""
+    found = Manifest.read(manifest)
+    for split in (split for split, files in found.splits.items() if files):
+        for name, info in found.fields.items():
+            if info.channel_axis == 0:
+                make_mirror(BoxField(found, split, name, (1, 1, 1)))
+
+
+def make_mirror(field: BoxField) -> None:
+    """Make the mirror of a field, whole or not at all, if there is none; verify one that changed since it was verified.
+
+    A damaged mirror is made again. One beside its file, which somebody else made, is compared with that file.
+    """
+    made, record = mirrors.locate(field), field.stem.parent / RECORD
+    if _is_known(made.path, record):
+        return
+    try:
+        record.parent.mkdir(exist_ok=True)
+        with turn(record.parent / "lock"):
+            if _is_known(made.path, record):
+                return
+            digest = ""
+            if made.own:
+                digest, *_ = read_record(record).get(str(made.path), [""])
+                if not made.path.is_file() or sha256(made.path) != digest:
+                    _write_mirror(made, field)
+                    digest = sha256(made.path)
+            elif what := mirrors.compare(made, field):
+                raise UserError(
+                    f"{made.path}: damaged: {what} than {field.readers[0].path}; remove it, and one is made, or "
+                    f"{mirrors.INSTEAD}"
+                )
+            with contextlib.suppress(UserError):
+                write_json(record, read_record(record) | {str(made.path): file_state(made.path, digest)})
+    except OSError as error:
+        raise explained(error, made.path) from error
+
+
+def _is_known(path: Path, record: Path) -> bool:
+    """Return whether a mirror is as it was when it was verified."""
+    known = read_record(record).get(str(path))
+    return known is not None and path.is_file() and known == file_state(path, known[0])
+
+
+def _write_mirror(made: mirrors.NpyMirror, field: BoxField) -> None:
+    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # of other content
+        remove(former)
+    needed, free = mirrors.bytes_of(made, field), free_bytes(made.path.parent)
+    if needed > free:
+        raise UserError(
+            f"loader.reader: numpy: the mirror {made.path} takes {size(needed, ' ')}, and there is room for "
+            f"{size(free, ' ')}; {mirrors.INSTEAD}"
+        )
+    parts = mirrors.slabs(made, field)
+    with whole(made.path) as temporary, open(temporary, "wb") as out:
+        mirrors.write(made, field, tracked(parts, f"making {made.path.name}", len(parts), "slabs"), out)
+    logging.info("made %s (%s)", made.path, size(needed))
+
+
+def prepare(loader: dict[str, Any], manifest: str) -> None:
+    """Make the mirrors that a loader with these settings reads, before its stage begins."""
+    if loader.get("reader") == "numpy":
+        make_mirrors(manifest)
