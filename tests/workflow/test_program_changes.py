@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 from tests.programs import settings, write_program
 from tests.workflow.conftest import Tree
 from tests.workflow.test_changes import Edit, append, both, configure, touch
+
+pytestmark = pytest.mark.slow
 
 SETTINGS = {**settings(Path("theirs"), "--seconds", "{seconds}", values={"seconds": 0.01}), "dataset": "mine"}
 CONFIG: dict[str, Any] = {

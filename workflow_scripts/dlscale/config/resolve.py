@@ -136,8 +136,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     resolver = _Resolver(workflow, files)
     left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
     plans = dict[str, dict[str, ResolvedRun]]()
-    # A mistake in the user's plans and studies is told by those plans.
-    for name, plan in sorted(workflow.plans.items(), key=lambda item: item[0] not in user["plans"]):
+    for name, plan in workflow.plans.items():
         # Those that are left out are checked like the others: a mistake does not depend on the machine.
         resolved = {run: resolver.run(name, run) for run in plan.runs}
         resolver.check_settings(name, plan, resolved)
@@ -146,7 +145,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
             raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
         plans[name] = _filled(_repeated(name, plan, _rungs(name, plan, runs)))
-    return Configuration(workflow, {name: plans[name] for name in workflow.plans}, left_out, secrets)
+    return Configuration(workflow, plans, left_out, secrets)
 
 
 def _targets(merged: Raw) -> Any:

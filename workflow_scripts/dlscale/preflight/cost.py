@@ -121,8 +121,9 @@ def _published(plan: str, name: str, run: Run) -> float | None:
     if shipped is None or _size(run) != _size(shipped.run):
         return None
     # A demo stands beside the figure of a larger model.
-    published = [each for figure in figures for each in figure.runs]
-    if run.model not in [_shipped(each.partition(".")[0])[each.partition(".")[2]].run.model for each in published]:
+    published = [each.split(".") for figure in figures for each in figure.runs]
+    models = [_shipped(plan)[name].run.model.model_dump() for plan, name in published]
+    if models and run.model.model_dump() not in models:
         return None
     return min(figure.speed / figure.gpus for figure in figures) * run.geometry.world_size
 
