@@ -498,6 +498,7 @@ def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
     return records(folder / "run")
 
 
+@pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path) -> None:
     """More than half of the naive answer's error is gone, of which no linear filter takes any."""
     metrics = plan_run(tmp_path, "starter_demo")[-1]["metrics"]

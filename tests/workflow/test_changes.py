@@ -651,7 +651,9 @@ def entries(tree: Tree, arguments: list[str]) -> list[str]:
     config = arguments[arguments.index("--config") + 1] if "--config" in arguments else ""
     if name in RUN_STAGES:
         run = load_run(config, name)
-        return run_modules(name, run.study, *run.loaders(name))
+        tools = run.profile.tools if name == "profile" else []
+        profilers = [module for tool, module in registry.profilers().items() if tool in tools]
+        return [*run_modules(name, run.study, *run.loaders(name)), *profilers]
     if name == "preview":
         manifest = tree.path / arguments[arguments.index("--manifest") + 1]
         return data_modules(name, json.loads(manifest.read_text())["kind"])

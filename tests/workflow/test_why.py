@@ -96,6 +96,7 @@ def test_another_image_makes_all_again(clone: Tree) -> None:
 # ---- how a call meets its user -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree]) -> None:
     """A plan by its name, a dotted key, files, and options of Snakemake's behind."""
     tree = make_tree()

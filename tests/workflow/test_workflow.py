@@ -437,6 +437,7 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     assert clone.planned(targets=call[3:]).names == []
 
 
+@pytest.mark.slow
 def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
     """A call from anywhere is refused before it writes while another one works there; a dry run may look."""
     tree = make_tree()
