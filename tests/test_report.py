@@ -1442,12 +1442,39 @@ chromium = shutil.which("chromium")
 
 
 @pytest.mark.skipif(not chromium, reason="no chromium on PATH")
+def browsed(html: str, folder: Path, width: int, probe: str) -> dict[str, Any]:
+    """Return what a script finds in a page: it posts `{found}` as JSON.
+
+    The page is in a frame, since a headless window has a least width of its own.
+    """
+    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    told = html.replace("script-src ", f"script-src 'sha256-{digest}' ")
+    (folder / "page.html").write_text(told.replace("<body>", f"<body><script>{probe}</script>", 1))
+    frame = folder / "frame.html"
+    frame.write_text(
+        "<body><script>onmessage = (event) => { document.body.append(event.data); }</script>"
+        f'<iframe src="page.html" style="border:0; width:{width}px; height:1000px"></iframe>'
+    )
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags += [
+        "--virtual-time-budget=600000",
+        "--window-size=1500,1100",
+        f"--user-data-dir={folder / 'profile'}",
+        "--dump-dom",
+    ]
+    dom = subprocess.run(
+        [str(chromium), *flags, "--hide-scrollbars", frame.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    ).stdout
+    return json.loads(unescape(dom[dom.index('{"found"') : dom.rindex("}") + 1]))["found"]
+
+
 @pytest.mark.parametrize("width", [pytest.param(390, marks=pytest.mark.slow), 1400])
 def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
-    """It asks for nothing, and tells of no error: first as it is, then with all unfolded and a run left out.
-
-    In a frame, since a headless window has a least width of its own; a second script measures.
-    """
+    """It asks for nothing, and tells of no error: first as it is, then with all unfolded and a run left out."""
     probe = """const said = [];
     for (const kind of ["error", "unhandledrejection", "securitypolicyviolation"])
       addEventListener(kind, (event) => said.push(kind + ": " + (event.message || event.reason || event.blockedURI)));
@@ -1486,29 +1513,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
       found.asked = performance.getEntriesByType("resource").map((each) => each.name);
       parent.postMessage(JSON.stringify({found: {...found, said}}), "*");
     });"""
-    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
-    told = html.replace("script-src ", f"script-src 'sha256-{digest}' ")
-    (tmp_path / "page.html").write_text(told.replace("<body>", f"<body><script>{probe}</script>", 1))
-    frame = tmp_path / "frame.html"
-    frame.write_text(
-        "<body><script>onmessage = (event) => { document.body.append(event.data); }</script>"
-        f'<iframe src="page.html" style="border:0; width:{width}px; height:1000px"></iframe>'
-    )
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    flags += [
-        "--virtual-time-budget=600000",
-        "--window-size=1500,1100",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--dump-dom",
-    ]
-    dom = subprocess.run(
-        [str(chromium), *flags, "--hide-scrollbars", frame.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    ).stdout
-    found = json.loads(unescape(dom[dom.index('{"found"') : dom.rindex("}") + 1]))["found"]
+    found = browsed(html, tmp_path, width, probe)
     assert found["said"] == [] and found["asked"] == [], found
     assert found["screens"] <= 6 and 100 < found["words"] <= 3000, "before a fold is opened"
     assert found["overflow"] <= 0 and len(found["plots"]) > 9 and min(found["plots"]) > 80
@@ -1518,6 +1523,19 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     assert {"loader.workers", "precision", "Throughput (samples/s): FULL"} <= set(found["changed"]), "first to last"
     assert "Run: batch size" not in found["changed"] and found["kept"] == ["bf16"]
     assert found["cells"][1] < found["cells"][0], "a group of columns is left out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [420, 800, 1000, 1300])
+def test_the_table_of_plans_fits_the_window(ladder: Results, tmp_path: Path, width: int) -> None:
+    """Seen: at 800 pixels the last column was outside."""
+    ladder.run("other", "one")
+    ladder.plan("other", {"one": "one"})
+    probe = """addEventListener("load", () => {
+      const table = document.querySelector(".plans"), room = table.closest(".scroll");
+      parent.postMessage(JSON.stringify({found: {beyond: room.scrollWidth - room.clientWidth}}), "*");
+    });"""
+    assert browsed(ladder.report(), tmp_path, width, probe)["beyond"] <= 0
 
 
 # ---- marks that one can see ----------------------------------------------------------------------------
