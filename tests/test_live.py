@@ -166,9 +166,9 @@ class Call:
     def says(self, text: str | None, level: int = logging.INFO, **fields: Any) -> None:
         self.log.log(level, text, extra=fields)
 
-    def fails(self, jobid: int) -> None:
-        """Log what Snakemake logs of a job that failed."""
-        whole = {"rule_name": "train", "rule_msg": None, "input": [], "output": [], "log": [], "conda_env": None}
+    def fails(self, jobid: int, why: str | None = None) -> None:
+        """Log what Snakemake logs of a job that failed; `why` is what its executor says."""
+        whole = {"rule_name": "train", "rule_msg": why, "input": [], "output": [], "log": [], "conda_env": None}
         more = {"aux": {}, "shellcmd": "false", "container_img": None, "indent": False}
         self.says("RuleException: false", logging.ERROR, event=LogEvent.ERROR, exception="RuleException")
         self.says("Error in rule train", logging.ERROR, event=LogEvent.JOB_ERROR, jobid=jobid, **whole, **more)
@@ -224,6 +224,19 @@ def test_with_printed_commands_it_shows_snakemakes_messages(
     for text in ("Building DAG", "Job stats:", "the command", WARNING, "Error in rule train:", "At least one", *ours):
         assert said.count(text) == 1, text
     assert said.index("ours") < said.index("Error in rule train:") < said.index("FAILED p.a")
+
+
+def test_what_an_executor_says_of_a_failed_job_is_shown(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """As Slurm's word on a submission that it refuses; Ctrl-C ends it."""
+    call = Call(request.node.name)
+    call.fails(3, "SLURM sbatch failed. The error message was 'no such QOS'.")
+    time.sleep(0.2)  # for the thread of the log
+    interrupt.seen = True
+    call.fails(4, "cancelled")
+    call.manager.stop()
+    assert capsys.readouterr().err == "train, job 3: SLURM sbatch failed. The error message was 'no such QOS'.\n"
 
 
 def test_an_error_without_a_failed_job_is_shown(

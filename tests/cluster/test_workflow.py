@@ -164,7 +164,7 @@ def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster)
     """A job of a better QOS takes the node; the run saves, waits, and goes on."""
     flow = make(targets=["long"], plans__long__settings=long(40, prepared))
     flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
-    with flow.running("--retries=2") as process:
+    with flow.running("--retries=2", "-p") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
         other = cluster.submit(
             "sleep 5", "--qos=premium", "--constraint=gpu", "--nodes=4", "--account=m0000_g", "--time=1", cwd=flow.path
@@ -197,7 +197,7 @@ def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared:
 def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
     """Even from another node: the lock says who holds it, and dies with its owner."""
     flow = make(targets=["long"], plans__long__settings=long(25, prepared))
-    with flow.running("--retries=0") as process:
+    with flow.running("--retries=0", "-p") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
         second = flow.path / "second"
         command = next(

@@ -83,6 +83,8 @@ class LogHandler(LogHandlerBase):
         # After Ctrl-C Snakemake takes jobs that saved and ended for failed ones.
         if told or (not interrupt.seen and (self.is_verbose or self._is_wrong(record, event))):
             self._print(record, event, self.console if told else self.snakemakes)
+        elif event == LogEvent.JOB_ERROR and record.rule_msg and not interrupt.seen:  # of the executor, such as Slurm's
+            self._show(f"{record.rule_name}, job {record.jobid}: {record.rule_msg}", self.console, "red")
 
     def close(self) -> None:
         """End the display."""
