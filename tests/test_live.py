@@ -229,14 +229,12 @@ def test_with_printed_commands_it_shows_snakemakes_messages(
 def test_what_an_executor_says_of_a_failed_job_is_shown(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """As Slurm's word on a submission that it refuses; Ctrl-C ends it."""
-    call = Call(request.node.name)
-    call.fails(3, "SLURM sbatch failed. The error message was 'no such QOS'.")
-    time.sleep(0.2)  # for the thread of the log
-    interrupt.seen = True
-    call.fails(4, "cancelled")
-    call.manager.stop()
-    assert capsys.readouterr().err == "train, job 3: SLURM sbatch failed. The error message was 'no such QOS'.\n"
+    """As Slurm's word on a submission that it refuses; after Ctrl-C it is not."""
+    for interrupt.seen, shown in ((False, "train, job 3: sbatch failed: 'no such QOS'\n"), (True, "")):
+        call = Call(request.node.name)
+        call.fails(3, "sbatch failed: 'no such QOS'")
+        call.manager.stop()
+        assert capsys.readouterr().err == shown
 
 
 def test_an_error_without_a_failed_job_is_shown(
