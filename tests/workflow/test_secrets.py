@@ -173,7 +173,8 @@ def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree
         "the program's own words alone"
     )
     stages = [line for line in environments if " -m dlscale " in line and line.split()[0].endswith("python")]
-    assert stages and all(" dlscale program " in line or " dlscale throughput " in line for line in stages)
+    wrong = [line for line in stages if " dlscale program " not in line and " dlscale throughput " not in line]
+    assert stages and not wrong, wrong
     record = (tree.results / "plans/p/one/config.yaml").read_text()
     assert "***secret.WANDB_API_KEY***" in record and "--token\n  - '***secret.tok***'" in record
     assert "***secret.WANDB_API_KEY***" in (tree.path / ".snakemake/called.json").read_text()

@@ -51,7 +51,7 @@ plans:
 YAML
 ends 0 dlscale run -n "${mine[@]}"
 says 'Why:'
-says 'until the end'
+says 'never timed here'
 says 'data small (preprocess, assemble, describe, preview): never made'
 says 'first.{faster, reference} (train, throughput): never made'
 ends 0 snakemake "${mine[@]}"
