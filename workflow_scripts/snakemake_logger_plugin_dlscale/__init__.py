@@ -1,8 +1,8 @@
 """Snakemake's logger plugin of dlscale: what a call of the workflow shows on the terminal. Every profile names it.
 
 A call shows its progress, warnings, and what the rules tell; a dry run also shows the number of jobs. With `-p`, `-q`,
-`--verbose` or `--debug-dag`, a call shows Snakemake's own messages instead of its progress. Snakemake's log file holds
-those in any case.
+`--verbose` or `--debug-dag`, a call shows Snakemake's own messages instead of its progress. Snakemake's log file
+contains them in any case, with the commands only after `-p`.
 
 Snakemake imports every logger plugin at each start: modules of dlscale are imported when they are needed.
 """
