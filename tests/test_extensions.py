@@ -13,8 +13,8 @@ import pytest
 from dlscale.core import registry
 from tests.conftest import ROOT
 
-NAMES = [module.__name__.split(".")[2] for module in registry.extensions()]
-COMMANDS = {name: [*getattr(module, "COMMANDS", [])] for name, module in zip(NAMES, registry.extensions(), strict=True)}
+NAMES = [*registry.extensions()]
+COMMANDS = {name: [*getattr(module, "COMMANDS", [])] for name, module in registry.extensions().items()}
 #: All extensions, or one, to remove.
 REMOVED = [pytest.param(NAMES, id="all"), *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in NAMES)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Callable
 
 import pytest
@@ -12,66 +13,60 @@ import pytest
 from tests.conftest import ROOT
 from tests.workflow.conftest import Tree
 
-ROW = """    "sizes": Stage(
-        "dlscale.measure.sizes",
-        "Count the samples of an epoch's batches.",
-        "run",
-        (path("--out", "JSON file to write"),),
-        settings=("training",),
-        outputs=("sizes.json",),
-        nodes="geometry",
-    ),
-"""
-MODULE = '''"""Stage `sizes`: the samples of each batch of the first epoch."""
-
-import argparse
-import contextlib
-
-from dlscale.config.run import load_run
-from dlscale.core.files import write_json
-from dlscale.train.around import entered
-from dlscale.train.build import open_session
-
-
-def main(args: argparse.Namespace) -> None:
-    """Count, and write `args.out`."""
-    run = load_run(args.config, "sizes")
-    with entered(run, args.manifest, args.device) as (world, _):
-        session = open_session(run, args.manifest, world, args.threads)
-        with contextlib.closing(session.loader("train")) as loader:
-            write_json(args.out, {"epochs": run.training.epochs, "sizes": [len(x) for x, _ in loader.epoch(0)]})
-'''
+EXTENSION = re.findall(
+    r"^```(?:toml|python|yaml)\n# (\S+)\n(.*?)^```", (ROOT / "docs/adding.md").read_text(), re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_stage_that_measures_a_run(clone: Tree) -> None:
-    """A row, a module and a thin rule; the command line and `measure` know it, and nothing else runs again."""
-    package = clone.path / "workflow_scripts/dlscale"
-    table = (package / "core/stages.py").read_text()
-    (package / "core/stages.py").write_text(table.replace('    "collect": Stage(', f'{ROW}    "collect": Stage(', 1))
-    (package / "measure/sizes.py").write_text(MODULE)
-    rules = clone.path / "rules/measure.smk"
-    first, _, _ = rules.read_text().partition("\n\n\nrule ")
-    # What throughput alone has is another run that is timed beside.
-    first = first.replace("throughput_params", 'params("throughput")').replace(" {params.beside:q}", "")
-    first = "\n".join(
-        line for line in first.splitlines() if not line.endswith(("=RUNS.first_data,", "=RUNS.throughput_beside,"))
+def test_an_external_extension(clone: Tree) -> None:
+    """The package of docs/adding.md adds a stage, a loader and a command; no other stage runs again."""
+    files = dict(EXTENSION)
+    entries = tomllib.loads(files.pop("pyproject.toml"))["project"]
+    path = clone.path / "workflow_scripts"  # on Python's path, like the folder of installed packages
+    (clone.path / "counted.yaml").write_text(files.pop("counted.yaml"))
+    (path / "dlscale_sizes-0.1.dist-info").mkdir()
+    (path / "dlscale_sizes-0.1.dist-info/METADATA").write_text(f"Name: {entries['name']}\nVersion: 0.1\n")
+    (path / "dlscale_sizes-0.1.dist-info/entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {module}\n" for name, module in rows.items())
+            for group, rows in entries["entry-points"].items()
+        )
     )
-    rule = first.replace("throughput", "sizes").replace("Measure sizes", "Count batches")
-    rules.write_text(f"{rules.read_text()}\n\n{rule.replace('samples/s: IO alone, SYNTHETIC, FULL', 'batches')}")
+    for name, text in files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(text)
     assert clone.planned().names == []
     assert "Count the samples" in clone.shell("python -m dlscale sizes --help").stdout
     run = clone.config["plans"]["cosmo"]["settings"]
-    plan = {**clone.config["plans"]["cosmo"], "measure": ["sizes"], "only": {}, "runs": {"unet": {}}}
-    clone.config["plans"]["counted"] = plan
+    loaders = {"plain": {"loader": {"kind": "plain"}}, "torch": {"loader": {"kind": "torch", "workers": 0}}}
+    clone.config["plans"]["counted"] = {
+        **clone.config["plans"]["cosmo"],
+        "measure": ["train", "sizes"],
+        "only": {},
+        "runs": loaders,
+    }
     clone.write()
     outcome = clone.snakemake("--cores", "2", "--", "plan_counted")
     assert outcome.status == 0, outcome.output[-3000:]
-    assert "sizes counted unet" in outcome.names and not any(name.startswith("train") for name in outcome.names)
-    sizes = json.loads((clone.results / "plans/counted/unet/sizes.json").read_text())
-    assert sizes == {"epochs": run["training"]["epochs"], "sizes": [run["batch_size"]] * 3}
-    assert (clone.results / "plans/counted/report.html").exists()
+    assert {"sizes counted plain", "train counted plain"} <= {*outcome.names}
+    folders = [clone.results / "plans/counted" / name for name in loaders]
+    sizes = [json.loads((folder / "sizes.json").read_text())["sizes"] for folder in folders]
+    assert sizes == [[run["batch_size"]] * 3] * 2
+    losses = [
+        [json.loads(line)["loss/train"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in folders
+    ]
+    assert losses[0] and losses[0] == losses[1]
+    printed = clone.shell(f"python -m dlscale sizes-of counted.plain --configfile {clone.path / 'tiny.yaml'}")
+    assert printed.stdout.split() == ["counted.plain", *map(str, sizes[0])], printed.stderr
+    # Code of the extension is among what its stage depends on.
+    module = path / "dlscale_sizes/stage.py"
+    module.write_text(module.read_text().replace("epoch(0)", "epoch(1)"))
+    again = clone.snakemake("--cores", "2", "--dry-run", "--", "plan_counted")
+    assert {"sizes counted plain", "sizes counted torch"} <= {*again.names}
+    assert not any(name.startswith("train") for name in again.names)
 
 
 KIND = '''"""Kind `pulses`: bell curves of random heights."""

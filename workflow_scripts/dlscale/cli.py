@@ -141,7 +141,7 @@ _OWN = {
 }
 
 #: All commands: those of extensions come last.
-QUERIES = _OWN | {name: row for each in registry.extensions() for name, row in getattr(each, "COMMANDS", {}).items()}
+QUERIES = _OWN | registry.commands()
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (

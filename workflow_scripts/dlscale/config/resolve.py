@@ -108,7 +108,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         if isinstance(study, str):  # the path of one from outside
             registry.add(name, study)
             user["studies"][name] = {}
-    files, there = study_files(), registry.extension_names()
+    files, there = study_files(), registry.extensions()
     own = {name: files[name].model_dump(include={"settings", "plans"}) for name in registry.added()}
     hidden = redact_programs([{key: user[key] for key in ("studies", "plans")}, own], secrets)
     user |= hidden[0]

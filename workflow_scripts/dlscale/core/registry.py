@@ -1,14 +1,16 @@
-"""Studies, kinds of datasets and loaders: modules that a configuration names.
+"""Studies, kinds of datasets, loaders, stages and commands: modules that are found by name.
 
-Shipped are the folders `dlscale/studies/NAME` and `dlscale/datasets/KIND`, and those in the tables of extensions. A
-study from outside is a file or folder that the configuration names; it may bring kinds of datasets along. Fingerprints,
-which follow static imports, learn from here which modules are imported by name.
+The core's own are the folders `dlscale/studies/NAME` and `dlscale/datasets/KIND`. Extensions add theirs in tables: the
+folders `dlscale/extensions/NAME`, and installed packages with an entry point `dlscale.extensions`. An external study
+is a file or folder that the configuration names; it may define kinds of datasets. Fingerprints follow static imports,
+and take the modules that are imported by name from here.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import sys
 import traceback
 from dataclasses import dataclass
@@ -35,11 +37,46 @@ PLACES = {
 }
 
 
+#: Group of the entry points by which installed packages add extensions: `NAME = "package.extension"`.
+ENTRY_POINTS = "dlscale.extensions"
+
+
 @functools.cache
-def extensions() -> tuple[ModuleType, ...]:
-    """Return the tables `extension.py` of all extensions, by name of their folders."""
+def extensions() -> dict[str, ModuleType]:
+    """Return the module `extension` of each extension by name, dlscale's own first.
+
+    Raises
+    ------
+    UserError
+        If two extensions have one name, or an installed one cannot be imported.
+    """
     files = sorted((PACKAGE / "extensions").glob("*/extension.py"))
-    return tuple(importlib.import_module(f"{PACKAGE.name}.extensions.{file.parent.name}.extension") for file in files)
+    modules = {file.parent.name: f"{PACKAGE.name}.extensions.{file.parent.name}.extension" for file in files}
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS)):
+        if modules.setdefault(entry.name, entry.value) != entry.value:
+            raise UserError(f"two extensions are called '{entry.name}': {modules[entry.name]} and {entry.value}")
+    return {name: _extension(name, module) for name, module in modules.items()}
+
+
+def _extension(name: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        if module.startswith(f"{PACKAGE.name}."):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"extension {name}: {module}: {what}; correct or uninstall its package") from error
+
+
+@functools.cache
+def _packages() -> dict[str, Path]:
+    """Return the folder of each installed package that adds extensions, by its import name."""
+    found = {}
+    for module in extensions().values():
+        top, *inner = module.__name__.split(".")
+        if top != PACKAGE.name and module.__file__:
+            found[top] = Path(module.__file__).resolve().parents[max(len(inner) - 1, 0)]
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,8 +118,9 @@ def _shipped() -> dict[str, StudyPlace]:
 
 
 def _file(module: str) -> Path:
-    """Return the file of a module of this package."""
-    return PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    """Return the file of a module of this package, or of an installed extension."""
+    top = module.partition(".")[0]
+    return _packages().get(top, PACKAGE).parent.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def add(name: str, path: str | Path) -> None:
@@ -115,13 +153,15 @@ def added() -> dict[str, StudyPlace]:
 
 
 def roots() -> list[Path]:
-    """Return the folders from which studies from outside are imported."""
-    return list(dict.fromkeys(study.root for study in _added.values()))
+    """Return the folders of external studies and of installed extensions."""
+    return list(dict.fromkeys([*(study.root for study in _added.values()), *_packages().values()]))
 
 
 def source(module: str) -> Path | None:
-    """Return the file of a module beside an outside study; None for others."""
-    bases = [root.joinpath(*module.split(".")) for root in roots()]
+    """Return the file of a module of an external study or of an installed extension; None for other modules."""
+    folders = [_packages()[module.partition(".")[0]].parent] if module.partition(".")[0] in _packages() else []
+    folders = folders or [study.root for study in _added.values()]
+    bases = [folder.joinpath(*module.split(".")) for folder in dict.fromkeys(folders)]
     files = [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
     if len(files) > 1:
         raise UserError(f"{files[0]} and {files[1]}: Python can import only one module '{module}'; rename one of them")
@@ -230,12 +270,17 @@ def module_of(name: str, role: str) -> str | None:
 
 def _table(name: str) -> dict[str, Any]:
     """Return the rows of a table of all extensions."""
-    return {key: row for each in extensions() for key, row in getattr(each, name, {}).items()}
+    rows = dict[str, Any]()
+    for extension, module in extensions().items():
+        for key, row in getattr(module, name, {}).items():
+            if rows.setdefault(key, row) is not row:
+                raise UserError(f"extension {extension}: {name}: another extension has '{key}' already; rename it")
+    return rows
 
 
-def extension_names() -> set[str]:
-    """Return the names of all extensions: those of their folders."""
-    return {each.__name__.split(".")[2] for each in extensions()}
+def commands() -> dict[str, Any]:
+    """Return the rows that extensions add to the table of commands."""
+    return _table("COMMANDS")
 
 
 def stages() -> dict[str, Any]:
@@ -244,8 +289,9 @@ def stages() -> dict[str, Any]:
 
 
 def rules() -> list[str]:
-    """Return the files with rules of extensions, for Snakemake."""
-    return [str(file) for file in sorted((PACKAGE / "extensions").glob("*/rules.smk"))]
+    """Return the files `rules.smk` next to `extension.py`, for Snakemake."""
+    files = [Path(str(module.__file__)).with_name("rules.smk") for module in extensions().values()]
+    return [str(file) for file in files if file.is_file()]
 
 
 def program_stages() -> dict[str, str]:
