@@ -33,7 +33,7 @@ def files(since: str) -> set[Path]:
 
 @functools.cache
 def reached(test: Path) -> frozenset[Path]:
-    """Return the files that a test file depends on: itself, the test modules and the package modules that it imports."""
+    """Return the files that a test file depends on: itself, and the tests and package modules that it imports."""
     found, modules, todo = {test}, set[str](), [test]
     while todo:
         for name in _imported(todo.pop()):

@@ -109,7 +109,7 @@ def test_a_file_that_makes_hdf5_loop(
 
 
 def test_a_reader_that_is_killed_blames_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the reading process is killed, for example by Linux for lack of memory, the message does not blame the file."""
+    """If the reading process is killed, such as by Linux for lack of memory, the message does not blame the file."""
     monkeypatch.setattr(data_source, "_walk_and_exit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match="was killed; give it more memory"):
         data_source.check_structure([write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1))])
