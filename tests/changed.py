@@ -1,4 +1,4 @@
-"""Select the tests that a change affects: tests whose files import a changed file, directly or indirectly.
+"""Select the tests that a change affects: test files that import a changed file, directly or not.
 
 Dependencies by name only are not found, for example a stage that a test starts through the command line: `make test`
 runs all tests.

@@ -101,7 +101,7 @@ class Copy:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(folder / "workflow_scripts"),
         }
-        # The installed package belongs to the repository, whose code stays unchanged: make sure that the copy is
+        # The installed package belongs to the unchanged repository: make sure that the copy is
         # imported.
         command = [sys.executable, "-c", "import dlscale; print(dlscale.__file__)"]
         found = subprocess.run(command, cwd=folder, env=self._environment, capture_output=True, text=True, check=True)

@@ -30,7 +30,7 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-#: Defects by the beginning of their row: a mutation, or the reason why there is none.
+#: Defects by the beginning of their row: a mutation, or the reason for leaving it out.
 DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
     "DALI's flip takes the first": Mutation(

@@ -1,7 +1,7 @@
 """The command line tool of Nsight Systems for tests; without it they are skipped.
 
-It is looked for in $DLSCALE_NSYS_FOLDER and on PATH. With DLSCALE_NSYS_TESTS=1, Debian's packages of it (non-free, 630
-MB) are unpacked into that folder, by default one in /var/tmp; nothing is installed. It needs no GPU.
+The search covers $DLSCALE_NSYS_FOLDER and PATH. With DLSCALE_NSYS_TESTS=1, Debian's packages of it (non-free, 630 MB)
+are unpacked into that folder, by default one in /var/tmp; nothing is installed. It needs no GPU.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def write_program(folder: Path) -> Path:
 
 
 def settings(folder: Path, *more: str, **program: Any) -> dict[str, Any]:
-    """Return settings of a run of the program; `python3` is that of its machine or container."""
+    """Return settings of a run of the program; `python3` is the interpreter of its machine or container."""
     words = ["--out", "{out}", "--epochs", "{epochs}", "--batch-size", "{batch_size}", *more, "{resume}"]
     own: dict[str, Any] = {} if "command" in program else {"batch_size": 8, "training": {"epochs": 3}}
     return {

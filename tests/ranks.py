@@ -31,7 +31,7 @@ def _begin(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], env
 
 @contextlib.contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
-    """Make this process the first rank of a group whose other ranks do not exist."""
+    """Make this process the first rank of a group; its other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield

@@ -82,8 +82,8 @@ def test_layers() -> None:
 def test_computed_imports_are_in_one_place() -> None:
     """Only the registry and the command line import modules by computed names.
 
-    The fingerprint cannot follow such imports: the registry names the modules of studies, the command line those of
-    stages.
+    The fingerprint cannot follow such imports: the registry names the modules of studies, the command line the modules
+    of stages.
     """
     computed = re.compile("import_module|__import__|spec_from_file")
     assert {module for module, file in MODULES.items() if computed.search(file.read_text())} == {

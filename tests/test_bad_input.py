@@ -90,7 +90,7 @@ def damaged(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fi
 def test_a_file_that_makes_hdf5_loop(
     tmp_path: Path, refused: Check, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file whose text attribute points to a heap object without size makes HDF5 loop.
+    """A file with a text attribute that points to a heap object without size makes HDF5 loop.
 
     The stage stops after its time limit and names the file.
     """
@@ -149,7 +149,7 @@ def test_other_names_and_shapes(tmp_path: Path, refused: Check, change: Any, wor
 def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float, factor: int) -> None:
     """The message names the file, field, channel and row of the first invalid value.
 
-    This includes densities, whose logarithm has a floor.
+    This includes densities, although their logarithm has a floor.
     """
 
     def change(fields: dict[str, np.ndarray]) -> None:

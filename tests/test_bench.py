@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE
 @pytest.mark.slow
 @pytest.mark.long
 def test_benchmarks_run(tmp_path: Path) -> None:
-    """All benchmarks run; those of the workflow are covered by the workflow's own tests."""
+    """All benchmarks run; the workflow's own tests cover the benchmarks of the workflow."""
     groups = [
         *("crops", "pairs", "images", "steps", "full", "rungs", "models"),
         *("digits", "ranks", "watching", "outside", "profilers", "preprocess"),

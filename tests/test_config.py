@@ -301,7 +301,7 @@ def test_circles_are_shown(plans: Raw, chain: str) -> None:
 
 
 def _nested(begin: str, end: str) -> str:
-    """Return a short YAML text of eight mappings, each of which contains the previous one nine times."""
+    """Return a short YAML text of eight mappings; each contains the previous one nine times."""
     lines = (f"z{i}: &a{i + 1} {{{begin.format(i)}{end}}}" for i in range(8))
     return "\n".join(["targets: [a]", "z: &a0 {x: 1}", *lines])
 
@@ -582,7 +582,7 @@ def test_a_later_layer_changes_between_epochs_and_steps() -> None:
 
 
 def test_a_local_batch_size_stands_for_the_global_one() -> None:
-    """Of the local and the global batch size the one that is set last counts, in any layer.
+    """The batch size that is set last counts, local or global, in any layer.
 
     Stages see the global one.
     """
@@ -898,7 +898,7 @@ def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: l
 
 @pytest.mark.parametrize(("study", "steps"), [("cosmo", 60), ("era5", 32)])
 def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: int) -> None:
-    """Profiles cover as many steps as those of the documents, in the last of four epochs."""
+    """Profiles cover as many steps as in the documents, in the last of four epochs."""
     found = load()
     profiled, ladder = (found.plans[f"{study}_published_{name}"] for name in ("profile", "ladder"))
     assert len(profiled) == 5 or found.left_out[f"{study}_published_profile"]
@@ -911,7 +911,7 @@ def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: in
 
 
 def test_the_larger_model_is_shared_in_the_published_batches() -> None:
-    """Four GPUs share one model and its 16 samples; the learning rates are those of the file."""
+    """Four GPUs share one model and its 16 samples, with the learning rates of the published file."""
     runs = {name: each.run for name, each in load().plans["era5_published_mp"].items() if name.startswith("tp4")}
     assert {run.batch_size: run.optimizer.lr for run in runs.values()} == {16: 5e-4, 32: 7.07e-4, 64: 1e-3}
     for run in runs.values():
@@ -1009,7 +1009,7 @@ def test_gradients_of_the_published_unet_take_the_published_calls(name: str, cal
 def test_each_published_log_has_all_its_losses(study: str, source: str, runs: int, sums: dict[str, float]) -> None:
     """Runs with a published speed have training and validation losses of equally many epochs.
 
-    The sums of these losses are those of all losses that the document prints.
+    Their sums equal the sums of all losses that the document prints.
     """
     published = config.study_files()[study].published
     logs: dict[str, dict[str, list[float]]] = {}
@@ -1029,7 +1029,7 @@ def test_each_published_log_has_all_its_losses(study: str, source: str, runs: in
 
 
 def test_a_published_figure_says_its_devices_and_its_unit() -> None:
-    """A figure whose label counts GPUs has `gpus`, by which the cost divides.
+    """A figure with a number of GPUs in its label has `gpus`, by which the cost divides.
 
     A metric of time is called `time`, in s, min or h.
     """

@@ -142,7 +142,7 @@ def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("cosmo_demo.bf16", {}),  # tables show the figure next to the demo, whose size differs
+        ("cosmo_demo.bf16", {}),  # tables show the figure next to the demo, which differs in size
         ("era5_demo.baseline", {}),
         ("cosmo_ladder.baseline", {"model": {"widths": [64, 128, 256]}}),
         ("cosmo_ladder.baseline", {"samples": {"crop": 128}}),
@@ -393,7 +393,7 @@ def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> N
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:
-    """On nodes without GPUs, CPUs decide the charged fraction of a node, and there are no GPU-hours."""
+    """On nodes without GPUs, CPUs decide the charged fraction of a node, and GPU-hours are zero."""
     site = scheduler(gpu_nodes={"gpus": 0, "cpus": 64, "account_suffix": ""}, data_cpus=16, part_qos=None)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     measured(tmp_path, here, (16384 + 2560 / 3) / 3480, {"kind": "cpu", "name": "EPYC"})
@@ -408,7 +408,7 @@ def test_cpu_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """A measured rate counts if it comes from this machine's devices; a published GPU figure needs a GPU."""
+    """A measured rate counts if it was measured on this machine's devices; a published GPU figure needs a GPU."""
     monkeypatch.setattr("dlscale.preflight.cost.gpus", lambda: gpus)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     assert cost.estimate(here, tmp_path).basis == ("published" if gpus else "limit")
@@ -420,7 +420,7 @@ def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gp
 
 
 def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
-    """Trials that train again count as missing, also those of later rungs.
+    """Trials that train again count as missing, also in later rungs.
 
     Their settings may have changed; files alone would mean «nothing to run».
     """
@@ -479,7 +479,7 @@ def test_works(tmp_path: Path) -> None:
 
 
 def test_what_is_fetched_is_no_job() -> None:
-    """A download is no job of the scheduler, unless the site requests one: compute nodes have no network."""
+    """The scheduler gets no job for a download, unless the site requests one: compute nodes have no network."""
     source = {"kind": "files", "train": ["https://example.org/a.h5", "b.h5"], "valid": ["c.h5"]}
     dataset = validate(dataset_type(), {"kind": "cosmo", "source": source}, "d")
     here, job = (cost.data_jobs(dataset, scheduler(acquire=where)) for where in ("here", "job"))

@@ -40,9 +40,9 @@ from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_v
 
 @pytest.mark.parametrize("factor", [1, 2, 3, 4, 5, 7])
 def test_block_average_is_the_slow_loop(factor: int) -> None:
-    """Block averages equal those of a slow loop.
+    """Block averages equal a slow loop's.
 
-    Sizes that are no multiple of the factor lose their last cells; other axes are unchanged.
+    Sizes that are not a multiple of the factor lose their last cells; other axes are unchanged.
     """
     values = np.random.default_rng(factor).normal(5, 3, (2, 7, 9, 12)).astype(np.float32)
     found = block_average(values, factor, (1, 2, 3))
@@ -68,7 +68,7 @@ def test_transforms_invert(transform: Transform) -> None:
 
 
 def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
-    """Merged moments equal those of all values for any split, even with empty pieces.
+    """Merged moments equal the moments of all values for any split, even with empty pieces.
 
     Means are far from zero, so that sums of squares would cancel.
     """
@@ -352,7 +352,7 @@ def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path)
 
 
 def numbered(rows: int) -> dict[str, np.ndarray]:
-    """Return a volume whose cells contain the number of their row."""
+    """Return a volume with the number of its row in each cell."""
     row = np.arange(rows, dtype=np.float32)[:, None, None] * np.ones((rows, 4, 4), np.float32)
     return {name: np.stack([row] * len(channels)) for name, channels in CHANNELS_OF.items()}
 
@@ -462,8 +462,7 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
 def test_files_of_one_name_do_not_stand_in_for_each_other() -> None:
     """Different files get different names.
 
-    `train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`, whose special characters are
-    replaced.
+    `train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`; special characters are replaced.
     """
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
     named = name_files(["train/box.h5", "valid/box.h5", "more/box.hdf5", "a.b.h5", "a b.h5", *urls]).values()
@@ -490,7 +489,7 @@ def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) ->
 
 
 def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
-    """Return a published folder whose training values are 10000 x year + time, in one channel of 2 x 4 points."""
+    """Return a published folder with training values 10000 x year + time, in one channel of 2 x 4 points."""
     root = write_years(tmp_path / "raw", {"train": years, "valid": {2009: 9}}, channels=1, shape=(2, 4))
     for year, times in years.items():
         with h5py.File(root / "train" / f"{year}.h5", "w") as file:

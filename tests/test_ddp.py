@@ -58,8 +58,8 @@ class Layers(nn.Module):
         self.norm = nn.BatchNorm1d(256, affine=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The factor 0 keeps statistics of a rank's own samples out of the gradients, which must equal those of one
-        # process.
+        # The factor 0 keeps statistics of a rank's own samples out of the gradients: both ranks together must have the
+        # gradients of one process.
         return self.layers(x) + 0.0 * self.norm(x)
 
 
@@ -297,7 +297,7 @@ def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_da
 def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) -> None:
     """On a CPU, data parallelism in one process gives exactly the numbers of plain training.
 
-    A CPU is one device, so nothing is copied.
+    A CPU is one device and needs no copies.
     """
     for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
         make_run(tmp_path / name, "era5_vit", config.merge({**ERA5_RUN, "loader": {"workers": 0}}, over), ERA5)

@@ -427,7 +427,7 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     describe(tmp_path / "data/mine", File(path=str(one), rows=1, bytes=7, digest=""))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     assert found.status == "warn" and "another size" in found.text, "the file is described again"
-    one.unlink()  # it is unknown what was made of this file
+    one.unlink()  # it is unknown which file was made from this one
     assert probe.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
     (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(files(one, two, kind=kind).model_dump(mode="json")))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)

@@ -216,7 +216,7 @@ def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target
 
 
 def lying(start: int = 0, etag: str | None = None, named: bool = True) -> Callable[[Answer], None]:
-    """Return a response of 206 whose Content-Range is shifted by `start` or missing, or whose ETag differs."""
+    """Return a response of 206 with a Content-Range shifted by `start` or missing, or with another ETag."""
 
     def misbehave(answer: Answer) -> None:
         offset, size = answer.offset() + start, len(BODY)

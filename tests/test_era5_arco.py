@@ -158,7 +158,7 @@ def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
 def test_relative_humidity_is_that_of_the_ifs() -> None:
     """Relative humidity and saturation pressure follow the IFS documentation.
 
-    Saturation pressures (Pa) are those of the WMO's tables within 0.5 %: over water at 20 °C, over ice at -40 °C.
+    Saturation pressures (Pa) agree with the WMO's tables within 0.5 %: over water at 20 °C, over ice at -40 °C.
     """
     for t, pressure, within in ((273.16, 611.21, 1e-6), (293.15, 2338.8, 5e-3), (233.15, 12.84, 5e-3)):
         assert saturation_pressure(np.array(t)) == pytest.approx(pressure, rel=within)
@@ -170,7 +170,7 @@ def test_relative_humidity_is_that_of_the_ifs() -> None:
 
 
 def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callable[[str], Path]) -> None:
-    """The digests of the shipped digits are those of the two available files; nothing is downloaded."""
+    """The digests of the shipped digits match the two available files, without a download."""
     source = read_yaml(ROOT / "workflow_scripts/dlscale/extensions/mnist_cnn/study.yaml")["datasets"]["mnist_web"][
         "source"
     ]

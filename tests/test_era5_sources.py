@@ -327,7 +327,7 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
 def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str, downsample: int) -> None:
     """Memory stays within `bytes_per_row` for each row of a block.
 
-    Only Python's own buffers are measured, not those of the libraries: a chunk or a message.
+    Only Python's own buffers are measured, not the libraries' buffers for a chunk or a message.
     """
     states = atmosphere(hours=400, step=1, names=("t2m", "u10", "z"), height=60, width=90)
     if form == "grib":  # slow to write

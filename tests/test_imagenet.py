@@ -268,7 +268,7 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
 
     image = tmp_path / "train/bee/2.jpg"  # the seventh of twelve, which are in packs of four
     content, stat = image.read_bytes(), image.stat()
-    image.write_bytes(content)  # in place: the folder does not change
+    image.write_bytes(content)  # only the file's time changes, not the folder's
     assert changed() == {"train-0001"}
     os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert changed() == set()
@@ -574,7 +574,7 @@ def test_the_published_plan_says_what_the_program_did() -> None:
 
 
 def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
-    """Metrics are fractions of right answers by counting, also for the most frequent training classes."""
+    """Metrics are fractions of correct predictions by counting, also for the most frequent training classes."""
     dataset = settings({"kind": "simulated", "train": 60, "valid": 37, "edges": [34, 48]})
     folder = make_dataset(tmp_path / "data", dataset)
     over = {
@@ -610,7 +610,7 @@ def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
-    """Top-5 accuracy is that of sorting, for any order in memory.
+    """Top-5 accuracy equals the result of sorting, for any order in memory.
 
     The published program fails on logits that are not contiguous.
     """
@@ -631,7 +631,7 @@ APEX = {"O0": "fp32", "O1": "fp16", "O2": "fp16_master", "O3": "fp16_pure"}
 def test_training_accuracy_is_that_of_the_batches_before_they_are_learnt(
     tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """Training accuracy of a one-batch epoch is that of the initial weights, with the batch's own statistics."""
+    """Training accuracy of a one-batch epoch belongs to the initial weights, with the batch's own statistics."""
     over = {**TINY["imagenet_resnet50"]["run"], "batch_size": 40, "training": {"epochs": 1}}
     config = make_run(tmp_path / "run", "imagenet_resnet50", over, TINY["imagenet_resnet50"]["dataset"])
     manifest = tiny_data("imagenet_resnet50") / "manifest.json"

@@ -212,7 +212,7 @@ def test_what_is_left_out_is_counted(
 def test_time_begins_with_the_first_file_that_counts(
     results: Path, tmp_path: Path, first: list[tuple[int, float, Values]]
 ) -> None:
-    """Time begins with the first file whose points count.
+    """Time begins with the first file that has valid points.
 
     A try that ended before its first point does not count, nor does a training that a later one replaces.
     """
@@ -459,7 +459,7 @@ def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
     for tag in ("Loss/train", "Loss/valid"):
         assert board.Scalars(ours, tag)[0].step == board.Scalars(theirs, tag)[0].step == 0
     found = Reference.read(beside / "references/sc22_base/reference.json")
-    # 10 epochs of 65,536 crops in about two hours; 4.84e-3 is what was published.
+    # 10 epochs of 65,536 crops in about two hours; 4.84e-3 is the published loss.
     assert [x for x, _ in points(found, "loss/valid", "samples")] == [65536 * epoch for epoch in range(11)]
     assert points(found, "loss/valid", "step")[-1] == (10240, pytest.approx(4.84e-3, abs=1e-4))
     assert 1.5 < points(found, "loss/valid", "time")[-1][0] / 3600 < 2.5

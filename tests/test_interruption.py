@@ -123,7 +123,7 @@ def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int)
 
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> None:
-    """A training that two ranks began and one continued from the middle of an epoch equals that of one rank."""
+    """Two ranks begin a training and one continues it from the middle of an epoch: the result equals one rank's."""
     from tests.test_parallel import close
 
     manifest, plain = era5_data / "manifest.json", {"model": ERA5_RUN["model"]}

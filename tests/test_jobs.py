@@ -128,7 +128,7 @@ def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
-    """A file in an unreadable folder is no input of a call that keeps going.
+    """A call that keeps going leaves a file in an unreadable folder out of the inputs.
 
     The check runs in a child process, which is not root.
     """

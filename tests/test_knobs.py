@@ -315,7 +315,7 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
 def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     """Published weights load by name.
 
-    Their forms are those of PyTorch's collections and of its example of distributed training.
+    They have the form of PyTorch's collections or of its example of distributed training.
     """
     torch.manual_seed(1)
     published, model = ResNet(18, classes=7, width=8).eval(), ResNet(18, classes=7, width=8).eval()
@@ -541,7 +541,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     with monkeypatch.context() as patched:
         pretend(patched, [2.5])
         folder = era5(training=settings)
-    era5(training=settings)  # the run was complete: nothing is trained
+    era5(training=settings)  # already complete: trains no further step
     assert provenance(folder)["resumed_from_step"] == 30
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name(folder.parent.name).experiment_id])

@@ -72,7 +72,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "big-endian": {"dtype": ">f4"},
     "double": {"dtype": "f8"},
 }
-#: Layout whose chunks contain some of the channels.
+#: Layout with chunks that contain some of the channels.
 SPLIT: dict[str, Any] = {"chunks": (2, 5, 5, 5)}
 
 
@@ -113,7 +113,7 @@ def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int
 
 
 def series(folder: Path, layout: dict[str, Any], split: str = "train") -> Manifest:
-    """Return the manifest of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
+    """Return the manifest of two series of 6 channels on 5 x 8 points; 4 x 8 are kept."""
     names = tuple(f"channel{number}" for number in range(6))
     transforms = tuple(Transform("linear", 100.0 * number, 0.5 + number) for number in range(6))
     fields = [Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1, transforms) for times in TIMES]
@@ -184,7 +184,7 @@ def streamed(samples: GridSamples, share: Share, workers: int) -> Any:
     return loader
 
 
-#: Every loader of data, with each mode of those that have several.
+#: Every loader of data; loaders with several modes appear once for each mode.
 LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
     **{kind: partial(build, kind) for kind in SETTINGS if kind != "synthetic"},
     "direct, resident": partial(build, "direct", resident="always"),
@@ -781,8 +781,8 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
     """On a GPU all loaders deliver the same samples, whichever stream lags behind.
 
-    They agree within the rounding of a fused multiply-add. A batch that is used before it is ready, or whose memory is
-    used again too early, shows only with a lag.
+    They agree within the rounding of a fused multiply-add. A batch that is used before it is ready, or with memory that
+    is used again too early, shows only with a lag.
     """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
     kind, more = (way, {}) if way in ("dali", "torch") else ("direct", {"resident": way})

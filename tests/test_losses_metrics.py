@@ -237,7 +237,7 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
 def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
     """Baselines without learning are left out if their data are missing.
 
-    Without times of day, the climatology is that of all times.
+    Without times of day, the climatology is the mean of all times.
     """
     manifest = Manifest.read(era5_data / "manifest.json")
     run = SimpleNamespace(samples=PairSamples(kind="pairs"))
@@ -304,7 +304,7 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples: batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
-    # Least squares over all points of the training boxes, which are no larger than a block.
+    # Least squares over all points of the training boxes, which fit into a block.
     points = [key for key in boxes if key[0] == "train"]
     terms = np.concatenate([inputs[key].reshape(4, -1) for key in points], axis=1).T
     answers = np.concatenate([boxes[key].reshape(5, -1) for key in points], axis=1).T
