@@ -948,7 +948,7 @@ MUTATIONS = [
         "return self.commands.start(input, None, redact",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
-    # How a call meets its user.
+    # User interface of a call.
     Mutation(
         "live_page_is_the_whole_one",
         "report/report.py",

@@ -359,7 +359,7 @@ def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
-    """Missing or truncated data files are found: files may be deleted from scratch after they were described."""
+    """Missing or truncated data files are found: a scratch file system may delete files after their description."""
     manifest = Manifest.read(shutil.copytree(era5_data, tmp_path / "data") / "manifest.json")
     data = manifest.path(manifest.files("train")[0])
     data.write_bytes(data.read_bytes()[:-100])

@@ -1,4 +1,4 @@
-"""Size of each part: `budget.toml` limits the core, each extension, benchmarks, tests and the interface."""
+"""TensorBoard on `results/plans` shows the measurements of each run once, even after repeated measurements."""
 
 from __future__ import annotations
 

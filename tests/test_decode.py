@@ -21,9 +21,9 @@ KERNEL = "dlscale.data.loaders.decode_kernel"
 
 @pytest.fixture(params=["triton", "operations"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Return the way of decoding: by Triton or by operations.
+    """Return the name of the decoder: the Triton kernel or PyTorch's operations.
 
-    Triton uses its interpreter instead of its compiler if the variable is set before the import.
+    Triton uses its interpreter instead of its compiler if TRITON_INTERPRET is set before the import.
     """
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of PyTorch")

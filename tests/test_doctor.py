@@ -228,7 +228,10 @@ def test_ended_jobs_are_remembered(command: Callable[[str, str], None], printed:
 
 
 def test_a_default_partition(command: Callable[[str, str], None]) -> None:
-    """Warns only if a kind of node names no partition, since the Slurm plugin then requests the default one."""
+    """A kind of node without a partition is a warning if the cluster has a default partition.
+
+    The Slurm plugin then requests the default one.
+    """
     nodes = {"cpus": 4}
     unnamed = Scheduler.model_validate({"cpu_nodes": {**nodes, "partition": "cpu"}, "gpu_nodes": nodes})
     named = Scheduler.model_validate(

@@ -111,7 +111,10 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
 def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     era5: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guide's program forgot the best loss on resume, and wrote a worse model over the best one."""
+    """The best weights survive an interruption, and a worse epoch after it.
+
+    The guide's program forgot the best loss on resume, and wrote a worse model over the best one.
+    """
     losses = [3.0, 1.0, 2.5, 2.0, 1.5]
     settings = {"epochs": 5}
     pretend(monkeypatch, losses)

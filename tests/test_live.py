@@ -330,10 +330,7 @@ except KeyboardInterrupt:
 
 
 def test_a_call_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
-    """A call ends if its output is closed, as by `snakemake 2>&1
-
-    head`.
-    """
+    """A call ends if its output is closed, as by `snakemake 2>&1 | head`."""
     command = [sys.executable, "-c", UNSEEN, str(tmp_path / "ended")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as call:
         assert call.stdout and call.stderr
