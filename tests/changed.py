@@ -1,6 +1,7 @@
-"""Which tests a change reaches: those of test files that import, themselves or through others, a file that changed.
+"""Select the tests that a change affects: test files that import a changed file, directly or not.
 
-What is reached by a name only, as a stage is by the command line, is not seen: `make test` runs all.
+Dependencies by name only are not found, for example a stage that a test starts through the command line: `make test`
+runs all tests.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 from dlscale.core import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What every test stands on: a change of it is for `make test`.
+#: Files that all tests depend on: after a change of these run `make test`.
 COMMON = {ROOT / "tests/conftest.py"}
-#: The table of stages: the fingerprint of sources, by which modules are found here, leaves it out.
+#: Table of stages: the fingerprint of sources, which finds modules for this selection, leaves it out.
 STAGES = ROOT / "workflow_scripts/dlscale/core/stages.py"
 
 
 def files(since: str) -> set[Path]:
-    """Return what differs from a commit in the working tree, what git does not know yet included."""
+    """Return the files that differ from a commit in the working tree, untracked files included."""
 
     def git(*words: str) -> list[str]:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -32,7 +33,7 @@ def files(since: str) -> set[Path]:
 
 @functools.cache
 def reached(test: Path) -> frozenset[Path]:
-    """Return the files of a test file: itself, what it imports of the tests, and what these reach of the package."""
+    """Return the files that a test file depends on: itself, and the tests and package modules that it imports."""
     found, modules, todo = {test}, set[str](), [test]
     while todo:
         for name in _imported(todo.pop()):
@@ -55,7 +56,7 @@ def reached(test: Path) -> frozenset[Path]:
 
 @functools.cache
 def _imported(file: Path) -> set[str]:
-    """Return the names that a file imports, modules or what is in them."""
+    """Return the names that a file imports: modules, and names inside modules."""
     names = set[str]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):

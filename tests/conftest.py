@@ -1,4 +1,4 @@
-"""What the tests share: tiny datasets and runs, made by the real stages."""
+"""Shared fixtures and helpers of the tests: tiny datasets and runs, made by the real stages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests run side by side; before anything loads OpenMP
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests run in parallel; must be set before OpenMP loads
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and the tests run side by side
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and tests run in parallel
 
-# A script that starts the tests in the background has them ignore Ctrl-C, and so all that they start in turn.
+# If a script starts the tests in the background, they and their child processes ignore Ctrl-C. Restore the handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,30 +38,31 @@ from tests import changed
 from tests.nsys import real_nsys as real_nsys  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared"  # real data, where it is at hand
+SHARED = ROOT.parent / "shared"  # real data, if available
 
-#: By study: `tests/tiny/STUDY.yaml` has a tiny dataset and a tiny run of it. Tests of all studies go over these.
+#: Tiny dataset and tiny run of each study, read from `tests/tiny/STUDY.yaml`. Tests of all studies loop over these.
 TINY: dict[str, dict[str, Any]] = {file.stem: read_yaml(file) for file in sorted((ROOT / "tests/tiny").glob("*.yaml"))}
 COSMO, COSMO_RUN = TINY["cosmo_unet"]["dataset"], TINY["cosmo_unet"]["run"]
 ERA5, ERA5_RUN = TINY["era5_vit"]["dataset"], TINY["era5_vit"]["run"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "only tests of files that import what differs from this commit, themselves or through others"
+    about = "run only tests whose files import, directly or not, a file that differs from this commit"
     parser.addoption("--changed", metavar="COMMIT", help=about)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have one process of a test session run what shares what is costly to make, one after the other.
+    """Run tests that share an expensive fixture in one process, one after the other.
 
-    All nsys of a machine meet in its shared memory. A fixture of a module, and the finished workflow, would else be
-    made once for each process.
+    All nsys processes of a machine use the same shared memory. Each process would otherwise make every module fixture,
+    and the finished workflow, again.
     """
     for item in items:
-        if not item.get_closest_marker("xdist_group") and (group := _group(item)):  # two would make a third
+        # a second marker would make a third group
+        if not item.get_closest_marker("xdist_group") and (group := _group(item)):
             item.add_marker(pytest.mark.xdist_group(group))
-    # The longest group first: at the end nobody would have anything beside it.
+    # Start the longest group first: at the end it would run alone.
     items.sort(key=lambda item: "finished" not in getattr(item, "fixturenames", ()))
     if since := config.getoption("--changed"):
         different = changed.files(since)
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if different & changed.reached(item.path)]
         config.hook.pytest_deselected(items=left_out)
         names = sorted({item.path.stem.removeprefix("test_") for item in left_out})
-        if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # each collects them all
+        if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # every process collects all tests
             print(f"\nLeft out, since it imports nothing that differs: {', '.join(names)}", file=sys.__stderr__)
 
 
@@ -90,12 +91,12 @@ def stage(*arguments: object) -> int:
 
 
 def make_parts(folder: Path, settings: dict[str, Any]) -> list[Path]:
-    """Bring a dataset's files into being with its stages, as the workflow would; return raw files used as they are."""
+    """Make a dataset's files with its stages, as the workflow does; return raw files that are used unchanged."""
     return study_tests.make_parts(_configured(folder, settings), folder)
 
 
 def make_dataset(folder: Path, settings: dict[str, Any]) -> Path:
-    """Bring a dataset into being, its description and preview included; return its folder."""
+    """Make a dataset with its description and preview; return its folder."""
     study_tests.make_dataset(_configured(folder, settings), folder / "manifest.json")
     assert stage("preview", "--manifest", folder / "manifest.json", "--out", folder / "preview.png") == 0
     return folder
@@ -125,42 +126,45 @@ def train(folder: Path, manifest: Path, *more: object) -> int:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return a run's epochs."""
+    """Return the records of a run's epochs."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the one line of an error that a user reads, with no traceback."""
+    """Return the single error line that a user reads; fail if there is a traceback."""
     err = capfd.readouterr().err
     assert "Traceback" not in err
     (line,) = [line for line in err.splitlines() if line.startswith("dlscale")]
     return line
 
 
-#: What a clock, or a machine, says of an epoch.
+#: Keys of an epoch's record that depend on the clock or the machine.
 TIMES = ("epoch_seconds", "samples_per_second", "valid_seconds", "wall_time", "made_with")
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
-    """Return a run's epochs without what differs from one training to the next of the same."""
+    """Return the records of a run's epochs without the keys that differ between two equal trainings."""
     return [{key: value for key, value in record.items() if key not in TIMES} for record in records(folder)]
 
 
 def variables(**more: str) -> dict[str, str]:
-    """Return the environment in which another process finds dlscale."""
+    """Return environment variables with which another process finds dlscale."""
     return {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), **more}
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return a folder that `make` fills, once for all processes of a test session; tests leave it as they find it."""
+    """Return a folder that `make` fills once for all processes of a test session.
+
+    Tests do not change its contents.
+    """
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # each of the processes has a folder of its own in it
+        base = base.parent  # each process has its own folder in it
     folder, done = base / name, base / f"{name}.done"
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of one who failed
+            shutil.rmtree(folder, ignore_errors=True)  # left over from a process that failed
             make(folder)
             done.touch()
     return folder
@@ -197,7 +201,7 @@ def era5_data(tiny_data: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def shared() -> Callable[[str], Path]:
-    """Return a function from a name to a real data file; the test is skipped where it is not at hand."""
+    """Return a function from a name to a real data file; it skips the test if the file is missing."""
 
     def find(name: str) -> Path:
         path = SHARED / name
@@ -210,7 +214,10 @@ def shared() -> Callable[[str], Path]:
 
 @pytest.fixture(autouse=True)
 def _no_outside_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forget what was imported of a test's own folder, or of the template: the next has one of that name elsewhere."""
+    """Unload modules that a test imported from its own folder or the template.
+
+    The next test may import another module of the same name.
+    """
     yield
     places = (str(tmp_path_factory.getbasetemp()), str(TEMPLATE / "waves"))
     for name, module in list(sys.modules.items()):
@@ -227,7 +234,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs root")
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"this machine lets nobody mount: {done.stderr.strip()}")
+        pytest.skip(f"this machine does not allow mounting: {done.stderr.strip()}")
     try:
         yield place
     finally:

@@ -1,9 +1,9 @@
-"""Makes known mistakes in the code, one at a time, and tells which of them the tests see.
+"""Put known mistakes into the code, one at a time, and report which of them the tests catch.
 
-`python -m tests.mutate_code` changes a copy of the repository, one mutation after the other, and runs the test that is
-to see it. The exit status is 1 if one survives. Names, also with `*` and `?`, choose mutations:
-`python -m tests.mutate_code 'schedule*' lock`. The list is kept in step with the code: `test_mutate_code.py` says where
-it is not.
+`python -m tests.mutate_code` changes a copy of the repository, one mutation after the other, and runs the test that
+should catch it. The exit status is 1 if a mutation survives. Arguments choose mutations by name; names may contain `*`
+and `?`: `python -m tests.mutate_code 'schedule*' lock`. `test_mutate_code.py` fails if the list no longer matches the
+code.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "workflow_scripts/dlscale"
 
-#: What no test needs of the repository; names of its top folder, then names anywhere.
+#: Files that no test needs: names in the repository's top folder, then names in any folder.
 LEFT_OUT = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 
-#: Seconds after which a test does not end: processes that wait for each other are a mistake that was seen.
+#: Time limit of a test, seconds: after some mistakes processes wait for each other forever.
 LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake: in `file` the text `old`, which is there once, becomes `new`."""
+    """A mistake: the text `old`, which occurs once in `file`, becomes `new`."""
 
     name: str
-    file: str  #: In the package; of the workflow's rules, in the repository.
+    file: str  #: Path in the package; for rules of the workflow, path in the repository.
     old: str
     new: str
-    test: str  #: That sees it, as quickly as can be: FILE::NAME in tests/; of several forms that in brackets.
+    test: str  #: Test that catches it quickly, as FILE::NAME in tests/, with the parameters in brackets.
 
     @property
     def path(self) -> str:
-        """The file's path in the repository."""
+        """Path of the file in the repository."""
         return self.file if self.file.endswith(".smk") else f"{PACKAGE}/{self.file}"
 
     @property
     def node(self) -> str:
-        """The test as pytest takes it."""
+        """Test identifier for pytest."""
         return f"tests/{self.test}"
 
     def applied(self, text: str) -> str:
@@ -68,20 +68,20 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutation."""
+    """Result of a mutation."""
 
     name: str
     caught: bool
-    by: str  #: The test that saw it, or why none could.
+    by: str  #: The test that failed, or why no test could fail.
     seconds: float
 
     def line(self) -> str:
-        """Return it in words."""
+        """Return the result as a line of text."""
         return f"{self.name:34}  {'caught' if self.caught else 'SURVIVED':8}  {self.seconds:5.0f} s  {self.by}"
 
 
 class Copy:
-    """A copy of the repository, in which code is changed and tests run."""
+    """A copy of the repository in which code is changed and tests run."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self._folder = folder
@@ -96,17 +96,19 @@ class Copy:
         )
         self._environment = {
             **os.environ,
-            "PYTHONDONTWRITEBYTECODE": "1",  # it would pass for that of a file of the same second and size
+            # a cached file could pass for one of another source with the same time and size
+            "PYTHONDONTWRITEBYTECODE": "1",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(folder / "workflow_scripts"),
         }
-        # The environment has the package, too: of the repository, whose code stays as it is.
+        # The installed package belongs to the unchanged repository: make sure that the copy is
+        # imported.
         command = [sys.executable, "-c", "import dlscale; print(dlscale.__file__)"]
         found = subprocess.run(command, cwd=folder, env=self._environment, capture_output=True, text=True, check=True)
         assert Path(found.stdout.strip()).is_relative_to(folder), f"not the copy in {folder}: {found.stdout}"
 
     def test(self, nodes: Sequence[str], **environment: str) -> tuple[int | None, str]:
-        """Return pytest's exit status, None if it did not end, and what it said; the first failure ends it."""
+        """Run tests until the first failure; return pytest's exit status (None after a timeout) and its output."""
         options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={self._folder}-tmp", "--rootdir=."]
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, "-c", "pyproject.toml", *nodes],
@@ -125,17 +127,17 @@ class Copy:
             return None, ""
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what the tests started
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that the tests started
             process.wait()
         return process.returncode, said
 
     def look(self, mutation: Mutation) -> Outcome:
-        """Make the mistake, run its tests, and put the file right again."""
+        """Apply the mutation, run its test and restore the file."""
         start, file = time.perf_counter(), self._folder / mutation.path
         text, times = file.read_text(), file.stat()
         try:
             file.write_text(mutation.applied(text))
-            # Python knows compiled code by size and seconds: none of the mistake's may stay.
+            # Python recognises compiled code by size and time: no compiled file of the mistake may remain.
             status, said = self.test([mutation.node], PYTHONDONTWRITEBYTECODE="1")
         finally:
             file.write_text(text)
@@ -151,7 +153,7 @@ class Copy:
 def run(
     root: Path, mutations: Sequence[Mutation], jobs: int, show: Callable[[str], object] = print
 ) -> list[Outcome] | None:
-    """Return what became of each mutation; None if a test fails without any."""
+    """Return the result of each mutation; None if a test fails without a mutation."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
     def look(mutation: Mutation) -> Outcome:
@@ -179,7 +181,7 @@ def run(
 
 
 def chosen(patterns: Iterable[str]) -> list[Mutation]:
-    """Return the mutations of these names or patterns; without any, all."""
+    """Return the mutations that match these names or patterns; without patterns, all."""
     wanted = list(patterns) or ["*"]
     for pattern in wanted:
         if not fnmatch.filter((mutation.name for mutation in MUTATIONS), pattern):
@@ -188,10 +190,10 @@ def chosen(patterns: Iterable[str]) -> list[Mutation]:
 
 
 def main() -> int:
-    """Print a line for each mutation; return 1 if one survived, 2 if the tests fail without any."""
+    """Print a line for each mutation; return 1 if one survived, 2 if the tests fail without a mutation."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("names", nargs="*", metavar="NAME", help="mutations, by name or pattern (default: all)")
-    arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="copies side by side")
+    arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="copies in parallel")
     args = arguments.parse_args()
     start, mutations = time.perf_counter(), chosen(args.names)
     jobs = max(1, min(args.jobs, len(mutations)))
@@ -946,7 +948,7 @@ MUTATIONS = [
         "return self.commands.start(input, None, redact",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
-    # How a call meets its user.
+    # User interface of a call.
     Mutation(
         "live_page_is_the_whole_one",
         "report/report.py",

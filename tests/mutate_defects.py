@@ -1,7 +1,7 @@
-"""Puts the tutorials' defects back into the code, one at a time, and tells whether the tests beside them fail.
+"""Put the tutorials' defects back into the code, one at a time, and report whether their tests fail.
 
 `python -m tests.mutate_defects` does for the rows of DEFECTS.md what `tests.mutate_code` does for other mistakes: each
-test is to pass as the code is, and to fail with the defect in it. Names choose rows, as there.
+test must pass on the unchanged code, and fail with the defect. Arguments choose rows by name, as there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TABLE = Path(__file__).with_name("DEFECTS.md")
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the tests of each row, FILE::NAME, by what went wrong."""
+    """Return the tests of each row, FILE::NAME, by the text of its first cell."""
     found = {}
     for line in TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -30,7 +30,7 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-#: By the beginning of a row: the defect as a mutation, or why there is none.
+#: Defects by the beginning of their row: a mutation, or the reason for leaving it out.
 DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
     "DALI's flip takes the first": Mutation(
@@ -372,7 +372,10 @@ DEFECTS: dict[str, Mutation | str] = {
 
 
 def mutations() -> dict[str, Mutation]:
-    """Return the mutation of each row that has one; those that `tests.mutate_code` has, too, are named in `DEFECTS`."""
+    """Return the mutation of each row that has one.
+
+    A string in `DEFECTS` may name a mutation of `tests.mutate_code`.
+    """
     known = {each.name: each for each in mutate_code.MUTATIONS}
     found = {row: known.get(each) if isinstance(each, str) else each for row, each in DEFECTS.items()}
     return {row: each for row, each in found.items() if each}

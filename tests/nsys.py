@@ -1,7 +1,7 @@
-"""A real Nsight Systems command line tool for tests, or the reason why there is none.
+"""The command line tool of Nsight Systems for tests; without it they are skipped.
 
-It is looked for in $DLSCALE_NSYS_FOLDER and on PATH. With DLSCALE_NSYS_TESTS=1, Debian's packages of it (non-free, 630
-MB) are unpacked into that folder, by default one in /var/tmp; nothing is installed. It needs no GPU.
+The search covers $DLSCALE_NSYS_FOLDER and PATH. With DLSCALE_NSYS_TESTS=1, Debian's packages of it (non-free, 630 MB)
+are unpacked into that folder, by default one in /var/tmp; nothing is installed. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PACKAGES = ("nsight-systems", "nsight-systems-target", "libssh-4")
 
 
 def find() -> Path | None:
-    """Return the tool; None if it is not here."""
+    """Return the path of the tool, or None if it is missing."""
     known = (FOLDER / place for place in ("usr/bin/nsys", "root/usr/bin/nsys"))
     on_path = shutil.which("nsys")
     return next((path for path in known if path.exists()), Path(on_path) if on_path else None)
 
 
 def unpack(folder: Path) -> None:
-    """Unpack the packages into a folder, with package lists of their own: most machines' leave non-free ones out."""
+    """Unpack the packages into a folder, with separate package lists that include non-free packages."""
     work = folder / "apt"
     shutil.rmtree(work, ignore_errors=True)
     for name in ("sources", "lists/partial", "packages"):
@@ -47,7 +47,7 @@ def unpack(folder: Path) -> None:
     for package in (work / "packages").glob("*.deb"):
         subprocess.run(["dpkg", "--extract", package, folder], check=True)
     shutil.rmtree(work)
-    # nsys looks for what makes reports beside itself.
+    # nsys looks for the tools that make reports in its own folder.
     [target] = folder.glob("usr/lib/*-linux-gnu/nsight-systems")
     [host] = folder.glob("usr/lib/nsight-systems/host-*")
     if not (target / host.name).exists():
@@ -55,7 +55,7 @@ def unpack(folder: Path) -> None:
 
 
 def tidy() -> None:
-    """Remove what an nsys that was killed left in shared memory, for which all later ones wait in vain."""
+    """Remove shared memory of an nsys that was killed: later ones would wait for it forever."""
     running = [process.info for process in psutil.process_iter(["name", "status"])]
     if not any("nsys" in (each["name"] or "") and each["status"] != psutil.STATUS_ZOMBIE for each in running):
         for left in [*Path("/dev/shm").glob("NSys-*"), *Path("/dev/shm").glob("quadd-*")]:
@@ -64,12 +64,12 @@ def tidy() -> None:
 
 @pytest.fixture(scope="session")
 def real_nsys() -> Path:
-    """Return the tool; without one the test is skipped."""
+    """Return the path of the tool; skip the test without it."""
     if os.environ.get("DLSCALE_NSYS_TESTS") == "1" and find() is None:
         if not shutil.which("apt-get"):
-            pytest.skip("without Nsight Systems, and without apt-get to fetch it")
+            pytest.skip("Nsight Systems is missing, and apt-get to fetch it, too")
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with FOLDER.with_name(f"{FOLDER.name}.lock").open("w") as lock:  # one of the processes of a test session
+        with FOLDER.with_name(f"{FOLDER.name}.lock").open("w") as lock:  # one process of a test session at a time
             fcntl.flock(lock, fcntl.LOCK_EX)
             if find() is None:
                 try:
@@ -78,5 +78,5 @@ def real_nsys() -> Path:
                     pytest.skip(f"Nsight Systems cannot be fetched here: {error.stderr or error}")
     tidy()
     if (tool := find()) is None:
-        pytest.skip("without Nsight Systems; DLSCALE_NSYS_TESTS=1 fetches it, on Debian")
+        pytest.skip("Nsight Systems is missing; DLSCALE_NSYS_TESTS=1 fetches it, on Debian")
     return tool

@@ -1,6 +1,6 @@
-"""Processes of a test, quickly begun: forks of one that has imported what they need, and computed nothing.
+"""Fast start of a test's processes: forks of a process that has imported modules and computed nothing.
 
-A process that starts Python and imports PyTorch takes seconds. What starts the processes of a run has tests of its own.
+A process that starts Python and imports PyTorch takes seconds. Launchers of a run's processes have tests of their own.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ multiprocessing.set_forkserver_preload(["dlscale.train.train", "dlscale.measure.
 
 
 def spawn(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
-    """Run `work(rank, *arguments)` in so many processes, and raise what one of them raised."""
+    """Run `work(rank, *arguments)` in `ranks` processes; raise the error of a process that fails."""
     mp.start_processes(_begin, (work, arguments, dict(os.environ)), nprocs=ranks, start_method="forkserver")
 
 
 def _begin(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
-    os.environ.clear()  # the first test's
+    os.environ.clear()  # variables of the first test
     os.environ.update(environment)
     work(rank, *arguments)
 
 
 @contextlib.contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
-    """Have this process be the first of so many, of which the others are not there."""
+    """Make this process the first rank of a group; its other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield

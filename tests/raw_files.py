@@ -42,7 +42,7 @@ def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def write_volume(path: Path, fields: dict[str, np.ndarray]) -> Path:
-    """Write fields as the published files hold them: float32, contiguous, with an attribute that C wrote."""
+    """Write fields like the published files: float32, contiguous, with an attribute that C wrote."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         file.attrs["code"] = np.bytes_("Nyx")
@@ -60,9 +60,9 @@ def cosmo(train: list[Path], valid: list[Path], kind: str = "files", **more: Any
 def write_years(
     folder: Path, years: dict[str, dict[int, int]], channels: int = 3, shape: tuple[int, int] = (9, 16), seed: int = 0
 ) -> Path:
-    """Write a folder in the published layout: `SPLIT/YEAR.h5` of so many times, and `stats/`.
+    """Write a folder in the published layout: `SPLIT/YEAR.h5` with the given number of times, and `stats/`.
 
-    Fields are smooth in time, so that there is something to learn; the rows of `shape` are those on disk.
+    Fields are smooth in time, so that models can learn them; the rows of `shape` are those on disk.
     """
     rng = np.random.default_rng(seed)
     height, width = shape
@@ -99,11 +99,11 @@ def manifest_of(
     Parameters
     ----------
     fields
-        What the first file holds.
+        Fields of the first file.
     splits
         Name and rows of each file of a split.
     info
-        What differs in all `FieldInfo`s.
+        Values that replace the defaults of every `FieldInfo`.
     """
     infos = {
         field.name: FieldInfo(

@@ -1,4 +1,4 @@
-"""docs/any_program.md: its examples run in the libraries that they are of; and where the time of a program goes."""
+"""Tests of docs/any_program.md: its examples run in their libraries, and profiles show where a program's time goes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_outside import TRAIN, Clock, program
 
 
 def measure(folder: Path, *words: object, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
-    """Run `dlscale measure` in a folder, on a path of programs."""
+    """Run `dlscale measure` in a folder, with `path` as the search path for programs."""
     modules = os.pathsep.join(filter(None, [str(ROOT / "workflow_scripts"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "PATH": path}
     command = [sys.executable, "-m", "dlscale", "measure", *map(str, words)]
@@ -44,7 +44,7 @@ def found(folder: Path, name: str = "train") -> Throughput:
 
 
 def example(of: str) -> str:
-    """Return the page's example of a library."""
+    """Return the page's example for a library."""
     page = (ROOT / "docs/any_program.md").read_text()
     return next(
         block for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if of in block[:40]
@@ -118,7 +118,10 @@ def test_a_callback_that_nobody_measures_does_nothing(tmp_path: Path) -> None:
 
 
 def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour of steps of 10 ms, two fifths of which is a wait: their pace is known, of a part of their lines."""
+    """A long log keeps only a part of its lines, and the pace read from it is still right.
+
+    The log has one hour of steps of 10 ms; two fifths of each step are a wait.
+    """
     now = 1000.0
     monkeypatch.setattr(timed, "MOST", 20_000)
     monkeypatch.setenv(timed.FOLDER, str(tmp_path))
@@ -149,7 +152,10 @@ def test_the_page_of_a_long_run_draws_means() -> None:
 
 
 def test_steps_of_a_profiler_do_not_count(tmp_path: Path) -> None:
-    """Nor those just after it, for which batches were fetched meanwhile; on no process."""
+    """Steps that a profiler slows down are left out, on every rank.
+
+    Steps just after the profiler are left out, too: their batches were fetched while it ran.
+    """
     for rank in (0, 1):
         clock = Clock(tmp_path, rank)
         clock.epoch(100, wait=0.05, seconds=0.05)
@@ -163,7 +169,7 @@ def test_steps_of_a_profiler_do_not_count(tmp_path: Path) -> None:
     plain, apart = steps.pace(processes), steps.pace(processes, apart=[span])
     assert plain and apart and min(plain.rates) < 100
     assert apart.rates == pytest.approx([160.0] * 10) and apart.waiting == pytest.approx(0.5)
-    assert apart.training == pytest.approx(1, abs=0.05), "nothing is missing between the first and the last that count"
+    assert apart.training == pytest.approx(1, abs=0.05), "no time is missing between the counted steps"
     assert steps.pace(processes, apart=[(0.0, 2e9)]) is None
     printed = [(1.7e9 + 10 * number, 100.0 - 60 * (number == 5)) for number in range(1, 11)]
     rates = steps.pace_of_rates(printed, 1.7e9, None, apart=[(1.7e9 + 43, 1.7e9 + 49)])
@@ -211,7 +217,7 @@ def rows_of(folder: Path) -> list[TopEntry]:
 
 @pytest.mark.slow
 def test_a_program_is_profiled_and_knows_nothing_of_it(tmp_path: Path) -> None:
-    """By PyTorch's profiler and py-spy; its own output is as without."""
+    """PyTorch's profiler and py-spy profile a program without changing its output."""
     if not (shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists()):
         pytest.skip("py-spy is not installed")
     text = TRAIN.replace("range(4)", "range(16)")
@@ -225,7 +231,7 @@ def test_a_program_is_profiled_and_knows_nothing_of_it(tmp_path: Path) -> None:
     assert (
         by_torch.steps == 10 and by_torch.overhead and {"step", "data", "backward", "optimizer"} <= {*by_torch.ranges}
     )
-    assert by_torch.ranges["data"].seconds > 0.5 * by_torch.ranges["step"].seconds, "it sleeps"
+    assert by_torch.ranges["data"].seconds > 0.5 * by_torch.ranges["step"].seconds, "the dataset sleeps"
     assert {row.name for row in rows if row.tool == "torch"} >= {"aten::addmm", "aten::mse_loss"}
     (sleeping,) = [row for row in rows if row.tool == "py-spy" and row.name.startswith("Slow.__getitem__")]
     assert sleeping.share > 0.5 and sleeping.total == pytest.approx(sleeping.share, abs=0.05)
@@ -256,7 +262,10 @@ for _ in range(60):
 
 @pytest.mark.slow
 def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> None:
-    """Lightning has the model computed within its optimiser's step."""
+    """Time in a closure counts for its own phases, not for the optimiser.
+
+    Lightning computes the model within its optimiser's step.
+    """
     ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, CLOSURE), 0)
     assert ended.returncode == 0, ended.stderr
     record = Profile.read(tmp_path / "results/plans" / PLAN / "train/profile/profile.json")
@@ -266,7 +275,10 @@ def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
-    """Two calls of a script, of which one has other words, and another script."""
+    """The page compares runs of the same program only.
+
+    Three runs: a script with two different argument lists, and another script.
+    """
     train, other = write_program(tmp_path / "a") / "train.py", tmp_path / "a/other.py"
     other.write_text(train.read_text())
     for words in ([train, "--seconds=0.005"], [train], [other]):
@@ -277,7 +289,7 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
     assert [f'id="plan.{name}"' in page for name in names] == [True, True, False]
     assert "2 plans, 3 runs" in page and "each was timed by itself" in page
     plan = read_plan(tmp_path / "results/plans" / PLAN / "plan.yaml")
-    assert len({run.compute for run in plan.runs}) == 3, "none does the same work as another"
+    assert len({run.compute for run in plan.runs}) == 3, "each run does different work"
 
 
 @pytest.mark.slow
@@ -292,7 +304,7 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
 def test_profilers_that_do_not_work_say_why(
     tmp_path: Path, said: str | None, epochs: int, message: str, by_torch: str
 ) -> None:
-    """The program is measured all the same, and ends as it would."""
+    """The program is measured and ends normally, even if its profilers fail."""
     (tmp_path / "bin").mkdir()
     spy = tmp_path / "bin/py-spy"
     spy.write_text(f"#!/bin/sh\necho 'Error: {said}' >&2; exit 1\n")

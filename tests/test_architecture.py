@@ -1,4 +1,4 @@
-"""The house: layers, pure models, names in their own rooms, and a fingerprint that follows every import and no more."""
+"""Architecture: layers, models in plain PyTorch, study names in their own folders, and a fingerprint of all imports."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MODULES = {
     ".".join(["dlscale", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): file
     for file in sorted(PACKAGE.rglob("*.py"))
 }
-#: Those with models of their own.
+#: Studies with a model of their own.
 STUDIES = {name: study.module for name, study in registry.studies().items() if not registry.study(name).programs}
 KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
-#: Modules with a model, plain PyTorch.
+#: Modules that define a model in plain PyTorch.
 MODELS = {module for study in STUDIES.values() if (module := study.removesuffix("study") + "model") in MODULES}
-#: All datasets that are shipped, and the tiny ones.
+#: All shipped datasets and the tiny ones.
 DATASETS = resolve.load(
     resolve.merge(
         read_yaml(ROOT / "config.yaml"),
@@ -43,7 +43,7 @@ DATASETS = resolve.load(
 
 
 def imports(file: Path) -> set[str]:
-    """Return all that a file imports, by full name; relative imports begin with a dot."""
+    """Return the full names of everything that a file imports; relative imports begin with a dot."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -54,12 +54,12 @@ def imports(file: Path) -> set[str]:
 
 
 def below(package: str, modules: list[str]) -> set[str]:
-    """Return those of `modules` that are inside of a package, itself left out."""
+    """Return the `modules` inside a package; the package itself does not count."""
     return {module for module in modules if module.startswith(f"dlscale.{package}.")}
 
 
 def of_kinds(modules: list[str]) -> dict[str, str]:
-    """Return those of `modules` that a kind of dataset brings, each with the kind."""
+    """Return the `modules` that belong to a kind of dataset, each with its kind."""
     packages = {f"{package}.": kind for kind, package in KINDS.items()}
     return {
         f"{module}.": kind
@@ -73,25 +73,29 @@ def of_kinds(modules: list[str]) -> dict[str, str]:
 
 
 def test_layers() -> None:
-    """The contracts in pyproject.toml: layers, pure models, no Snakemake in a stage."""
+    """The import contracts in pyproject.toml hold: layers, models in plain PyTorch, no Snakemake in a stage."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_computed_imports_are_in_one_place() -> None:
-    """The fingerprint cannot see them: the registry names the modules, the command line the stages'."""
+    """Only the registry and the command line import modules by computed names.
+
+    The fingerprint cannot follow such imports: the registry names the modules of studies, the command line the modules
+    of stages.
+    """
     computed = re.compile("import_module|__import__|spec_from_file")
     assert {module for module, file in MODULES.items() if computed.search(file.read_text())} == {
         "dlscale.core.registry",
         "dlscale.cli",
-        "dlscale.extensions.programs.hook.sitecustomize",  # in programs that know nothing of dlscale
-        "dlscale.outside.timed",  # the former place of a module
+        "dlscale.extensions.programs.hook.sitecustomize",  # runs in external programs, without dlscale
+        "dlscale.outside.timed",  # the former path of a module
     }
 
 
 def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
-    """Not even in a comment: what all studies share may not be shaped by one of them."""
+    """No shared file names a study or a kind of dataset, not even in a comment."""
     words = {
         "cosmo",
         "era5",
@@ -99,15 +103,15 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
         "vit",
         "crops",
         "pairs",
-        *(kind for kind in KINDS if kind != "files"),  # which is a word for much else
+        *(kind for kind in KINDS if kind != "files"),  # «files» is also an everyday word
         *(word for name in STUDIES for word in name.split("_")),
     }
-    words = words - {"starter"} | {"starter_cnn"}  # what starts processes is called a starter, too
-    # At the begin of a word or name; «activity» names none.
+    words = words - {"starter"} | {"starter_cnn"}  # «starter» also names a program that starts processes
+    # Only at the beginning of a word or name: «activity» does not match «vit».
     pattern = re.compile(rf"(?<![a-zA-Z])({'|'.join(sorted(words))})", re.IGNORECASE)
     tutorials = [file.parent for file in PACKAGE.glob("extensions/*/study.py")]
     rooms = [PACKAGE / "studies", PACKAGE / "datasets", *tutorials]
-    # Made from the registry; and a link to what is the user's.
+    # A generated file, and a link to the user's file.
     written = [PACKAGE / "config/config.schema.json", PACKAGE / "workflow/config.yaml"]
     files = [*PACKAGE.rglob("*"), *(ROOT / "rules").glob("*.smk"), ROOT / "Snakefile"]
     named = [
@@ -125,13 +129,13 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
 
 
 def test_every_study_has_a_tiny_run() -> None:
-    """`tests/tiny` has a file for each, and so all tests that go over the studies run it."""
+    """`tests/tiny` has a file for each study, so that all tests that loop over studies cover it."""
     assert set(TINY) == set(STUDIES)
 
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_study_resolves(study: str) -> None:
-    """Its kind of dataset is there, and its tiny run is valid."""
+    """A study's kind of dataset is registered, and its tiny run is valid."""
     assert STUDIES[study] in MODULES
     assert registry.study(study).dataset in KINDS
     plan = {"study": study, "settings": {**TINY[study]["run"], "dataset": "tiny"}, "runs": {"run": {}}}
@@ -144,7 +148,7 @@ def test_study_resolves(study: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_resolves(kind: str) -> None:
-    """What it brings is where the table of roles says; and a dataset of it is in some test."""
+    """The modules of a kind define the functions of their roles, and at least one test dataset has this kind."""
     assert registry.kind(kind).name == kind
     for role, functions in registry.ROLES.items():
         if module := registry.module_of(kind, role):
@@ -167,7 +171,7 @@ def test_a_run_reaches_its_own_study_and_no_other(stage: str, study: str) -> Non
     own = reachable([module for module in (STUDIES[study], samples) if module])
     assert STUDIES[study] in reached and (samples is None or samples in reached)
     assert not {module for name, module in STUDIES.items() if name != study} & set(reached)
-    # What all studies share reaches no model, and no kind of dataset.
+    # Code that all studies use imports no model and no kind of dataset.
     assert MODELS & set(reached) == MODELS & set(own) != set()
     assert of_kinds(reached) == of_kinds(own)
     assert {*of_kinds(reached).values()} <= {registry.study(study).dataset}
@@ -182,13 +186,13 @@ def test_a_run_reaches_its_own_loader_and_no_other(loader: str) -> None:
 
 @pytest.mark.parametrize("stage", RUN_STAGES)
 def test_a_stage_reaches_no_other(stage: str) -> None:
-    """Nor what shows results or asks before they are made."""
+    """A stage imports no other stage, no report and no preflight."""
     reached = reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
     assert {name for name in STAGES if STAGES[name].decides in reached} == {stage}
     assert not below("report", reached) | below("preflight", reached) and "dlscale.cli" not in reached
 
 
-#: What changes weights, gradients, or the state of random generators: nothing that stands around a training does it.
+#: Calls that change weights, gradients or random generators: forbidden in modules that only surround a training.
 TOUCHING = {
     *("backward", "zero_grad", "requires_grad_", "load_state_dict", "copy_", "fill_", "set_", "register_hook"),
     *("register_forward_hook", "register_forward_pre_hook", "clip_grad_norm_"),
@@ -198,7 +202,7 @@ TOUCHING = {
 }
 
 
-#: What stands around a training: entered by the command line and by the stage, and imported by nothing that trains.
+#: Modules that surround a training: the command line and the stage enter them; training code does not import them.
 AROUND = {
     *("dlscale.cli", "dlscale.core.process", "dlscale.core.progress"),
     *("dlscale.core.telemetry", "dlscale.core.board", "dlscale.parallel.rendezvous", "dlscale.parallel.selftest"),
@@ -215,7 +219,11 @@ def test_what_stands_around_a_training_is_not_imported_by_it(study: str) -> None
 
 @pytest.mark.parametrize("module", GUARDS)
 def test_a_guard_decides_no_result(module: str) -> None:
-    """No stage of a run counts it; it has no layer, no optimiser and no random number, and changes no tensor."""
+    """A guard module does not affect results.
+
+    Stages of runs leave it out of their fingerprint. It has no layer, no optimiser and no random number, and changes no
+    tensor.
+    """
     for stage in RUN_STAGES:
         assert module not in reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
     forbidden = ("torch.nn", "torch.optim", "torch.random", "random", "numpy.random", "dlscale.scores")
@@ -230,12 +238,12 @@ def test_a_guard_decides_no_result(module: str) -> None:
 
 
 def test_a_guard_counts_where_pages_are_made() -> None:
-    """How a number is written is a page's result, not a training's."""
+    """The report's fingerprint includes the text module: the format of numbers changes a page, not a training."""
     assert "dlscale.core.text" in reachable(["dlscale.report.report"])
 
 
 def test_measuring_needs_no_trainer() -> None:
-    """What only a training does, a measurement does not depend on."""
+    """A measurement does not depend on modules that only training needs."""
     trainer = {"dlscale.train.trainer", "dlscale.train.checkpoint"}
     assert trainer <= set(reachable(run_modules("train", next(iter(STUDIES)), LOADERS[0])))
     assert not trainer & set(reachable(run_modules("throughput", next(iter(STUDIES)), LOADERS[0])))
@@ -255,7 +263,10 @@ def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
-    """On the simulator alone; what was fetched does not change with the code that fetched it."""
+    """A raw file depends on its simulator only.
+
+    Changes of the download code do not affect downloaded files.
+    """
     dataset = DATASETS[name]
     maker = parts.kind_of(dataset).maker(dataset)
     reached = reachable(data_modules("acquire", dataset.kind, maker))
@@ -268,7 +279,7 @@ def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
     assert not (readers | {"dlscale.data.acquire"}) & set(reached)
 
 
-# ---- the fingerprint itself, on a package made for it ------------------------------------------------
+# ---- the fingerprint itself, on a package made for this test -----------------------------------------
 
 PROBE = """
 import sys
@@ -303,7 +314,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def probe(package: Path, *files: Path, module: str = "dlscale.entry") -> tuple[set[str], str]:
-    """Return what a module reaches there, and its fingerprint."""
+    """Return the modules that a module of the package reaches, and its fingerprint."""
     command = [sys.executable, "-c", PROBE, str(package), module, *map(str, files)]
     environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
@@ -312,7 +323,10 @@ def probe(package: Path, *files: Path, module: str = "dlscale.entry") -> tuple[s
 
 
 def test_reach(package: Path) -> None:
-    """Imports in functions and of siblings, packages on the way, circles; not names in strings, nor types alone."""
+    """The fingerprint follows imports in functions, of siblings and in cycles, and parent packages.
+
+    It does not follow names in strings or imports for types only.
+    """
     expected = {
         "dlscale",
         "entry",
@@ -329,7 +343,7 @@ def test_reach(package: Path) -> None:
 
 
 def test_digest_is_of_content(package: Path) -> None:
-    """Every reached file counts, with its content and not with its time; others do not."""
+    """The content of every reached file counts, its time does not; files that are not reached do not count."""
     style = package / "style.css"
     style.write_text("a {}")
     _, before = probe(package, style)
@@ -399,7 +413,10 @@ def check(x):
 
 
 def test_words_make_only_pages_again(package: Path) -> None:
-    """Descriptions, messages and log lines; not names, defaults, bounds, conditions and what is logged."""
+    """Changed descriptions, messages and log lines affect pages only.
+
+    Names, defaults, bounds, conditions and logged values affect stages, too.
+    """
     file = package / "folder/deep.py"
     (package / "report").mkdir()
     (package / "report/__init__.py").touch()
@@ -435,7 +452,10 @@ def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:
 
 
 def test_data_of_a_study_from_outside_stand_on_their_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the model, nor on what that imports."""
+    """Datasets of a study outside the package depend on their own module only.
+
+    They do not depend on the model, nor on modules that the model imports.
+    """
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.syspath_prepend(TEMPLATE)
     registry.add("waves", TEMPLATE / "waves.py")

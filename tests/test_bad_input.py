@@ -1,4 +1,4 @@
-"""Bad input and bad places: each ends in one clear message and exit status 2, with nothing half-written."""
+"""Bad input and folders without write access end in one clear message and exit status 2, without partial files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ Check = Callable[..., str]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return what a folder holds by path, hidden files included; a lock's file, which stays, and logs are left out."""
+    """Return a folder's files by path, hidden ones included; lock files, which stay, and logs are left out."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith((".lock", ".log"))]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
 def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Check:
-    """Return a function that runs a stage, asserts that it is refused and leaves no trace, and returns the message."""
+    """Return a function that runs a stage and returns its message.
+
+    It asserts that the stage is refused and leaves no file behind.
+    """
 
     def run(*arguments: object, folder: Path = tmp_path) -> str:
         before = contents(folder)
@@ -87,13 +90,16 @@ def damaged(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fi
 def test_a_file_that_makes_hdf5_loop(
     tmp_path: Path, refused: Check, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object without size in the heap of a text attribute."""
+    """A file with a text attribute that points to a heap object without size makes HDF5 loop.
+
+    The stage stops after its time limit and names the file.
+    """
     monkeypatch.setattr("dlscale.data.source.MAX_STRUCTURE_SECONDS", 1)
     path, good = damaged(tmp_path), write_volume(tmp_path / "b.h5", volume((8, 8, 8), 1))
     with h5py.File(path, "a") as file:
         file["Nbody"].attrs["names"] = ["a", "b"]
     content = bytearray(path.read_bytes())
-    size = content.index(b"GCOL") + 16 + 8  # of the first object
+    size = content.index(b"GCOL") + 16 + 8  # size of the first object
     content[size : size + 8] = (2**64 - 16).to_bytes(8, "little")
     path.write_bytes(content)
     settings = cosmo([path], [good], kind)
@@ -103,7 +109,7 @@ def test_a_file_that_makes_hdf5_loop(
 
 
 def test_a_reader_that_is_killed_blames_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by Linux, out of memory."""
+    """If the reading process is killed, such as by Linux for lack of memory, the message does not blame the file."""
     monkeypatch.setattr(data_source, "_walk_and_exit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match="was killed; give it more memory"):
         data_source.check_structure([write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1))])
@@ -141,7 +147,10 @@ def test_other_names_and_shapes(tmp_path: Path, refused: Check, change: Any, wor
 
 @pytest.mark.parametrize(("value", "factor"), [(np.nan, 1), (np.inf, 1), (-np.inf, 2)])
 def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float, factor: int) -> None:
-    """The message says where: file, field, channel and row, even of a density, whose logarithm has a floor."""
+    """The message names the file, field, channel and row of the first invalid value.
+
+    This includes densities, although their logarithm has a floor.
+    """
 
     def change(fields: dict[str, np.ndarray]) -> None:
         fields["Hydro"][0, 5, 1, 2] = fields["Hydro"][3, 6, 0, 0] = value
@@ -155,7 +164,10 @@ def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float
 
 
 def test_an_overdensity_is_no_density(tmp_path: Path, refused: Check) -> None:
-    """Its negative half would be raised to the logarithm's floor, in silence."""
+    """An overdensity is refused.
+
+    The logarithm's floor would silently raise its negative half.
+    """
 
     def change(fields: dict[str, np.ndarray]) -> None:
         fields["Nbody"][0] = fields["Nbody"][0] / fields["Nbody"][0].mean() - 1
@@ -184,14 +196,17 @@ def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:
 
 
 def test_a_series_of_one_time(tmp_path: Path, refused: Check) -> None:
-    """A pair needs two in one file, that is in one year."""
+    """A series needs two times in one file, that is in one year: a pair is made of two times."""
     years = write_years(tmp_path / "years", {"train": {2000: 4}, "valid": {2001: 1, 2002: 1}})
     text = refused(*describe(tmp_path, era5(years), *sorted(years.glob("*/*.h5"))))
     assert "valid: no file (of a year) holds two times, so there is no pair of states" in text
 
 
 def test_prepared_files_that_were_not_prepared(tmp_path: Path, refused: Check) -> None:
-    """Physical densities of 1e3 where their logarithm is expected would overflow; the other source kind is named."""
+    """Prepared files with physical densities are refused, and the message names the other source kind.
+
+    Values near 1e3 would overflow where their logarithm is expected.
+    """
     paths = [write_volume(tmp_path / name, volume((8, 8, 8), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
     text = refused(*describe(tmp_path, cosmo(paths[:1], paths[1:], "prepared"), *paths))
     assert "Nbody: channel 'dm_density'" in text and "source kind files" in text
@@ -337,14 +352,14 @@ def test_a_torn_manifest(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("content", [b'{"a": NaN}', b"[-Infinity]", b'{"a": "\xff"}', b"[" * 100_000, b"{"])
 def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
-    """Python's reader takes some of it."""
+    """Text that is not valid JSON is refused, even if Python's reader accepts it."""
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete it and run its stage again"):
         read_json(tmp_path / "a.json")
 
 
 def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
-    """Scratch is purged: data vanish, or are torn, after they were described."""
+    """Missing or truncated data files are found: a scratch file system may delete files after their description."""
     manifest = Manifest.read(shutil.copytree(era5_data, tmp_path / "data") / "manifest.json")
     data = manifest.path(manifest.files("train")[0])
     data.write_bytes(data.read_bytes()[:-100])
@@ -361,7 +376,7 @@ def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
-    """Acquire, preprocess and assemble each write 1.2 MB; the disk is as free afterwards as it was before."""
+    """Acquire, preprocess and assemble each fail to write 1.2 MB, and leave as much space free as before."""
     free = shutil.disk_usage(full_disk).free
     raw = cosmo_data / "source" / "box000.h5"
     piece = cosmo_data / "pieces" / "train" / "box000-0.h5"
@@ -378,12 +393,12 @@ def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
         assert shutil.disk_usage(full_disk).free >= free - 8192
 
 
-# ---- places that may not be written ------------------------------------------------------------------------
+# ---- folders without write access ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def without_rights(folder: Path) -> Iterator[None]:
-    """Take the right to write in `folder` from everybody; root, who needs none, becomes another user for a while."""
+    """Remove the right to write in `folder` for a while; root becomes another user, as root needs no rights."""
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     root = os.geteuid() == 0
@@ -401,8 +416,8 @@ def without_rights(folder: Path) -> Iterator[None]:
 
 
 def test_no_write_permission(refused: Check, cosmo_data: Path) -> None:
-    """Neither new files and folders, nor files that are there, nor logs."""
-    with tempfile.TemporaryDirectory() as name:  # not below tmp_path, where others may not even look
+    """New files, new folders, existing files and logs are refused without write permission."""
+    with tempfile.TemporaryDirectory() as name:  # not below tmp_path, which other users cannot read
         place = Path(name)
         shutil.copytree(cosmo_data, place / "data")
         piece, log = place / "data/pieces/train/box000-0.h5", place / "data/logs/x.log"
@@ -415,7 +430,7 @@ def test_no_write_permission(refused: Check, cosmo_data: Path) -> None:
             assert text.startswith(f"{log}: no permission to read or write")
 
 
-# ---- what is the file's fault, and what is not ----------------------------------------------------------------
+# ---- a file's fault or the program's ----------------------------------------------------------------------------
 
 
 def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:

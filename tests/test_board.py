@@ -1,4 +1,4 @@
-"""TensorBoard on `results/plans`: each run has what was measured of it, once however often it was measured."""
+"""TensorBoard on `results/plans` shows the measurements of each run once, even after repeated measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = {"throughput": {"warmup": 0, "trials": 1, "batches": 2}, "profile": {"skip
 
 
 def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
-    """Return all scalars of a run as TensorBoard calls it; a point that is there twice is an error."""
+    """Return all scalars of a run, by TensorBoard's name of the run; fail if a point occurs twice."""
     found = {}
     for name in board.GetAccumulator(run).Tags()["scalars"]:
         (point,) = board.Scalars(run, name)
@@ -36,7 +36,7 @@ def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
     return found
 
 
-#: Fills the disk of a folder, then writes points until an error is raised, which it prints.
+#: Script: fills the disk of a folder, then writes points until an error is raised, and prints this error.
 FILLING = """
 import sys
 from pathlib import Path
@@ -57,7 +57,7 @@ except OSError as error:
 
 
 def test_a_full_disk_is_one_error(full_disk: Path) -> None:
-    """The thread that writes has no traceback of its own."""
+    """A full disk is one error: the writing thread prints no traceback of its own."""
     ended = subprocess.run([sys.executable, "-c", FILLING, full_disk], capture_output=True, text=True, timeout=100)
     assert ended.stdout == "[Errno 28] No space left on device\n" and "Traceback" not in ended.stderr, ended
 
@@ -65,7 +65,10 @@ def test_a_full_disk_is_one_error(full_disk: Path) -> None:
 @pytest.mark.parametrize("mode", ["r", "w", "a", "a+"])
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device", "socket"])
 def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str, mode: str) -> None:
-    """Other users of a shared folder may put anything in a file's place; nothing waits for it or writes through it."""
+    """Links, pipes, devices and sockets are refused at once.
+
+    Other users of a shared folder may put any of these in the way of a file.
+    """
     path, victim = tmp_path / "it", tmp_path / "victim"
     victim.write_text("mine")
     with socket.socket(socket.AF_UNIX) as server:
@@ -109,7 +112,7 @@ def test_event_files_behind_a_link_are_kept(tmp_path: Path, place: str) -> None:
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    """A second one is told who holds it; nothing of the lock outlives a process that is killed."""
+    """A second writer is refused with the process that has the lock; a killed process leaves no lock behind."""
     code = (
         "import sys; from pathlib import Path; from dlscale.core.process import only_writer\n"
         "with only_writer(Path(sys.argv[1])): print(flush=True), input()"
@@ -126,7 +129,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """Of a plan of one run whose stages ran twice: what the second measured, once."""
+    """After its stages ran twice, a run shows the second measurement, once."""
     folder = tmp_path / "plans" / "p" / "r"
     folder.mkdir(parents=True)
     tiny_run("cosmo_unet", folder, **FEW)
@@ -150,7 +153,7 @@ def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> 
 
 @pytest.mark.slow
 def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
-    """The file that it has read is removed, and a new one has the same step."""
+    """TensorBoard shows the new value after its event file was replaced by one with the same step."""
     boards.write(tmp_path / "runs" / "r", {"value": 1.0})
     words = ["--logdir", tmp_path / "runs", "--port", 0, "--reload_interval", 1, "--host", "127.0.0.1"]
     command = [sys.executable, "-m", "tensorboard.main", *map(str, words)]
@@ -169,7 +172,7 @@ def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
                 try:
                     with urllib.request.urlopen(url, timeout=10) as answer:
                         points = json.load(answer)
-                except OSError:  # not yet known
+                except OSError:  # the run is not loaded yet
                     continue
                 if [point[2] for point in points] == [value]:
                     return True

@@ -1,4 +1,4 @@
-"""`dlscale compare` and `history`: results beside earlier ones; noise is no change, with `--gate` a loss fails."""
+"""`dlscale compare` and `history`: noise is not reported as a change, and with `--gate` a loss of speed fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.test_speedup import noisy
 
 
 class Machine:
-    """A machine on which runs of known speeds are measured again and again, each time a little otherwise."""
+    """A machine that measures runs of known speeds, with random noise in each measurement."""
 
     def __init__(self, root: Path, seed: int = 0) -> None:
         self.root, self._draw = root, np.random.default_rng(seed)
@@ -32,7 +32,7 @@ class Machine:
     def measure(
         self, folder: str, speeds: dict[str, float], spread: float | dict[str, float] = 0.01, **more: Any
     ) -> Path:
-        """Write a results folder with plan `p`; the first run is the one that the others are timed in turn with."""
+        """Write a results folder with plan `p`; all runs are timed in turn with the first."""
         results = Results(self.root / folder)
         for name, speed in speeds.items():
             path, own = results.run("p", name), spread[name] if isinstance(spread, dict) else spread
@@ -77,7 +77,7 @@ def test_two_results_are_compared_run_by_run(machine: Machine, capsys: pytest.Ca
     assert main(["compare", str(before), str(after)]) == 0
     said = capsys.readouterr().out
     first, fast = (rows(said)[f"p.{name}"] for name in ("first", "fast"))
-    assert first.startswith("100 100 1.00× ± 0.060, within noise – 0."), "not over itself"
+    assert first.startswith("100 100 1.00× ± 0.060, within noise – 0."), "the first run has no speed-up over itself"
     assert re.match(r"150 180 1\.20× ± 0\.0\d+ 1\.20× ± 0\.0", fast)
     assert f"only in {before}: p.faster" in said and f"only in {after}: p.new" in said
 
@@ -87,7 +87,7 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
     results = Results(machine.root / "results")
     results.run("q", "fast", loader={"kind": "torch", "workers": 4}, final=0.4)
     results.plan("q", {"fast": "fast"})
-    (machine.root / "p").mkdir()  # a plan's name is no folder's
+    (machine.root / "p").mkdir()  # a plan may have the name of a folder without results
     assert main(["compare", "p", "q", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["run"] for each in found["runs"]] == ["fast"]
@@ -97,7 +97,10 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
 
 
 def test_two_runs_are_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """By PLAN.RUN or their folders, of one plan or two; a run also with the run of its name in a plan or a folder."""
+    """Two runs are compared by PLAN.RUN or folder.
+
+    They may belong to one plan or two. A run is also compared with the run of the same name in a plan or folder.
+    """
     machine.measure("results", SPEEDS, spread=0)
     machine.measure("before", {"first": 50.0, "fast": 50.0}, spread=0)
     results = Results(machine.root / "results")
@@ -120,7 +123,7 @@ def test_two_runs_are_compared(machine: Machine, capsys: pytest.CaptureFixture[s
 
 
 def test_runs_of_other_studies_are_refused(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where plans, or runs in two folders, have one name; with --force they are compared."""
+    """Runs of different studies are refused without --force, even if their plans or runs have the same name."""
     for folder, study in (("results", "forecast"), ("elsewhere", "gas")):
         results = Results(machine.root / folder)
         for plan, its in (("p", study), ("same", "forecast"), ("q", "gas")):
@@ -149,7 +152,7 @@ def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.Capt
 
 
 def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """One run that lacks a result, of any plan in the folder, does not keep the others from being compared."""
+    """A run without a result is left out; all other runs are compared."""
     before, after = machine.measure("before", SPEEDS), machine.measure("after", SPEEDS)
     (before / "plans/p/fast/metrics.jsonl").unlink()
     assert main(["compare", str(before), str(after)]) == 0
@@ -183,7 +186,7 @@ def test_what_cannot_be_compared_is_one_message(
     results.plan("other", {"else": "else"})
     results.run("other", "empty", epochs=0, triplet=None)
     elsewhere = Results(machine.root / "elsewhere")
-    for plan in ("q", "r"):  # of other studies, it may be
+    for plan in ("q", "r"):  # which may be of other studies
         elsewhere.run(plan, "fast")
         elsewhere.plan(plan, {"fast": "fast"})
     (machine.root / "empty/plans").mkdir(parents=True)
@@ -197,7 +200,7 @@ def test_what_cannot_be_compared_is_one_message(
 
 @pytest.mark.slow
 def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements that vary by 1 %: of forty at most two fail, of forty with a run that is 5 % slower 38."""
+    """With noise of 1 %, at most two of forty equal results fail, and at least 38 of forty that are 5 % slower do."""
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path, seed=5)
     machine.measure("before", SPEEDS)
@@ -211,7 +214,10 @@ def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch
 
 
 def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that does other work, has another device, or was timed once, is not held against what was."""
+    """A slower run is named.
+
+    Runs with other work, another device or a single trial cannot be judged.
+    """
     before = machine.measure("before", SPEEDS)
     after = machine.measure("after", {**SPEEDS, "fast": 120.0})
     assert main(["compare", str(before), str(after)]) == 0
@@ -228,14 +234,14 @@ def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture
     assert "--gate holds speeds" in capsys.readouterr().err
 
 
-# ---- history: each over the one before -----------------------------------------------------------------
+# ---- history: each result over the one before ------------------------------------------------------------
 
 
 DAYS = ("2026-03-01", "2026-05-01", "2026-07-01")
 
 
 def measured(machine: Machine, speeds: tuple[float, ...]) -> list[str]:
-    """Measure plan `p` once a day of `DAYS`, the last time with another driver; return the folders, the last first."""
+    """Measure plan `p` on each day of `DAYS`, on the last with another driver; return the folders, newest first."""
     folders = []
     for day, speed in zip(DAYS, speeds, strict=True):
         folder = machine.measure(day, {"first": speed, "fast": 1.5 * speed}, spread=0)
@@ -250,7 +256,7 @@ def measured(machine: Machine, speeds: tuple[float, ...]) -> list[str]:
 
 def test_each_is_held_against_the_one_before(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     folders = measured(machine, (100.0, 101.0, 150.0))
-    shutil.copytree(folders[0], "copy")  # counts once
+    shutil.copytree(folders[0], "copy")  # the copy counts once
     assert main(["history", *folders, "copy", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     first = [each for each in found if each["run"] == "p.first"]

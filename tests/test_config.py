@@ -1,6 +1,4 @@
-"""Configuration: one message for each mistake, at the place where it was written; how settings are layered;
-and the published plans, number by number.
-"""
+"""Configuration: one message per mistake, at the key where it was written; layers of settings; published plans."""
 
 from __future__ import annotations
 
@@ -66,14 +64,14 @@ def plan(settings: Raw | None = None, study: str = "cosmo_unet", **more: Any) ->
 
 
 def message(**changes: Any) -> str:
-    """Return the message that the changed configuration ends in."""
+    """Return the error message of a changed configuration."""
     with pytest.raises(UserError) as caught:
         load(**changes)
     return str(caught.value)
 
 
 def one(text: str, path: str, *words: str) -> None:
-    """Assert that a message is one line, about `path`, and holds `words`."""
+    """Assert that a message is one line about `path` and contains `words`."""
     assert text.startswith(f"configuration: {path}: "), text
     assert "\n" not in text, text
     for word in words:
@@ -83,7 +81,7 @@ def one(text: str, path: str, *words: str) -> None:
 # ---- mistakes ----------------------------------------------------------------------------------------
 
 
-#: Settings with one mistake each: what is wrong, below the place where it was written, and what is said.
+#: Settings with one mistake each: the settings, the end of the key that the message names, and words of the message.
 MISTAKES = {
     "unknown key": ({"batchsize": 4}, "", ("'batchsize'", "did you mean 'batch_size'?")),
     "key of a section": ({"lr": 1e-3}, "", ("'lr'", "did you mean 'optimizer.lr'?")),
@@ -144,7 +142,7 @@ def in_study(wrong: Raw) -> tuple[Raw, str]:
 
 
 def in_rung_before(wrong: Raw) -> tuple[Raw, str]:
-    # `p` comes first, so it is while resolving its run that the mistake in `q` is met.
+    # `p` comes first: the mistake in `q` is met while the run of `p` is resolved.
     ladder = plan(kind="ladder", runs={"first": wrong, "second": {"label": "innocent"}})["plans"]["p"]
     first = {"study": "cosmo_unet", "from": "q.second", "runs": {"a": {}}}
     return {"plans": {"p": first, "q": ladder}}, "plans.q.runs.first"
@@ -227,7 +225,7 @@ def test_mistakes_outside_of_runs(changes: Raw, path: str, words: tuple[str, ...
 
 TWO, FSDP = {"gpus_per_node": 2}, {"kind": "fsdp"}
 
-#: What devices that share a model cannot do: the study, settings, and what is said.
+#: Settings that devices with a common model do not support: study, settings, and words of the message.
 UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "heads": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 3}}, "heads"),
     "devices": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 2}}, "tp"),
@@ -282,7 +280,7 @@ def test_two_mistakes_are_two_lines() -> None:
 
 
 def test_what_a_later_rung_makes_wrong_is_reported_where_it_stands() -> None:
-    """The crop of rung `a` fits; rung `b` changes to a smaller box, in which it does not."""
+    """A crop that fits the box of rung `a`, but not the smaller box of rung `b`, is reported at rung `a`."""
     small = {**COSMO, "source": {**COSMO["source"], "grid": 16}}
     rungs = {"a": {"samples": {"crop": 32}}, "b": {"dataset": "small"}}
     text = message(**plan(kind="ladder", runs=rungs), datasets={"small": small})
@@ -303,7 +301,7 @@ def test_circles_are_shown(plans: Raw, chain: str) -> None:
 
 
 def _nested(begin: str, end: str) -> str:
-    """Return a small YAML text in which each of eight mappings has the one before it nine times."""
+    """Return a short YAML text of eight mappings; each contains the previous one nine times."""
     lines = (f"z{i}: &a{i + 1} {{{begin.format(i)}{end}}}" for i in range(8))
     return "\n".join(["targets: [a]", "z: &a0 {x: 1}", *lines])
 
@@ -340,10 +338,10 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in this encoding$"):
             config.load_files(file)
     file.write_bytes(b"\xef\xbb\xbftargets: [a]\n")
-    assert read_yaml(file) == {"targets": ["a"]}, "with a byte order mark"
+    assert read_yaml(file) == {"targets": ["a"]}, "a byte order mark is allowed"
     with pytest.raises(UserError, match=r"absent\.yaml: no such file"):
         config.load_files(tmp_path / "absent.yaml")
-    merged = tmp_path / "merged.yaml"  # is no mistake: what is merged in may be written over, also before it is read
+    merged = tmp_path / "merged.yaml"  # no mistake: merged values may be overwritten, even before the merge is read
     merged.write_text("a: {b: &b {<<: &c {d: 1}, d: 2}}\ne: {<<: *b, d: 3}\nf: [*c, *c]\n")
     assert read_yaml(merged) == {"a": {"b": {"d": 2}}, "e": {"d": 3}, "f": [{"d": 1}, {"d": 1}]}
     assert stage("configure", "--settings", "{", "--out", tmp_path / "out.yaml") == cli.USER_ERROR
@@ -355,7 +353,10 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_plain_values_are_as_written(tmp_path: Path) -> None:
-    """YAML 1.1 reads 12:00:00 as 43200, 010 as 8, `no` as false, and 2020-01-01 as a date."""
+    """Plain values stay as they are written.
+
+    YAML 1.1 would read 12:00:00 as 43200, 010 as 8, `no` as false, and 2020-01-01 as a date.
+    """
     strings = "12:00:00 12:30 1:2 010 -012 0o17 0x1F 0b11 1_000 1e3 1.2.3 2020-01-01 no No off on yes Y y = .inf .nan"
     numbers = {"0": 0, "-3": -3, "+4": 4, ".5": 0.5, "5.": 5.0, "1.5e-3": 0.0015, "-1.0E+3": -1000.0}
     others = {"true": True, "FALSE": False, "null": None, "~": None, "": None, '"7"': "7"}
@@ -391,7 +392,10 @@ def test_a_tag_changes_no_value(value: str, tag: str) -> None:
 
 
 def test_a_key_decides_what_a_plain_value_means(tmp_path: Path) -> None:
-    """The same holds in each file of settings, and for values behind --config."""
+    """A plain value is read by the type of its key, in every file of settings.
+
+    The same holds for values after --config.
+    """
     base, file = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text(yaml.safe_dump(SOUND))
 
@@ -426,7 +430,10 @@ def test_a_key_decides_what_a_plain_value_means(tmp_path: Path) -> None:
 
 
 def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
-    """YAML reads 5E-4 as a string, and in a mapping behind --config everything is one."""
+    """Numbers in the form of strings are read as numbers.
+
+    YAML reads 5E-4 as a string, and all values of a mapping after --config are strings.
+    """
     file = tmp_path / "mine.yaml"
     file.write_text("plans: {sound: {settings: {optimizer: {lr: 5E-4, eps: 1e-3}}}}")
     written = yaml.safe_load(file.read_text())["plans"]["sound"]["settings"]["optimizer"]
@@ -456,7 +463,7 @@ def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
 
 
 def test_later_layers_win_and_the_rest_stays() -> None:
-    """Shipped, then the study's, the plan's, the run's: each of four keys is last set in another layer."""
+    """Each of four keys is set last in another layer: shipped, study, plan or run."""
     shipped = config.study_files()["cosmo_unet"].settings
     found = load(
         studies={"cosmo_unet": {"optimizer": {"lr": 1.0, "eps": 1.0, "weight_decay": 1.0}}},
@@ -486,7 +493,11 @@ def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
 
 
 def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where it has none, and processes share its cores, nor where a scheduler finds nodes that have them."""
+    """A run on more GPUs than this machine has is left out.
+
+    It stays if the machine has no GPU, since processes then share its cores, and if a scheduler finds nodes with enough
+    GPUs.
+    """
     two: Raw = {"geometry": {"gpus_per_node": 2}}
     runs: Raw = {"one": {}, "two": {**two, "seed": 5}, "again": {"precision": "bf16"}}
     cluster: Raw = {"site": {"scheduler": {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}}}
@@ -512,7 +523,10 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
 
 
 def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were not written: what it changes is not kept by those after it, and it is said what is missing."""
+    """A rung that the machine cannot run counts as not written.
+
+    Later rungs do not inherit its changes, and the missing requirement is reported.
+    """
     runs: Raw = {
         "a": {},
         "compiled": {"compile": {"mode": "default"}, "batch_size": 2, "needs": ["compiler"]},
@@ -559,16 +573,19 @@ def test_a_later_layer_changes_between_epochs_and_steps() -> None:
     runs = {"a": {"training": {"steps": 9}}, "b": {"training": {"epochs": 3}}, "c": {}}
     found = [resolved.run.training for resolved in load(**plan(kind="ladder", runs=runs)).plans["p"].values()]
     assert [(training.epochs, training.steps) for training in found] == [(None, 9), (3, None), (3, None)]
-    # Only the two settings exclude each other: a run may be called like one of them.
+    # Only the two settings exclude each other: a run may be named «epochs» or «steps».
     merged = config.merge(
         {"epochs": {"seed": 1}, "steps": {"seed": 2}, "parallel": {"bucket_mb": 9}},
-        {"steps": {"seed": 3}, "parallel": {"kind": "ddp"}},  # which it was without a word
+        {"steps": {"seed": 3}, "parallel": {"kind": "ddp"}},  # the default kind
     )
     assert merged == {"epochs": {"seed": 1}, "steps": {"seed": 3}, "parallel": {"bucket_mb": 9, "kind": "ddp"}}
 
 
 def test_a_local_batch_size_stands_for_the_global_one() -> None:
-    """Whichever is set last counts, at whatever layer; what stages see is the global one."""
+    """The batch size that is set last counts, local or global, in any layer.
+
+    Stages see the global one.
+    """
     devices = {"geometry": {"nodes": 2, "gpus_per_node": 4}}
     runs: Raw = {
         "default": {},
@@ -608,7 +625,7 @@ def test_shipped_plans_and_datasets_change_by_name() -> None:
     runs = found.plans["cosmo_published"]
     assert (runs["base"].run.batch_size, runs["bs256_opt"].run.batch_size, runs["more"].run.batch_size) == (16, 256, 64)
     assert {resolved.run.seed for resolved in runs.values()} == {3}
-    assert load().plans["cosmo_published"]["base"].run.seed == 0  # what is shipped is not changed for good
+    assert load().plans["cosmo_published"]["base"].run.seed == 0  # shipped plans are not changed permanently
 
 
 # ---- what the stages see -----------------------------------------------------------------------------
@@ -649,8 +666,8 @@ def test_a_dataset_reaches_its_stages(tmp_path: Path) -> None:
 
 
 def complaints(raw: Any) -> list[list[Any]]:
-    """Return the paths that the JSON schema complains about."""
-    plain = json.loads(json.dumps(raw, default=str))  # dates, as an editor's YAML has them
+    """Return the paths at which the JSON schema reports errors."""
+    plain = json.loads(json.dumps(raw, default=str))  # an editor's YAML has dates
     return [list(error.absolute_path) for error in jsonschema.Draft202012Validator(schema()).iter_errors(plain)]
 
 
@@ -668,7 +685,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
         "studies": {"cosmo_unet": {"optimizer": {"lr": 1e-3}}},
         "plans": {
             "cosmo_published": {"settings": {"seed": 3}},
-            "starter_weak": {"kind": "strong_scaling"},  # of a plan that a block makes, too
+            "starter_weak": {"kind": "strong_scaling"},  # for a plan that a block makes, too
             "other": {"study": "cosmo_unet", "settings": None, "runs": {"a": {}}},
             "mine": {"study": "cosmo_unet", "from": "sound.first", "runs": {"a": {"use": "sound.second"}, "b": None}},
         },
@@ -700,12 +717,12 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
 def test_the_schema_rejects_what_is_not(changes: Raw, path: list[Any]) -> None:
     found = complaints(config.merge(copy.deepcopy(SOUND), changes))
     assert found and all(complaint[: len(path)] == path for complaint in found)
-    message(**changes)  # and so does loading it
+    message(**changes)  # loading it fails, too
 
 
 # ---- published plans ---------------------------------------------------------------------------------
 
-#: batch, epochs, samples an epoch (training, validation), GPUs; learning rate after warm-up, warm-up steps.
+#: Batch, epochs, samples per epoch (training, validation), GPUs; learning rate after warm-up, warm-up steps.
 COSMO_PUBLISHED = {
     "base": (64, 10, 65536, 8192, 1, 2e-4, 0),
     "short": (64, 4, 4096, 512, 1, 2e-4, 0),
@@ -761,13 +778,13 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
         }
         assert {key: found[key] for key in wanted} == wanted, run_name
         assert getattr(run.loader, "reader", "numpy") == "numpy"
-        assert run.geometry.gpus_per_node <= 4  # those of the site that is shipped; Summit's nodes had six
+        assert run.geometry.gpus_per_node <= 4  # nodes of the shipped site have four GPUs; Summit's had six
     assert next(iter(runs.values())).throughput == Throughput(warmup=3, trials=3, batches=50)
 
 
 RATES = {16: 5e-4, 32: 7.07e-4, 64: 1e-3, 128: 1.41e-3, 256: 2e-3, 512: 2.83e-3, 1024: 4e-3, 2048: 5.66e-3}
 SHORT, N1024, N2048 = (512, 128), (1024, 1024), (2048, 2048)
-#: batch, steps, samples an epoch (training, validation; None is all), GPUs, learning rate, precision, compiled.
+#: Batch, steps, samples per epoch (training, validation; None means all), GPUs, learning rate, precision, compiled.
 ERA5_PUBLISHED = {
     "base": (16, 30000, None, 1, 5e-4, "tf32", False),
     "short": (16, 128, SHORT, 1, 5e-4, "tf32", False),
@@ -782,7 +799,7 @@ ERA5_PUBLISHED = {
     "mp_bs32": (32, 30000, None, 4, 7.07e-4, "fp16", True),
     "mp_patch4": (4, 30000, None, 4, 1e-3, "fp16", True),
 }
-#: The later edition: what differs, and what it does not have.
+#: Runs of the later edition: without bf16, with changed and additional runs.
 ERA5_SC25 = {
     **{name: row for name, row in ERA5_PUBLISHED.items() if "bf16" not in name},
     **{name: (*ERA5_PUBLISHED[name][:-1], False) for name in ("mp", "mp_bs16", "mp_bs32", "mp_patch4")},
@@ -805,7 +822,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
         found = run.model_dump(mode="json") | flat(run.model_dump(mode="json"))
         wanted = {
             **{"batch_size": batch, "training.steps": steps, "training.epochs": None, "precision": precision},
-            **{"optimizer.lr": rate, "schedule.scaling": "none"},  # literally, not by a rule
+            **{"optimizer.lr": rate, "schedule.scaling": "none"},  # given literally, not scaled by a rule
             "samples": {
                 **{"kind": "pairs", "dt": 1, "train": samples and samples[0], "valid": samples and samples[1]},
                 **{"subset": "first" if samples else "spread", "history": [], "clock": []},
@@ -827,7 +844,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
     assert load().workflow.datasets[runs["base"].dataset].crop == (360, 720)  # type: ignore[union-attr]
 
 
-#: The steps of the documents, in their order: what each changes.
+#: Steps of the documents in their order: the rung and its changes.
 STEPS: dict[str, list[tuple[str, Raw]]] = {
     "cosmo_published_ladder": [
         ("baseline", {}),
@@ -862,7 +879,7 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
 
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
 def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: list[tuple[str, Raw]]) -> None:
-    """Also where a rung is another plan's run: it is what its neighbours expect there."""
+    """Each rung adds its step to the previous rungs, even if the rung is a run of another plan."""
     found = config.load(
         {"targets": [name], "site": {"engine": "docker", "image": "some:image", "provides": ["dali"]}}
     ).plans
@@ -881,7 +898,7 @@ def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: l
 
 @pytest.mark.parametrize(("study", "steps"), [("cosmo", 60), ("era5", 32)])
 def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: int) -> None:
-    """As long as the documents' own, on samples of the last of four epochs."""
+    """Profiles cover as many steps as in the documents, in the last of four epochs."""
     found = load()
     profiled, ladder = (found.plans[f"{study}_published_{name}"] for name in ("profile", "ladder"))
     assert len(profiled) == 5 or found.left_out[f"{study}_published_profile"]
@@ -894,7 +911,7 @@ def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: in
 
 
 def test_the_larger_model_is_shared_in_the_published_batches() -> None:
-    """16 samples a GPU of one model's four, with the rates of the file; its first log is drawn beside it."""
+    """Four GPUs share one model and its 16 samples, with the learning rates of the published file."""
     runs = {name: each.run for name, each in load().plans["era5_published_mp"].items() if name.startswith("tp4")}
     assert {run.batch_size: run.optimizer.lr for run in runs.values()} == {16: 5e-4, 32: 7.07e-4, 64: 1e-3}
     for run in runs.values():
@@ -907,7 +924,7 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
     for study in config.study_files().values():
         for name, plan_ in study.plans.items():
             named = set(found.plans[name]) | set(found.left_out[name])
-            written = set(plan_.get("runs", named))  # a sweep, a scaling and a convergence make their own
+            written = set(plan_.get("runs", named))  # a sweep, a scaling or a convergence block makes its own runs
             assert named == written or (written < named and plan_.keys() & {"scaling", "convergence"})
         for figure in study.published:
             for name in (*figure.runs, *figure.like):
@@ -916,14 +933,17 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
 
 
 def test_no_key_of_a_published_figure_is_misspelt() -> None:
-    """A record leaves unknown keys alone, so that a later version may add some; here none may be."""
+    """Published figures have no unknown keys.
+
+    Records ignore unknown keys, so that a later version may add some; a misspelt key would be ignored, too.
+    """
     for name, study in registry.studies().items():
         for figure in yaml.safe_load(study.yaml.read_text()).get("published", []):
             assert set(figure) <= set(Published.model_fields), name
 
 
 def test_figures_belong_to_the_runs_that_made_them() -> None:
-    """Those of one device, of one node and of several; and what was a run of another plan."""
+    """Figures belong to their runs: on one device, on one node, on several nodes, and in another plan."""
 
     def figures(name: str, run: str) -> list[tuple[str, float]]:
         return [
@@ -934,7 +954,7 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
 
     expected = {
         "short": [("SC23", 9.4), ("SC24", 8.8)],
-        "base": [],  # it trains on; its speed was not told
+        "base": [],  # a longer training without a published speed
         "short_opt_bf16": [("SC23", 42.8), ("SC24", 55.0), ("SC25", 64.0)],
         "mp": [("SC23", 12.0), ("SC24", 93.1 / 4)],
     }
@@ -963,7 +983,10 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
 
 @pytest.mark.parametrize(("name", "calls"), [("gpu4", 8), ("gpu4_bucket100", 5), ("gpu8_bucket100", 5)])
 def test_gradients_of_the_published_unet_take_the_published_calls(name: str, calls: int) -> None:
-    """By PyTorch's own assignment of gradients to buckets: the last limit holds for all that follow."""
+    """PyTorch's own assignment of gradients to buckets gives the published number of calls.
+
+    The last limit holds for all further buckets.
+    """
     run = load().plans["cosmo_published_ddp"][name].run
     with torch.device("meta"):
         gradients = list(UNet3D(4, 5, widths=run.model.widths).parameters())[::-1]
@@ -984,9 +1007,9 @@ def test_gradients_of_the_published_unet_take_the_published_calls(name: str, cal
     ],
 )
 def test_each_published_log_has_all_its_losses(study: str, source: str, runs: int, sums: dict[str, float]) -> None:
-    """Of each run whose speed a document's log tells, losses of training and validation: as many epochs of both.
+    """Runs with a published speed have training and validation losses of equally many epochs.
 
-    Their sums are those of all losses that the document prints.
+    Their sums equal the sums of all losses that the document prints.
     """
     published = config.study_files()[study].published
     logs: dict[str, dict[str, list[float]]] = {}
@@ -1006,7 +1029,10 @@ def test_each_published_log_has_all_its_losses(study: str, source: str, runs: in
 
 
 def test_a_published_figure_says_its_devices_and_its_unit() -> None:
-    """A label that counts GPUs goes with `gpus`, by which cost divides; a time is one, whatever its unit."""
+    """A figure with a number of GPUs in its label has `gpus`, by which the cost divides.
+
+    A metric of time is called `time`, in s, min or h.
+    """
     for study in config.study_files().values():
         for figure in study.published:
             if count := re.match(r"(\d+) GPUs", figure.label):
@@ -1017,7 +1043,10 @@ def test_a_published_figure_says_its_devices_and_its_unit() -> None:
 
 
 def test_the_published_table_of_imagenet_has_the_batches_of_its_runs() -> None:
-    """The repository names the runs of May by GPUs and images a GPU; `plot.py` has their speeds and times."""
+    """The published table has the batch sizes of its runs.
+
+    The repository names the runs of May by GPUs and images per GPU; `plot.py` has their speeds and times.
+    """
     table = [each for each in config.study_files()["imagenet_resnet50"].published if "table" in each.series]
     for metric, values in {
         "speed": [2925, 5735, 10768, 20367.57, 37488.15],
@@ -1036,7 +1065,10 @@ def test_the_committed_schema_is_the_configurations() -> None:
 
 @pytest.mark.slow
 def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
-    """Each run with its own; a ladder's rungs still stand on each other, and a run of another plan is not repeated."""
+    """Each run is repeated with the seeds that follow its own.
+
+    Rungs of a ladder still build on each other, and a run of another plan is not repeated.
+    """
     found = load(
         **plan(
             {"seed": 5},
@@ -1079,7 +1111,10 @@ def test_repeats_that_cannot_be(more: Raw, message_: str) -> None:
 
 
 def test_every_key_is_described_and_stands_in_the_reference() -> None:
-    """With its default, where it has one; the page is what the command prints."""
+    """Every key has a description and a row in the reference, with its default if it has one.
+
+    The page equals the output of the command.
+    """
     found = schema()
     models = {"the file": found, **found["$defs"]}
     bare = [f"{name}.{key}" for name, model in models.items() for key, node in model.get("properties", {}).items()
@@ -1133,7 +1168,7 @@ def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, A
     ],
 )
 def test_a_page_of_own_targets_has_its_own_title(layers: list[dict[str, Any]], title: str) -> None:
-    """A title belongs to the targets that it was written with, or after."""
+    """A title applies to targets that were written in the same layer or in an earlier one."""
     runs = {"study": "mnist_cnn", "runs": {"a": {}}}
     plans = {"demo": runs, "rates": {**runs, "title": "Learning rates"}, "other": runs}
     every = [{"targets": ["demo"], "report": {"title": "dlscale demo"}, "plans": plans}, *layers]
@@ -1207,8 +1242,8 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
 
 
 def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its YAML file is as much a place for an address as the user's own."""
-    monkeypatch.setattr(registry, "_added", {})  # other tests know the shipped studies alone
+    """Secrets in a study's own YAML file are hidden like those in the user's file."""
+    monkeypatch.setattr(registry, "_added", {})  # other tests use the shipped studies only
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "secretive.py").write_text((TEMPLATE / "waves.py").read_text())
     (tmp_path / "waves_data.py").write_text((TEMPLATE / "waves_data.py").read_text())
@@ -1226,7 +1261,7 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
 def test_a_mistake_in_an_outside_study_is_reported_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_added", {})  # other tests know the shipped studies alone
+    monkeypatch.setattr(registry, "_added", {})  # other tests use the shipped studies only
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("waves", "waves_data"):
         (tmp_path / f"{name.replace('waves', 'ripples')}.py").write_text(
@@ -1245,7 +1280,10 @@ def test_a_mistake_in_an_outside_study_is_reported_with_its_file(
 def test_paths_count_from_the_file_that_they_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, seen: str
 ) -> None:
-    """A study's, and those of datasets, of the file that is given and of the study's own; addresses stay."""
+    """Paths are relative to the file that contains them: the given file, or the study's own.
+
+    This holds for the study's path and for paths of datasets. Addresses are unchanged.
+    """
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     place = tmp_path / "its place"
@@ -1264,12 +1302,12 @@ def test_paths_count_from_the_file_that_they_stand_in(
         files = found.workflow.datasets[name].source.all
         assert files.input == seen.format(tmp=tmp_path) + f"{name}/x.npy" and files.target == "https://h.org/y.npy"
     typed = config.load_files(over=[{**given["_run"], "studies": {"ripples": str(place / "ripples.py")}}])
-    assert typed.workflow.datasets["given"].source.all.input == "given/x.npy", "what is typed is as it is"
+    assert typed.workflow.datasets["given"].source.all.input == "given/x.npy", "paths on the command line are unchanged"
 
 
 def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
-    """Of those that are listed none decides on time, memory, processes or files."""
-    free = {"select", "betas", "depth"}  # compared; checked to be shares; an enumeration
+    """Every number has an upper bound, except those that cost no time, memory, processes or files."""
+    free = {"select", "betas", "depth"}  # compared only; checked to be fractions; an enumeration
     open_ended = []
 
     def walk(node: Any, key: str, holder: str) -> None:
@@ -1307,7 +1345,7 @@ def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
 
 
 def test_a_plan_is_not_called_as_the_results_of_measure() -> None:
-    """They would be in one folder."""
+    """A plan named like the results of `dlscale measure` is refused: both would use one folder."""
     plan = {"study": "starter_cnn", "runs": {"a": {}}}
     with pytest.raises(UserError, match=r"plans\.measured: `dlscale measure` uses this name; choose another"):
         config.load({"targets": ["measured"], "plans": {"measured": plan}})

@@ -25,12 +25,12 @@ def simulate(path: Path, index: int, progress: Callable[..., None] = lambda *don
 
 
 def wave(grid: int, axis: int, cycles: int = 1) -> np.ndarray:
-    """cos(2π·cycles·x/L) along one axis, [N, N, N] float32."""
+    """Return cos(2π·cycles·x/L) along one axis, [N, N, N] float32."""
     return np.cos(2 * np.pi * cycles * np.indices((grid, grid, grid))[axis] / grid).astype(np.float32)
 
 
 def smooth_field(grid: int, box: float, rms: float) -> np.ndarray:
-    """A random field without small scales, so that linear theory holds where it is small."""
+    """Return a random field without small scales, so that linear theory holds if the field is small."""
     field = simulator.gaussian_field(grid, box, lambda k: np.exp(-((k * box / 6) ** 2)), rng(3))
     return field * np.float32(rms / field.std())
 
@@ -55,7 +55,7 @@ def measure_power(delta: np.ndarray, box: float) -> tuple[np.ndarray, np.ndarray
     power = np.abs(np.fft.rfftn(delta)).astype(np.float64) ** 2 * (box**3 / grid**6)
     full, half = (2 * np.pi * each(grid, box / grid) for each in (np.fft.fftfreq, np.fft.rfftfreq))
     k = np.sqrt(full[:, None, None] ** 2 + full[None, :, None] ** 2 + half**2)
-    # The half-space stores one of each conjugate pair, except on its two faces, which hold both.
+    # The half-space stores one of each conjugate pair, except on its two faces, which contain both.
     twice = np.full(grid // 2 + 1, 2.0)
     twice[[0, -1]] = 1.0
     count = np.broadcast_to(twice, k.shape).ravel()
@@ -68,7 +68,7 @@ def measure_power(delta: np.ndarray, box: float) -> tuple[np.ndarray, np.ndarray
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """One default box of 64³ in 32 Mpc/h: channel name -> values."""
+    """Return a default box of 64³ cells in 32 Mpc/h: channel name -> values."""
     path = simulate(tmp_path_factory.mktemp("cosmo") / "box.h5", grid=64, box_mpc_h=32.0, seed=7, index=0)
     with h5py.File(path) as file:
         return {c: v for d in file.values() for c, v in zip(d.attrs["channels"], d[:], strict=True)}
@@ -78,9 +78,10 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 
 def test_initial_field_has_the_asked_power() -> None:
-    # A shell of m modes (half of them conjugates of the others) scatters by sqrt(2/m) in one realisation. The lowest
-    # shell here, two fundamental modes from the origin, has 62: 18 %. Sixty realisations bring it to 2.3 %, and the
-    # 10 % below to four of its standard deviations; the curvature of P across a shell takes about 3 % there.
+    # A shell of m modes (half of them conjugates of the other half) scatters by sqrt(2/m) in one realisation. The
+    # lowest shell here, two fundamental modes from the origin, has 62: 18 %. Sixty realisations reduce this to 2.3 %,
+    # so that the tolerance of 10 % is four standard deviations; the curvature of P across a shell takes about 3 % of
+    # it.
     grid, size, realisations = 32, 64.0, 60
     fields = [simulator.gaussian_field(grid, size, simulator.power_spectrum, rng(i)) for i in range(realisations)]
     k, _ = measure_power(fields[0], size)
@@ -103,8 +104,8 @@ def test_spectrum_is_normalised_to_sigma8() -> None:
 
 
 def test_spectrum_has_the_values_of_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # T(k) of Eisenstein & Hu 1998 without wiggles, computed apart in the paper's own units (1/Mpc), for Ω_m = 0.3,
-    # Ω_b = 0.05, h = 0.7, at 2.7255 K.
+    # T(k) of Eisenstein & Hu 1998 without wiggles, computed independently in the paper's own units (1/Mpc), for Ω_m =
+    # 0.3, Ω_b = 0.05, h = 0.7, at 2.7255 K.
     for name, value in (("OMEGA_M", 0.3), ("OMEGA_B", 0.05), ("HUBBLE", 0.7)):
         monkeypatch.setattr(simulator, name, value)
     k = np.array([0.01, 0.03, 0.1, 1.0])
@@ -208,7 +209,7 @@ def test_temperature() -> None:
     still = simulator.temperature(density, np.zeros(5, np.float32))
     assert still[2] == pytest.approx(1.2e4, rel=0.05)
     assert still[1] / still[2] == pytest.approx(0.1**0.5, rel=0.05)
-    assert still[4] < 1.2e4 * 10**0.5  # cooling ends the rise
+    assert still[4] < 1.2e4 * 10**0.5  # cooling limits the rise
     assert np.all(simulator.temperature(density, np.full(5, -300, np.float32)) == still)  # expanding: no shock
     shocked = simulator.temperature(density, np.full(5, 100, np.float32))
     assert shocked[4] - still[4] == pytest.approx(1.34e5, rel=0.02)  # 3/16 μ m_p v² / k_B at 100 km/s
@@ -259,5 +260,5 @@ def test_same_arguments_same_bytes_and_other_arguments_another_box(tmp_path: Pat
     for path in paths[1:]:
         with h5py.File(path) as file:
             densities.append(np.log(file["Hydro"][0]).ravel())
-    # 24³ cells scatter by 1 %, a few per cent with the large modes that they share
+    # Correlations of 24³ independent cells scatter by 1 %, with common large modes by a few per cent.
     assert abs(np.corrcoef(densities) - np.eye(4)).max() < 0.15

@@ -1,4 +1,4 @@
-"""Cost: seconds, node-hours and charges against numbers that were computed by hand, and the messages."""
+"""Cost: seconds, node-hours and charges, compared with numbers computed by hand; and the messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(tmp_path: Path, **changes: Any) -> Configuration:
 
 
 def ladder(**settings: Any) -> dict[str, Any]:
-    """Return the change of the ladder's settings."""
+    """Return a change of the ladder's settings."""
     return {"cosmo_ladder": {"settings": settings}}
 
 
@@ -53,12 +53,12 @@ def work(configuration: Configuration, name: str, stage: Any = "train") -> Work:
     return cost.run_work(configuration, *name.split("."), stage)
 
 
-#: What Perlmutter has.
+#: Device record of Perlmutter's GPUs.
 A100 = {"kind": "cuda", "name": "NVIDIA A100-SXM4-40GB"}
 
 
 def measured(results: Path, work: Work, rate: object, device: dict | None = None, **changes: Any) -> Path:
-    """Leave behind what the throughput stage would, of the run or of one with other settings."""
+    """Write the record that the throughput stage would write for the run with `changes`; return its file."""
     settings = config.merge(work.run.model_dump(mode="json"), changes)
     file = results / "plans" / work.plan / work.run_name / "throughput.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,27 +88,35 @@ def manifest(results: Path, dataset: str, **rows: list[int]) -> None:
 
 
 def test_epochs(tmp_path: Path) -> None:
-    """4 epochs of 4096 crops, and 512 to validate before them and after each, published at 85.2 samples/s."""
+    """The estimate of a training counts its samples and uses the published speed.
+
+    It has 4 epochs of 4096 crops, with 512 for validation before the first epoch and after each, published at 85.2
+    samples/s.
+    """
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path, scheduler())
     assert found.basis == "published"
     assert found.seconds == pytest.approx((16384 + 2560 / 3) / 85.2 + 120) == pytest.approx(322.3, abs=0.1)
-    # 6 trials of 50 batches of 64, in three modes; by the clock 18 trials of a second, and 30 s of turns.
+    # 6 trials of 50 batches of 64, in three modes; also 18 trials of one second by the clock, and 30 s of paired
+    # timing.
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120 + 18 + 30)
-    # A limit has room for turns of 90 s: 1.5 x 904 s are 23 minutes, not 22.
+    # A limit allows for 90 s of paired timing: 1.5 x 904 s are 23 minutes, not 22.
     assert cost.minutes(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler()) == 33
     tuned = cost.estimate(work(load(tmp_path), "cosmo_ladder.compile", "tune"), tmp_path, scheduler())
-    assert tuned == Estimate(120 + 120, "settings"), "it measures for as long as it says, whatever the rate"
+    assert tuned == Estimate(120 + 120, "settings"), "tuning takes the time in its settings, at any rate"
 
 
 def test_data_without_a_sample(tmp_path: Path) -> None:
-    """What is wrong with them doctor says."""
+    """A dataset without samples has no known amount of work; `dlscale doctor` reports its fault."""
     configuration = load(tmp_path, plans=ladder(training={"epochs": None, "steps": 10}))
     assert training_work(work(configuration, "cosmo_ladder.baseline").run, 0, 8) is None
 
 
 def test_profile(tmp_path: Path) -> None:
-    """Of nsys, in processes of its own, and torch: 10 steps to warm up, 3 windows of 20; published, measured."""
+    """The estimate of a profile covers nsys, in processes of its own, and torch.
+
+    Each has 10 warm-up steps and 3 windows of 20 steps. The rate is published or measured.
+    """
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "profile"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(2 * (10 + 3 * 20) * 64 / 85.2 + 2 * 120)
     four = work(load(tmp_path), "cosmo_profile.four", "profile")
@@ -120,7 +128,10 @@ def test_profile(tmp_path: Path) -> None:
 
 
 def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:
-    """202 samples/s were those of four GPUs together, a quarter of it on each of eight; they step alone, too."""
+    """A published speed of several devices is divided by their number.
+
+    Four GPUs together reached 202 samples/s; eight reach twice as much. Steps without averaging are a fourth mode.
+    """
     found = cost.estimate(work(load(tmp_path), "era5_published.bs64_opt", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(4 * 6 * 50 * 64 / 202 + 120 + 24)
     runs = {"bs64_opt": {"geometry": {"nodes": 2, "gpus_per_node": 4}}}
@@ -131,12 +142,12 @@ def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("cosmo_demo.bf16", {}),  # tables show the figure beside the demo, which is of another size
+        ("cosmo_demo.bf16", {}),  # tables show the figure next to the demo, which differs in size
         ("era5_demo.baseline", {}),
         ("cosmo_ladder.baseline", {"model": {"widths": [64, 128, 256]}}),
         ("cosmo_ladder.baseline", {"samples": {"crop": 128}}),
         ("cosmo_ladder.baseline", {"dataset": "cosmo_demo"}),
-        ("cosmo_ladder.compile", {}),  # nobody published it
+        ("cosmo_ladder.compile", {}),  # without a published figure
         ("cosmo_published.base", {}),
     ],
 )
@@ -165,7 +176,10 @@ def test_a_published_figure_is_of_the_full_size(tmp_path: Path, name: str, setti
     ids=lambda other: next(iter(other)),
 )
 def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict) -> None:
-    """Nor does it where the run has other settings since, which config.yaml beside it may say already."""
+    """A measurement with other settings or on another device does not count.
+
+    Its own record decides: config.yaml next to it may already have the newer settings.
+    """
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     file = measured(tmp_path, here, **{"rate": 50.0, **other})
     (file.parent / "config.yaml").write_text(yaml.safe_dump(here.run.model_dump(mode="json")))
@@ -173,7 +187,10 @@ def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict)
 
 
 def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
-    """The learning rate is no work; the slowest of several; the run's own before all."""
+    """A measurement of another run with the same work counts.
+
+    The learning rate does not change the work. The slowest of several measurements counts, unless the run has its own.
+    """
     configuration = load(tmp_path, plans=ladder(optimizer={"lr": 0.5}))
     here, other = (work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
     for name, rate in (("one", 50.0), ("two", 40.0)):
@@ -186,7 +203,7 @@ def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
 
 
 def test_the_digest_is_that_of_the_stage(tmp_path: Path) -> None:
-    """What the throughput stage sees of a run has the compute settings of the whole run, in every shipped plan."""
+    """The throughput stage's settings have the compute digest of the complete run, in every shipped plan."""
     for runs in load(tmp_path).plans.values():
         for resolved in runs.values():
             seen = load_run(json.dumps(resolved.run.slice("throughput")), "throughput")
@@ -203,7 +220,10 @@ def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.slow
 def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
-    """All pairs 6 times apart: 94 of 100 in one file, 44 of 50 in another, none of 5."""
+    """The number of samples is read from the dataset.
+
+    Pairs are 6 times apart: 94 in a file of 100, 44 in a file of 50, none in a file of 5.
+    """
     here = work(load(tmp_path), "era5_uk.vit")
     measured(tmp_path, here, 10.0)
     assert cost.estimate(here, tmp_path, scheduler()) == Estimate(None, "limit")
@@ -213,21 +233,27 @@ def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     assert found.basis == "measured" and found.seconds == pytest.approx((25 * 138 + 26 * 24 / 3) / 10 + 120)
     here = work(load(tmp_path), "era5_demo.baseline")
     measured(tmp_path, here, 10.0)
-    manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # 256 and 64 are asked for
+    manifest(tmp_path, "era5_demo", train=[101], valid=[1001])  # the plan requests 256 and 64
     assert cost.estimate(here, tmp_path, scheduler()).seconds == pytest.approx((3 * 100 + 4 * 64 / 3) / 10 + 120)
 
 
 @pytest.mark.parametrize(("rate", "minutes"), [(85.2, 19), (1e9, 15), (17237.3334 / 480, 25)])
 def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
-    """322 s are 8.06 minutes with half of it added; 120 s alone ask for the least; 600 s make 15 minutes, 10 on top."""
+    """The time limit is 1.5 times the estimate plus 10 minutes, at least 15 minutes.
+
+    322 s become 19 minutes, 120 s the minimum, 600 s 25 minutes.
+    """
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     measured(tmp_path, here, rate)
     assert cost.minutes(here, tmp_path, scheduler()) == minutes
 
 
 def test_minutes_of_the_shipped_demo(tmp_path: Path) -> None:
-    """Before anything is made or measured they are minutes, not 12 hours; of more work more, to the site's limit."""
-    configuration = load(tmp_path)  # of files that nobody has seen yet neither samples nor channels are known
+    """Before anything is made or measured, the demo's jobs request minutes, not 12 hours.
+
+    More work requests more time, up to the site's limit.
+    """
+    configuration = load(tmp_path)  # samples and channels of files that do not exist yet are unknown
     for unknown in work(configuration, "cosmo_ladder.compile"), cost.data_work(configuration, "era5_uk", 1):
         assert cost.minutes(unknown, tmp_path, scheduler()) is None
     waiting = cost.works(configuration)
@@ -244,7 +270,10 @@ def test_minutes_of_the_shipped_demo(tmp_path: Path) -> None:
 
 
 def test_a_bound_by_hand(tmp_path: Path) -> None:
-    """A forward pass of `cosmo_demo` takes 2 x 64 x (16^3 x 8 (4 + 2 x 5) + 8^3 x 16 (8 + 8)) FLOPs a crop of 32^3."""
+    """The bound equals the one computed by hand.
+
+    A forward pass of `cosmo_demo` takes 2 x 64 x (16^3 x 8 (4 + 2 x 5) + 8^3 x 16 (8 + 8)) FLOPs per crop of 32^3.
+    """
     here = work(load(tmp_path), "cosmo_demo.baseline")
     assert here.run and here.dataset
     data = cost.manifest_of("cosmo_demo", here.dataset, tmp_path)
@@ -256,7 +285,7 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", TINY)
 def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
-    """Channels, grids, classes and rows: of the files that the stages make."""
+    """An outline has the channels, grids, classes and rows of the files that the stages will make."""
     made = Manifest.read(tiny_data(study) / "manifest.json")
     outline = cost.manifest_of("none", parts.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
     for name, field in outline.fields.items():
@@ -283,7 +312,7 @@ def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
         (1, 2, "shared", 0.5),
         (1, 4, "regular", 1),
         (2, 4, "regular", 2),
-        (1, 3, "regular", 1),  # too large for a part: all of the node is charged
+        (1, 3, "regular", 1),  # too large for a part: the complete node is charged
     ],
 )
 def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) -> None:
@@ -317,7 +346,7 @@ def test_a_dry_run_marks_what_was_never_timed(here: cost.Expected, words: str) -
 
 
 def test_what_a_job_here_takes(tmp_path: Path) -> None:
-    """Not known before it was timed; then as it took the last time, or as its measured rate says."""
+    """A job's time is unknown at first, then its last time, or computed from the measured rate."""
     train = work(load(tmp_path), "cosmo_ladder.baseline")
     never = cost.Expected(0.0, untimed=1)
     assert cost.seconds_here("train", train, tmp_path) == never
@@ -334,10 +363,13 @@ def test_what_a_job_here_takes(tmp_path: Path) -> None:
 
 
 def test_paired_timing_is_in_the_estimate(tmp_path: Path) -> None:
-    """`throughput.beside` seconds, also of a run never timed; on a busy machine three times as many."""
+    """The estimate includes `throughput.beside` seconds of paired timing, even for a run never timed.
+
+    On a busy machine paired timing takes three times as long.
+    """
     timing = work(load(tmp_path), "cosmo_ladder.baseline", "throughput")
     assert timing.run and timing.run.throughput.beside == 30
-    assert cost.seconds_here("throughput", timing, tmp_path) == cost.Expected(48.0, untimed=1), "18 of trials, too"
+    assert cost.seconds_here("throughput", timing, tmp_path) == cost.Expected(48.0, untimed=1), "with 18 s of trials"
     measured(tmp_path, timing, 100.0, {"kind": "cpu"})
     found = cost.seconds_here("throughput", timing, tmp_path)
     samples = cost.STAGES["throughput"].work(timing.run, None, None)  # type: ignore[misc]
@@ -346,7 +378,7 @@ def test_paired_timing_is_in_the_estimate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit", "imagenet_resnet50"])
 def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> None:
-    """Whatever settings a published plan adds to its study's."""
+    """Published speeds price the shipped plans that they name, with any settings that these plans add."""
     own = config.study_files()[study]
     figures = [figure for figure in own.published if figure.speed]
     named = {run for figure in figures for run in figure.runs if run.partition(".")[0] in own.plans}
@@ -361,13 +393,14 @@ def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> N
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:
-    """Nodes without GPUs: CPUs are the part of a node, and there are no GPU-hours."""
+    """On nodes without GPUs, CPUs decide the charged fraction of a node, and GPU-hours are zero."""
     site = scheduler(gpu_nodes={"gpus": 0, "cpus": 64, "account_suffix": ""}, data_cpus=16, part_qos=None)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     measured(tmp_path, here, (16384 + 2560 / 3) / 3480, {"kind": "cpu", "name": "EPYC"})
     (row,) = cost.price([here], site, tmp_path)
     assert row.geometry == "1 node x 1 process = 1 rank (dp 1)"
-    assert (row.hours["node_hours"], row.hours["gpu_hours"]) == (pytest.approx(1.0), 0)  # QOS regular: the whole node
+    # QOS regular charges the complete node
+    assert (row.hours["node_hours"], row.hours["gpu_hours"]) == (pytest.approx(1.0), 0)
     site = site.model_copy(update={"whole_qos": None})
     (row,) = cost.price([here], site, tmp_path)
     assert row.hours["node_hours"] == pytest.approx(0.25)
@@ -375,7 +408,7 @@ def test_cpu_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """A rate has to be of this machine's own devices; a GPU's published figure needs a GPU."""
+    """A measured rate counts if it was measured on this machine's devices; a published GPU figure needs a GPU."""
     monkeypatch.setattr("dlscale.preflight.cost.gpus", lambda: gpus)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     assert cost.estimate(here, tmp_path).basis == ("published" if gpus else "limit")
@@ -387,7 +420,10 @@ def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gp
 
 
 def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
-    """Those of later rungs neither: settings may have changed, and files alone would say «nothing to run»."""
+    """Trials that train again count as missing, also in later rungs.
+
+    Their settings may have changed; files alone would mean «nothing to run».
+    """
     plan = {
         "study": "mnist_cnn",
         "kind": "sweep",
@@ -396,7 +432,7 @@ def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
     }
     configuration = load(tmp_path, plans={"swept": plan})
     rungs = [training_work(work(configuration, f"swept.seed-1-rung{rung}").run, 90, 0) for rung in (0, 1)]
-    assert rungs == [180, 180], "the second goes on after two epochs"
+    assert rungs == [180, 180], "the second rung continues after two epochs"
     for name in ("seed-1-rung0", "seed-2-rung0", "seed-1-rung1"):
         (tmp_path / "plans/swept" / name).mkdir(parents=True)
         for file in ("metrics.jsonl", "provenance.json"):
@@ -412,7 +448,10 @@ def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
 
 
 def test_works(tmp_path: Path) -> None:
-    """A run named with `use` once, under its own name; what has its results, not; data first."""
+    """A run that `use` names counts once, under its own name.
+
+    Finished runs do not count; datasets come first.
+    """
     plans = {
         "mine": {
             "study": "cosmo_unet",
@@ -440,14 +479,14 @@ def test_works(tmp_path: Path) -> None:
 
 
 def test_what_is_fetched_is_no_job() -> None:
-    """It is fetched beside Snakemake, unless the site says otherwise: compute nodes have no network."""
+    """The scheduler gets no job for a download, unless the site requests one: compute nodes have no network."""
     source = {"kind": "files", "train": ["https://example.org/a.h5", "b.h5"], "valid": ["c.h5"]}
     dataset = validate(dataset_type(), {"kind": "cosmo", "source": source}, "d")
     here, job = (cost.data_jobs(dataset, scheduler(acquire=where)) for where in ("here", "job"))
     assert (here, job) == (7, 8)  # preprocess and assemble three files, and describe; fetch one of them
 
 
-# ---- what is said ------------------------------------------------------------------------------------
+# ---- messages -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -466,13 +505,13 @@ def test_lines(tmp_path: Path) -> None:
         ["cosmo_ladder.compile", "train", shown, "shared", "limit", "≤3.00", "≤12.00", "≤3.00"],
         ["total", "≤5.52", "≤12.09", "≤5.52"],
     ]
-    assert len({len(line) for line in table}) == 1  # figures end in one column
+    assert len({len(line) for line in table}) == 1  # all lines end in the same column
     assert {line.index("shared") for line in table[1:4]} == {table[0].index("QOS")}
     assert note == "≤: the whole time limit, for want of an estimate"
 
 
 def test_over(tmp_path: Path) -> None:
-    """The message names the cap, the estimate, and what to do; a cap that just holds is none."""
+    """The message names the limit, the estimate and the remedy; a limit that is exactly met passes."""
     table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
     gpu = cost.total(table, "gpu_hours")
     assert cost.over(table, Budget()) is None
@@ -488,7 +527,7 @@ def test_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files go over config.yaml, as the workflow reads them; 2 for too much."""
+    """The command reads files over config.yaml, as the workflow does; it returns 2 if a budget is exceeded."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     mine = tmp_path / "mine.yaml"
@@ -508,6 +547,10 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_training_in_parts_is_its_part(
     epochs: int | None, steps: int | None, until: int | None, samples: int
 ) -> None:
-    """Of 12 samples in batches of 4, and 3 for validation before all and after each epoch, a third of the work each."""
+    """A training that stops early counts only its own part.
+
+    It has 12 samples in batches of 4. Validation has 3 samples before the first epoch and after each; a sample of it
+    takes a third of the work.
+    """
     training = SimpleNamespace(epochs=epochs, steps=steps, stop_after=until)
     assert training_work(SimpleNamespace(batch_size=4, training=training), 12, 3) == samples + 1 + (until or 4)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a step: formulas, counted operators and figures by hand say the same; peaks, MFU and MBU."""
+"""FLOPs and bytes of a step: formulas, counted operators and figures by hand agree; peaks, MFU and MBU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def count(case: Case, **over: Any) -> OperatorCount:
     ("case", "by_hand"), [(UNET, 81.5e9), (VIT, 1.447e12), (LARGE, 6.15e12)], ids=["unet", "vit", "vit-1024"]
 )
 def test_formula_operators_and_figures_by_hand_agree(case: Case, by_hand: float) -> None:
-    """Within 2 %; the forward pass exactly. Nothing as large is computed here: it would take minutes and gigabytes."""
+    """Formula, counted operators and figures by hand agree within 2 %, the forward pass exactly.
+
+    Steps are counted on fake tensors: computing them would take minutes and gigabytes.
+    """
     found = count(case)
     assert case.flops() == pytest.approx(by_hand, rel=2e-3)
     assert found.flops.total() / case.batch_size == pytest.approx(case.flops(), rel=0.02)
@@ -70,12 +73,15 @@ def test_formula_operators_and_figures_by_hand_agree(case: Case, by_hand: float)
 
 
 def test_what_the_operators_count_less_is_the_gradient_of_the_input() -> None:
-    """The convention of formulas has it: one more product of the first layer."""
+    """Formulas exceed the counted operators by the gradient of the input.
+
+    By convention, formulas count one more product of the first layer.
+    """
     found = count(UNET)
-    assert UNET.flops() - found.flops.total() / UNET.batch_size == 2 * 4**3 * 4 * 64 * 32**3, "the first layer's"
+    assert UNET.flops() - found.flops.total() / UNET.batch_size == 2 * 4**3 * 4 * 64 * 32**3, "FLOPs of the first layer"
 
 
-#: A tiny run of each study; and one that is told more: earlier states, the clock and static fields.
+#: A tiny run of each study, and one with more inputs: earlier states, the clock and static fields.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {study: (study, {}) for study in TINY} | {
     "told more": (
         "era5_vit",
@@ -91,7 +97,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {study: (study, {}) for study in T
 def test_every_study_has_a_formula_of_its_forward_pass(
     study: str, over: dict[str, Any], tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """Against PyTorch's counter on real tensors, whose attention is made of products that it sees."""
+    """Each study's formula equals PyTorch's count on real tensors.
+
+    Attention is computed by plain products, which the counter sees.
+    """
     session = open_session(tiny_run(study, tmp_path, **over), tiny_data(study) / "manifest.json", World())
     x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -119,7 +128,7 @@ def tiny_run(study: str, folder: Path, **over: Any) -> Any:
 def test_a_real_step_has_the_operators_of_the_fake_one(
     study: str, over: dict[str, Any], tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """Their FLOPs and bytes, and the random state that training goes on from is left alone."""
+    """A real and a fake step have equal FLOPs and bytes, and counting leaves the random state unchanged."""
     session = open_session(tiny_run(study, tmp_path, **over), tiny_data(study) / "manifest.json", World())
     shapes = fake_batch(session.run, session.manifest)
     x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in shapes)
@@ -132,7 +141,7 @@ def test_a_real_step_has_the_operators_of_the_fake_one(
     imagined.train(imagined.like(shapes[0]), imagined.like(shapes[1]), fake.phase, fake)
     assert torch.equal(torch.get_rng_state(), state)
     assert real.flops.total() == fake.flops.total() > 0
-    if not over:  # of the one that is told more only FLOPs are compared
+    if not over:  # with more inputs only FLOPs are compared
         assert real.bytes.total() == fake.bytes.total() - fake.bytes["optimizer"] > 0
 
 
@@ -140,14 +149,14 @@ def test_a_real_step_has_the_operators_of_the_fake_one(
 def test_the_work_of_each_operator_stands_by_its_module(
     study: str, tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """Layers' products are those that their shapes ask for, where branches meet too; and nothing is lost."""
+    """Each layer has the FLOPs that follow from its shape, even where branches meet; sums are complete."""
     session = open_session(tiny_run(study, tmp_path), tiny_data(study) / "manifest.json", World())
     x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
     expected, names = Counter[str](), peaks._names(session.step.model)
 
     def layer(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         weight: Any = module.weight
-        for product in (True, True, args[0].requires_grad):  # of the input's gradient nobody asks in the first layer
+        for product in (True, True, args[0].requires_grad):  # the first layer needs no gradient of its input
             expected[names[module]] += product * 2 * output.numel() * weight[0].numel()
 
     layers = [each for each in session.step.model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d | nn.Linear)]
@@ -168,7 +177,7 @@ def test_the_work_of_each_operator_stands_by_its_module(
 
 
 class Branches(nn.Module):
-    """Functions of its own between its parts, which are alike."""
+    """A module with functions of its own between two equal parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +189,10 @@ class Branches(nn.Module):
 
 
 def test_functions_between_parts_are_the_modules_own() -> None:
-    """The backward pass, too; what equal parts do is told together."""
+    """Functions between parts count for the module itself, also in the backward pass.
+
+    Equal parts are reported together.
+    """
     network = Network(Branches(), lambda prediction, target: (prediction - target).abs(), "fp32", torch.preserve_format)
     found = peaks.TimedOperators(network, CPU)
     for _ in range(2):
@@ -196,7 +208,10 @@ def test_functions_between_parts_are_the_modules_own() -> None:
 
 
 def test_fused_attention_of_a_cpu_counts_as_its_products_do() -> None:
-    """PyTorch's counter sees nothing of it; nor is what a fused kernel computes again work of the model's."""
+    """Fused attention on a CPU counts like its products.
+
+    PyTorch's counter does not see it. Values that a fused kernel computes again do not count.
+    """
     q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
     found = {}
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
@@ -209,7 +224,10 @@ def test_fused_attention_of_a_cpu_counts_as_its_products_do() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolutions(groups: int, transposed: bool) -> None:
-    """By hand: every output (or, transposed, every input) is of 3 x 3 x channels of a group; thrice with gradients."""
+    """Convolutions have the FLOPs computed by hand.
+
+    Every output (transposed: every input) takes 3 x 3 x the channels of a group; with gradients three times as many.
+    """
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(4, 6, 3, stride=2, groups=groups)
     x = torch.randn(5, 4, 9, 9, requires_grad=True)
@@ -221,7 +239,10 @@ def test_convolutions(groups: int, transposed: bool) -> None:
 
 
 def test_work_that_is_done_again_is_no_work_of_the_model(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """Neither checkpointing nor the parts of a batch change FLOPs; what checkpointing reads again, it does move."""
+    """Activation checkpointing and micro-batches do not change the model's FLOPs.
+
+    Checkpointing moves more bytes, since it reads values again.
+    """
 
     def work(**over: Any) -> SampleWork:
         run = tiny_run("cosmo_unet", tmp_path, **over)
@@ -260,27 +281,30 @@ def moved(precision: str, **optimizer: Any) -> Counter[str]:
 
 
 def test_bytes_of_a_step_by_hand() -> None:
-    """float32; B samples, N inputs, H hidden, K outputs. Sums of what each operator reads and writes, in elements."""
+    """Bytes of a step equal the sums by hand of the elements that each operator reads and writes.
+
+    float32; B samples, N inputs, H hidden, K outputs.
+    """
     B, N, H, K = 3, 7, 11, 5
     forward = (
         (B * N + N * H + B * H)  # product
         + 2 * B * H  # tanh
         + (B * H + H * K + B * K)  # product
         + 3 * B * K  # difference
-        + 2 * B * K  # its size
+        + 2 * B * K  # absolute value
         + (B * K + B)  # mean over outputs
         + (B + 1)  # mean over samples
     )
     backward = (
         1  # ones_like
-        + (1 + B)  # a B-th of it for each sample: what is expanded is read once
-        + (B + B * K)  # an K-th of that for each output
+        + (1 + B)  # divided by B for each sample: an expanded tensor is read once
+        + (B + B * K)  # divided by K for each output
         + 2 * B * K  # the difference's sign
         + 3 * B * K  # times the gradient
         + (B * K + B * H + H * K)  # gradient of the weight
         + (B * K + H * K + B * H)  # and of the input
         + 3 * B * H  # tanh
-        + (B * H + B * N + N * H)  # gradient of the first weight; nobody asks for that of the input
+        + (B * H + B * N + N * H)  # gradient of the first weight; the gradient of the input is not needed
     )
     weights = N * H + H * K
     found = moved("fp32", kind="sgd", lr=0.1, fused=True)
@@ -288,13 +312,13 @@ def test_bytes_of_a_step_by_hand() -> None:
     assert found["optimizer"] == 4 * 3 * weights  # reads weight and gradient, writes weight
 
 
-# ---- where nothing can be counted --------------------------------------------------------------------
+# ---- if nothing can be counted ------------------------------------------------------------------------
 
 
 def test_what_cannot_be_counted_is_left_out(
     tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A study whose code asks for values, and has no formula: the measurement is there all the same."""
+    """If a study reads values of tensors and has no formula, its work is missing, but its speed is measured."""
     study = registry.study("mnist_cnn")
     loss = study.loss(None)
 
@@ -337,7 +361,7 @@ def test_a_formula_that_is_wrong_is_named(
 
 
 def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy's rate is not that of a cache, the product's not below that of a small product."""
+    """The copy's rate is not that of a cache, and the product's is not below that of a small product."""
     found = peaks.measure_peaks("fp32", CPU)
     assert found.dtype == "fp32"
     small = torch.ones(96, 96)
@@ -368,7 +392,10 @@ def throughput(folder: Path, manifest: Path) -> Throughput:
 
 
 def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """MFU and MBU by their definitions, and the same in TensorBoard, there once however often it is measured."""
+    """The stage records MFU and MBU by their definitions.
+
+    TensorBoard shows the same values once, even after repeated measurements.
+    """
     tiny_run("cosmo_unet", tmp_path, throughput={"warmup": 0, "trials": 2, "batches": 2})
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.of.training").write_text("theirs")
@@ -394,7 +421,10 @@ def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str
 
 
 def test_what_is_reached_is_in_the_table_and_on_the_page(tmp_path: Path) -> None:
-    """Of a run that has both; another has but FLOPs, and the third was measured before they were counted."""
+    """The table and the page show MFU and MBU of the runs that have them.
+
+    The second run has FLOPs only; the third was measured before they were counted.
+    """
     results = with_ladder(Results(tmp_path))
     work = SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=4e8, source="formula")
     limits = Peaks(dtype="fp32", flops=1e12, bytes_per_second=1e11)

@@ -1,6 +1,6 @@
-"""docs/coverage.md: each row has a command that could run as it stands, files that are there, and tests that exist.
+"""docs/coverage.md: each row has a valid command, existing files and existing tests.
 
-Commands are read by the parsers of their programs; that they do what the row says is for its tests.
+Commands are read by the parsers of their programs; the tests of a row check what the command does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ TEXT = (ROOT / "docs/coverage.md").read_text()
 ROWS = rows(TEXT)
 
 
-# ---- what a command needs to be one ------------------------------------------------------------------
+# ---- checks of a command ------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -87,7 +87,7 @@ of_dlscale = functools.cache(cli.parser)
 
 
 def check(command: str) -> None:
-    """Fail unless a command names what there is."""
+    """Fail if a command names an unknown option, file, profile, plan, run or target."""
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)
@@ -107,7 +107,7 @@ def snakemake(words: list[str]) -> None:
     for file in args.configfile:
         assert (ROOT / file).is_file() or (ROOT / "docs/examples" / file).is_file(), f"no file {file}"
     if args.configfile:
-        return  # its plans are that file's
+        return  # its plans are in that file
     sites = [Path(path).name for path in profiles if (ROOT / "profiles" / Path(path).name / "site.yaml").exists()]
     known = configuration(*sites[:1], config=tuple(args.config or ()))
     targets = {"all", "image", *(f"data_{name}" for name in known.workflow.datasets)}
@@ -125,7 +125,7 @@ def dlscale(words: list[str]) -> None:
         assert not query or plan in known.plans, f"no plan {plan}"
     for name in getattr(args, "runs", None) or []:
         plan, _, run = name.partition(".")
-        there = {**known.plans.get(plan, {}), **known.left_out.get(plan, {})}  # left out: what this machine lacks
+        there = {**known.plans.get(plan, {}), **known.left_out.get(plan, {})}  # left out: this machine lacks something
         assert "/" in name or run in there, f"no run {name}"
 
 
@@ -142,7 +142,7 @@ def functions(file: Path) -> set[str]:
 
 
 def check_test(name: str, before: str) -> str:
-    """Fail unless a test, or a file of tests, exists; return its file, of which `::test` then names another one."""
+    """Fail unless a test or a file of tests exists; return its file, to which a following `::test` refers."""
     path, _, function = name.partition("::")
     path = path or before
     file = ROOT / path if (ROOT / path).is_file() else ROOT / "tests" / path

@@ -1,6 +1,4 @@
-"""From raw files to a described dataset: values against slow loops, memory, what is written beside the values,
-and that no split sees another's data.
-"""
+"""From raw files to a described dataset: values against slow loops, memory, metadata, and disjoint splits."""
 
 from __future__ import annotations
 
@@ -42,7 +40,10 @@ from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_v
 
 @pytest.mark.parametrize("factor", [1, 2, 3, 4, 5, 7])
 def test_block_average_is_the_slow_loop(factor: int) -> None:
-    """Sizes that a factor does not divide lose their last cells; other axes are left alone."""
+    """Block averages equal a slow loop's.
+
+    Sizes that are not a multiple of the factor lose their last cells; other axes are unchanged.
+    """
     values = np.random.default_rng(factor).normal(5, 3, (2, 7, 9, 12)).astype(np.float32)
     found = block_average(values, factor, (1, 2, 3))
     assert (found.dtype, found.shape) == (np.float32, (2, *(size // factor for size in values.shape[1:])))
@@ -67,7 +68,10 @@ def test_transforms_invert(transform: Transform) -> None:
 
 
 def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
-    """Means far from zero, where sums of squares would cancel; splits of any sizes, empty ones too."""
+    """Merged moments equal the moments of all values for any split, even with empty pieces.
+
+    Means are far from zero, so that sums of squares would cancel.
+    """
     rng = np.random.default_rng(1)
     values = np.stack([rng.normal(1e6, 1, 600), rng.exponential(1e-3, 600), rng.normal(0, 1e4, 600)])
     for trial in range(20):
@@ -89,12 +93,12 @@ def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
 
 
 def stored(path: Path, name: str) -> np.ndarray:
-    """Return a whole dataset as a reader gives it."""
+    """Return a complete dataset as a reader reads it."""
     return Reader(path, name)[(slice(None),) * 4]
 
 
 def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
-    """Block means, then the published transform, cell by cell and in float64."""
+    """Return block means with the published transform, cell by cell in float64."""
     found = {}
     for name, values in fields.items():
         size = [edge // factor for edge in values.shape[1:]]
@@ -119,7 +123,10 @@ def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
     ],
 )
 def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int | None, dtype: str) -> None:
-    """On disk [D, H, W, C]; through readers, samples and the manifest as if it were [C, D, H, W]."""
+    """Files with channels last, [D, H, W, C], are read exactly like [C, D, H, W].
+
+    This holds for readers, samples and the manifest.
+    """
     found = {}
     for order in ("first", "last"):
         settings = {**COSMO, "storage": {"channels": order, "chunk": chunk, "dtype": dtype}, "pieces": 3}
@@ -140,7 +147,7 @@ def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int |
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_preprocessing_against_a_slow_loop(factor: int, tmp_path: Path) -> None:
-    fields = volume((14, 15, 17), seed=factor)  # no cube, and not what 2 or 3 divide
+    fields = volume((14, 15, 17), seed=factor)  # no cube, and not every size is a multiple of 2 or 3
     paths = [
         write_volume(tmp_path / name, values) for name, values in (("a.h5", fields), ("b.h5", volume((14, 15, 17), 9)))
     ]
@@ -163,7 +170,7 @@ def comparable(folder: Path, part: str) -> dict[str, np.ndarray]:
 
 
 def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one piece and block, in three pieces, and in blocks of a few rows with some left over: bitwise the same."""
+    """Volumes are bitwise equal if made in one piece, in three pieces, or in small blocks with a remainder."""
     paths = [write_volume(tmp_path / name, volume((46, 64, 64), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
     settings = cosmo(paths[:1], paths[1:], downsample=2)
     for name, change in {"whole": {}, "pieces": {"pieces": 3}, "blocks": {}}.items():
@@ -173,7 +180,7 @@ def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch
     source = parts.needed(dataset, "source", "open_source")(dataset, parts.part(dataset, "train/a"), paths[:1])
     rows, block = source.fields[0].rows, 2_000_000 // source.bytes_per_row
     source.close()
-    assert 1 < block < rows and rows % block, "the last block is no partial one: choose another size"
+    assert 1 < block < rows and rows % block, "the last block must be partial: choose another size"
     for part in ("train/a", "valid/b"):
         expected = comparable(tmp_path / "whole", part)
         assert set(expected) == set(CHANNELS_OF)
@@ -239,10 +246,13 @@ print(json.dumps(grown))
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is measured through /proc")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> None:
-    """121 MB of input in stages of 16 MB: the process grows by no more than that and what libraries keep."""
+    """Peak memory is bounded by the block size, not by the input.
+
+    With 121 MB of input and blocks of 16 MB, the process grows by 16 MB and at most 8 MB that libraries keep.
+    """
 
     def positive(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
-        """What `prepared` expects, and `files` takes as well."""
+        """Return fields that `prepared` expects and `files` also accepts."""
         return {name: abs(values) for name, values in published(volume(shape)).items()}
 
     edge, bound = 150, 16
@@ -294,11 +304,11 @@ def test_float16_keeps_its_promise(tmp_path: Path) -> None:
         with h5py.File(exact) as file:
             assert file[name].dtype == np.float32
             assert not {"float16_max_error", "scale", "offset"} & set(file[name].attrs)
-        # Statistics are of the values before they are rounded.
+        # Statistics are computed before values are rounded.
         assert moments_of(exact, name).to_json() == moments_of(half, name).to_json()
 
 
-# ---- what stands beside the values ---------------------------------------------------------------------
+# ---- metadata ------------------------------------------------------------------------------------------
 
 
 def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) -> None:
@@ -316,7 +326,7 @@ def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) ->
         assert len(hours) == 4 * 5 and (np.diff(hours) == 6).all()
         np.testing.assert_allclose(file["sum/fields"], file["fields"][()].sum(axis=0, dtype=float), rtol=1e-12)
         assert np.datetime64("1970-01-01T00") + np.timedelta64(int(hours[0]), "h") == np.datetime64("2001-01-01T00")
-        assert file["fields"].chunks is None  # whole times lie together
+        assert file["fields"].chunks is None  # each time is contiguous
         assert json.loads(file.attrs["source"])["source_files"] == [str(era5_data / "source" / "2001.nc")]
         assert json.loads(file.attrs["settings"]).items() <= manifest.provenance["settings"].items()
     both = np.concatenate([stored(era5_data / "train" / f"{year}.h5", "fields") for year in (2001, 2002)])
@@ -342,7 +352,7 @@ def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path)
 
 
 def numbered(rows: int) -> dict[str, np.ndarray]:
-    """Return a volume whose cells hold the number of their row (plus something, so that no channel is constant)."""
+    """Return a volume with the number of its row in each cell."""
     row = np.arange(rows, dtype=np.float32)[:, None, None] * np.ones((rows, 4, 4), np.float32)
     return {name: np.stack([row] * len(channels)) for name, channels in CHANNELS_OF.items()}
 
@@ -371,7 +381,7 @@ def test_fractions_are_disjoint_volumes(
 
 @pytest.mark.slow
 def test_periods_are_disjoint_times(tmp_path: Path, era5_data: Path) -> None:
-    """Days of one file, cut between two splits of which one is in two years: every time in its own split, once."""
+    """Every time is in its own split, once, even if a split covers days of two files."""
     channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels
     paths = [str(era5_data / "source" / f"{year}.nc") for year in (2001, 2002)]
     settings = {
@@ -390,7 +400,7 @@ def test_periods_are_disjoint_times(tmp_path: Path, era5_data: Path) -> None:
         for file in files:
             with h5py.File(manifest.path(file)) as opened:
                 hours = opened["time"][()].astype("timedelta64[h]") + np.datetime64("1970-01-01T00")
-            assert {str(hour)[:4] for hour in hours} == {Path(file.path).stem}  # a file a year
+            assert {str(hour)[:4] for hour in hours} == {Path(file.path).stem}  # one file per year
             found.setdefault(split, []).extend(str(hour)[:10] for hour in hours)
     assert {split: dict(Counter(days)) for split, days in found.items()} == {
         "train": {f"2001-01-0{day}": 4 for day in (3, 4, 5)} | {f"2002-01-0{day}": 4 for day in (1, 2)},
@@ -440,7 +450,7 @@ def test_shared_data_is_refused(dataset: dict[str, Any], words: str) -> None:
 
 
 def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
-    """A link to a training file, or a copy, is no validation data."""
+    """A link to a training file, or a copy of one, is refused as validation data."""
     (tmp_path / "b.h5").symlink_to(write_volume(tmp_path / "a.h5", published(volume((8, 8, 8)))))
     splits = {
         split: [File.of(tmp_path / f"{name}.h5", tmp_path, 8)] for split, name in (("train", "a"), ("valid", "b"))
@@ -450,7 +460,10 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_one_name_do_not_stand_in_for_each_other() -> None:
-    """`train/box.h5` and `valid/box.h5` are two files; so are `a.b.h5` and `a b.h5` once their names are harmless."""
+    """Different files get different names.
+
+    `train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`; special characters are replaced.
+    """
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
     named = name_files(["train/box.h5", "valid/box.h5", "more/box.hdf5", "a.b.h5", "a b.h5", *urls]).values()
     assert [raw.origin for raw in named][-2:] == urls
@@ -476,7 +489,7 @@ def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) ->
 
 
 def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
-    """Return a published folder whose training values are 10000 x year + time, in one channel of 2 x 4 points."""
+    """Return a published folder with training values 10000 x year + time, in one channel of 2 x 4 points."""
     root = write_years(tmp_path / "raw", {"train": years, "valid": {2009: 9}}, channels=1, shape=(2, 4))
     for year, times in years.items():
         with h5py.File(root / "train" / f"{year}.h5", "w") as file:
@@ -489,9 +502,10 @@ def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
 
 @pytest.mark.parametrize("dt", [1, 4])
 def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: Path, dt: int) -> None:
-    """A leap year between two others, and a file too short to hold a pair.
+    """Every pair is used once per epoch, whatever the lengths of the files.
 
-    The published loader took every file to be as long as the first, never used sample 0 and used sample 1 thrice.
+    Here a leap year is between two other years, and one file is too short for a pair. The published loader assumed that
+    every file is as long as the first, never used sample 0 and used sample 1 three times.
     """
     years = {2003: 1460, 2004: 1464, 2005: 1460, 2006: dt}
     pairs = Pairs(pair_folder(tmp_path, years), "train", PairSamples(kind="pairs", dt=dt), seed=0)

@@ -1,4 +1,4 @@
-"""The settings of `parallel`, by what two processes then do: what they exchange, and what they learn."""
+"""Settings of `parallel`: what two processes exchange, and what they learn."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.ranks import spawn
 from tests.test_parallel import configure, train_by
 from tests.test_rungs import settings
 
-LAYERS = 6  #: Of 256 x 256 float32: a quarter of a MiB each.
-WARM_UP = 3  #: Steps after which DistributedDataParallel has put its buckets in their order.
+LAYERS = 6  #: Number of layers, 256 x 256 float32: a quarter of a MiB each.
+WARM_UP = 3  #: Steps after which DistributedDataParallel has its final order of buckets.
 
-#: Settings of `parallel`, and how many layers each of the buckets then holds, from the last layer on. A bucket is full
-#: as soon as it has the MiB that it may have.
+#: Settings of `parallel`, and the number of layers in each bucket, from the last layer on. A bucket is full as soon as
+#: it reaches its limit in MiB.
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "PyTorch's own": ({}, [4, 2]),  # the first of 1 MiB, the next of 25
     "small": ({"bucket_mb": 0.5}, [2, 2, 2]),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 
 class Layers(nn.Module):
-    """Linear layers, and batch normalisation for its buffers, which has no parameters."""
+    """Linear layers, and a batch normalisation that has buffers but no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Layers(nn.Module):
         self.norm = nn.BatchNorm1d(256, affine=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Statistics of its own would set the ranks' gradients apart from those of one process.
+        # The factor 0 keeps statistics of a rank's own samples out of the gradients: both ranks together must have the
+        # gradients of one process.
         return self.layers(x) + 0.0 * self.norm(x)
 
 
@@ -91,7 +92,7 @@ def steps(step: Step, share: Share, parts: int = 1) -> dict[str, int]:
         with profile(activities=[ProfilerActivity.CPU]) if number == WARM_UP else nullcontext() as seen:
             step(x[own], y[own])
             if dist.is_initialized():
-                dist.barrier()  # gloo's threads note the end of a sum a moment after it is there
+                dist.barrier()  # gloo's threads record the end of a sum a moment after its result is there
     calls = [event.name for event in seen.events() if event.name.startswith("gloo:")]
     return {name: calls.count(name) for name in set(calls) - {"gloo:barrier"}}
 
@@ -106,7 +107,7 @@ def _observe(rank: int, port: int, folder: str) -> None:
             memory = {p.grad.untyped_storage().data_ptr() for p in step.model.parameters() if p.grad is not None}
             weights = {key: value.clone() for key, value in step.weights.state_dict().items()}
             found[name] = (calls, len(memory), weights)
-            with step.strategy.unsynchronised():  # as throughput does at its end
+            with step.strategy.unsynchronised():  # as the throughput stage does at its end
                 step(*samples(9, 4))
         found["batch norm"] = _normalised(Share(7, rank, 2))
     torch.save(found, Path(folder, f"{rank}.pt"))
@@ -125,7 +126,7 @@ def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], na
     assert sum(buckets) == (LAYERS if buckets else 0)
     for calls, memory, _ in (rank[name] for rank in found):
         assert calls.get("gloo:all_reduce", 0) == len(buckets)
-        # Buffers are exchanged before each step: PyTorch joins those of a type into one.
+        # Buffers are exchanged before each step: PyTorch joins buffers of one type.
         sent = parallel.get("broadcast_buffers", True) and parallel.get("sync", True)
         assert calls.get("gloo:broadcast", 0) == (2 if sent else 0)
         assert not calls.keys() - {"gloo:all_reduce", "gloo:broadcast"}
@@ -134,7 +135,10 @@ def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], na
 
 
 def test_averaging_begins_while_gradients_are_computed() -> None:
-    """One process, which averages its buckets all the same: two of three before the first layer's gradient is there."""
+    """Two of three buckets are averaged before the first layer's gradient is computed.
+
+    A single process averages its buckets, too.
+    """
     order: list[str] = []
 
     def noted(hook: Any) -> Any:
@@ -163,7 +167,10 @@ def test_averaging_begins_while_gradients_are_computed() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_learnt(found: list[dict[str, Any]], name: str) -> None:
-    """What one process with the whole batch learns; without averaging, what one with this half of it does."""
+    """Two ranks learn what one process learns from the complete batch.
+
+    Without averaging, each rank learns from its half alone.
+    """
     averaged = CASES[name][0].get("sync", True)
     for rank in range(2):
         _, plain = step_of(World(), {})
@@ -187,7 +194,10 @@ def network() -> nn.Sequential:
 
 
 def _normalised(share: Share) -> Any:
-    """Return what a rank's layers make of its share of 7 samples, then of 1, of which the first rank has none."""
+    """Return a rank's outputs and gradients for its slice of 7 samples, then of 1 sample.
+
+    The first rank has no sample of the second batch.
+    """
     model, seen = synchronised(network(), torch.device("cpu")), []
     for size in (7, 1):
         x = torch.randn(size, 3, 6, 6, generator=torch.Generator().manual_seed(size), requires_grad=True)
@@ -201,7 +211,10 @@ def _normalised(share: Share) -> Any:
 
 
 def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> None:
-    """Values, gradients of inputs and parameters, running statistics; unequal shares, and none."""
+    """Ranks agree with one process in values, gradients and running statistics.
+
+    Their slices have different sizes; one is empty.
+    """
     model, (one, other) = network(), (rank["batch norm"] for rank in found)
     for number, size in enumerate((7, 1)):
         x = torch.randn(size, 3, 6, 6, generator=torch.Generator().manual_seed(size), requires_grad=True)
@@ -210,7 +223,7 @@ def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> Non
         for place, whole in ((2 * number, y), (2 * number + 1, x.grad)):
             parts = [rank[0][place] for rank in (one, other) if rank[0][place] is not None]
             torch.testing.assert_close(torch.cat(parts), whole.detach(), rtol=1e-4, atol=1e-5)
-    # That of the bias before a normalisation is zero, but for rounding.
+    # The gradient of a bias before a normalisation is zero, except for rounding.
     greatest = max(float(p.grad.abs().max()) for p in model.parameters())
     for a, b, p in zip(one[1], other[1], model.parameters(), strict=True):
         torch.testing.assert_close(a + b, p.grad, rtol=1e-4, atol=1e-5 * greatest)
@@ -223,7 +236,7 @@ def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> Non
 
 
 def test_a_gpu_has_pytorchs_layers() -> None:
-    """They keep parameters, statistics and settings of those that they replace."""
+    """On a GPU, PyTorch's layers keep parameters, statistics and settings of the layers that they replace."""
     plain = network()
     model = synchronised(network(), torch.device("cuda"))
     kinds = [type(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -239,8 +252,11 @@ def imagenet_data(tiny_data: Any) -> Path:
 
 
 def test_synchronised_processes_train_as_one_does(tmp_path: Path, imagenet_data: Path) -> None:
-    """The residual network, whose statistics would else be of a process's own samples."""
-    # At a rate that does not blow up what one ReLU makes of rounding: tenfold, five steps make 1e-3 of 1e-7.
+    """Two processes with synchronised statistics train the residual network as one process does.
+
+    Otherwise each process would use statistics of its own samples.
+    """
+    # A small rate, so that rounding at a ReLU does not grow: at ten times the rate, five steps turn 1e-7 into 1e-3.
     small: dict[str, Any] = {"optimizer": {"kind": "sgd", "lr": 2e-3, "momentum": 0.9, "weight_decay": 1e-4}}
     alone = configure(tmp_path / "alone", "imagenet_resnet50", 1, **small)
     assert train(alone, imagenet_data / "manifest.json") == 0
@@ -255,7 +271,10 @@ def test_synchronised_processes_train_as_one_does(tmp_path: Path, imagenet_data:
 
 
 def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_data: Path) -> None:
-    """Those of the weights that are kept: one process that validates with these has the same loss and accuracy."""
+    """All processes validate with the statistics of the saved weights.
+
+    One process that validates with these weights gets the same loss and accuracy.
+    """
     folder = configure(tmp_path, "imagenet_resnet50", 2)
     train_by(2, folder, imagenet_data)
     run = load_run(folder / "config.yaml", "train")
@@ -276,7 +295,10 @@ def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_da
 
 @pytest.mark.slow
 def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) -> None:
-    """Number by number: a CPU is one device, so nothing is copied."""
+    """On a CPU, data parallelism in one process gives exactly the numbers of plain training.
+
+    A CPU is one device and needs no copies.
+    """
     for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
         make_run(tmp_path / name, "era5_vit", config.merge({**ERA5_RUN, "loader": {"workers": 0}}, over), ERA5)
         assert train(tmp_path / name, era5_data / "manifest.json") == 0
@@ -288,9 +310,9 @@ def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) 
 
 
 def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of three and two samples: the mean is over the samples and not over the shares."""
+    """The loss is the mean over all samples, not over the slices of three and two samples."""
 
-    class Cutting(nn.Module):  # a stand-in for DataParallel, which needs GPUs: its shares, one after the other
+    class Cutting(nn.Module):  # replaces DataParallel, which needs GPUs: computes its slices one after the other
         def __init__(self, module: nn.Module, device_ids: list[int]) -> None:
             super().__init__()
             self.module, self.count = module, len(device_ids)
@@ -323,7 +345,7 @@ def test_what_does_not_go_together_is_refused(over: dict[str, Any], message: str
 
 
 def test_no_training_without_averaging(tmp_path: Path, era5_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nor in a plan: its runs may be measured."""
+    """A training without averaging is refused, also in a plan; such runs may only be measured."""
     plan: dict[str, Any] = {
         "targets": ["p"],
         "plans": {"p": {"study": "cosmo_unet", "runs": {"a": {"parallel": {"sync": False}}, "b": {}}}},
@@ -340,7 +362,7 @@ def test_no_training_without_averaging(tmp_path: Path, era5_data: Path, capfd: p
     assert "parallel.sync: false" in capfd.readouterr().err and not (tmp_path / "metrics.jsonl").exists()
 
 
-#: Run before `tests/container/inside.py`: what PyTorch 2.13 has and 2.11 has not is taken away.
+#: Script that removes what PyTorch 2.13 has and 2.11 lacks, then runs `tests/container/inside.py`.
 OLDER = """
 import runpy, sys
 import torch.distributed as dist

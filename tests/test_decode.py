@@ -21,7 +21,10 @@ KERNEL = "dlscale.data.loaders.decode_kernel"
 
 @pytest.fixture(params=["triton", "operations"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Either way of decoding; Triton's interpreter takes the place of its compiler if it is asked for at import."""
+    """Return the name of the decoder: the Triton kernel or PyTorch's operations.
+
+    Triton uses its interpreter instead of its compiler if TRITON_INTERPRET is set before the import.
+    """
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of PyTorch")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -65,7 +68,7 @@ def starts_of(count: int, room: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("block", [64, 1024])
 @pytest.mark.parametrize("name", ["published", "half, whole", "channels last, half, whole"])
 def test_every_symmetry(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, name: str, block: int) -> None:
-    """Bit by bit, whatever a program of the kernel writes."""
+    """Every symmetry is decoded exactly, for any block size of the kernel."""
     if way == "triton":
         monkeypatch.setattr(sys.modules[KERNEL], "BLOCK", block)
     samples = crops(tmp_path, VOLUMES[name], files=1)
@@ -74,7 +77,7 @@ def test_every_symmetry(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_states(tmp_path: Path, way: str) -> None:
-    """Boxes with an axis of one cell, and of unequal edges."""
+    """Boxes with an axis of one cell and with unequal edges are decoded exactly."""
     samples = pairs(tmp_path, {"dtype": "float16"})
     starts = np.array([[time, 0, 0] for time in (5, 0, 6)])
     found = decoded(samples.input, starts, [0] * 3)
@@ -83,7 +86,10 @@ def test_states(tmp_path: Path, way: str) -> None:
 
 
 def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
-    """Of 2^32 stored values (a file with a hole, which takes no memory), with channels 2^31 values apart."""
+    """Positions beyond 32 bits are decoded exactly.
+
+    The file has 2^33 stored values, with channels 2^31 values apart; it is sparse and takes no memory.
+    """
     field = crops(tmp_path, VOLUMES["half, whole"], files=1).input
     stored, strides = held(field, 0)
     apart, first = 2**31, 2**30 + 12345
@@ -101,9 +107,10 @@ def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("case", ["crop", "one time"])
 def test_the_kernel_compiles_for_gpus(case: str) -> None:
-    """For A100 and H200, without one: values are written 16 bytes at a time, and multiply-adds keep their digits.
+    """The kernel compiles for A100 and H200, without such a GPU.
 
-    Triton compiles anew where a size is 1, as that of a pair's times is.
+    It writes values 16 bytes at a time and does not fuse multiply-adds, which would change the rounding. Triton
+    compiles again for a size of 1, as for the number of times of a pair.
     """
     triton = pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of PyTorch")
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""The documents: what a reader may copy is understood, links lead somewhere, what is to be short is."""
+"""The documentation: commands to copy are valid, links resolve, and pages that must be short are short."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests import test_coverage
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "profiles").glob("*/README.md"))]
-#: Words that stand for a reader's own.
+#: Placeholders for a reader's own names.
 PLACEHOLDER = re.compile(r"\b(?:[A-Z]{3,}|mysite|my_study\w*|mine|m1234|unet|vit)\b|[$…]")
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of its bash blocks; one may go on in further lines."""
+    """Return the commands of a page's bash blocks; a command may span several lines."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     text = re.sub(r"\\\n\s*", " ", "".join(blocks))
     return re.findall(r"^(?:dlscale|snakemake)\b(?:'[^']*'|[^'#\n])*", text, re.MULTILINE)
@@ -38,7 +38,10 @@ def names(nav: list) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_command_is_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its program's parser; and plans and runs exist, where none is the reader's own."""
+    """Each command is accepted by its program's parser.
+
+    Plans and runs exist, unless they are the reader's own.
+    """
     monkeypatch.chdir(ROOT)
     parsers = {"dlscale": test_coverage.of_dlscale(), "snakemake": test_coverage.of_snakemake()}
     for command in commands(page):
@@ -54,7 +57,7 @@ def test_a_command_is_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block of YAML that begins with a file's name, over config.yaml: keys, plans and runs exist."""
+    """Each YAML block that begins with a file name is valid over config.yaml: keys, plans and runs exist."""
     monkeypatch.chdir(ROOT)
     found = 0
     for page in PAGES:
@@ -69,14 +72,14 @@ def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_table_stands_apart(page: Path) -> None:
-    """The site takes one that follows another line at once for text."""
+    """A table follows an empty line: the site would otherwise show it as text."""
     lines = page.read_text().splitlines()
     glued = [line for before, line in pairwise(lines) if re.match(r"\|.*\|$", line) and before and before[0] != "|"]
     assert not glued
 
 
 def test_links_of_the_readme() -> None:
-    """The site's build holds those of all other pages."""
+    """Links of the README resolve; the site's build checks the links of all other pages."""
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target
 
@@ -88,6 +91,6 @@ def test_what_is_to_be_short_is_short() -> None:
 
 
 def test_the_site_has_all_pages() -> None:
-    """Each page of docs/ has its place in the navigation, once."""
+    """Each page of docs/ is in the navigation exactly once."""
     nav = names(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert len(nav) == len(set(nav)) and {page.name for page in (ROOT / "docs").glob("*.md")} <= set(nav)

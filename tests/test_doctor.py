@@ -1,4 +1,4 @@
-"""The preflight: each check on what commands really print, on fakes that fail or hang, and as a whole, here."""
+"""The preflight: each check on real output of commands, on fakes that fail or hang, and all checks on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
 PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
 
 
-#: Of an environment without a fault.
+#: Facts of an environment without a fault.
 FACTS: dict[str, Any] = {
     "python": "3.12.3",
     "torch": "2.13.0+cu130",
@@ -46,7 +46,7 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare the import of torch, except to other processes of the command line."""
+    """Replace the import of torch by known facts, except in other processes of the command line."""
     monkeypatch.setattr(doctor, "FACTS", f"print({json.dumps(FACTS)!r})")
 
 
@@ -67,7 +67,7 @@ def named(findings: list[Finding], name: str) -> Finding:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that puts a shell script before all other commands."""
+    """Return a function that puts a shell script before all other commands on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin")
@@ -95,7 +95,7 @@ root|
     [
         ([("m1", "shared"), ("m1_g", "premium")], "ok", ["m1, m1_g"]),
         ([("M1", "shared")], "ok", ["M1"]),
-        ([("root", "anything")], "ok", ["root"]),  # no list of its own: all are allowed
+        ([("root", "anything")], "ok", ["root"]),  # without a list of QOS all are allowed
         ([("m1_g", "share")], "FAIL", ["m1_g may not use QOS share"]),
         ([("m1", "premium")], "FAIL", ["m1 may not use QOS premium", "debug, regular, shared"]),
         ([("m2", "shared"), ("m1", "shared")], "FAIL", ["m2: not yours", "m1, m1_g, root"]),
@@ -122,7 +122,7 @@ def test_account(
 def test_accounts_are_those_of_the_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[[str, str], None]
 ) -> None:
-    """Which would be submitted, and of no others."""
+    """Only the accounts of jobs that would be submitted are checked."""
     monkeypatch.setenv("SBATCH_ACCOUNT", "m1")
     command("sacctmgr", f"printf '{ASSOCIATIONS}'")
     scheduler = Scheduler.model_validate(yaml.safe_load(PERLMUTTER.read_text())["scheduler"])
@@ -194,7 +194,7 @@ def test_gpus_of_a_node_whatever_the_name_of_their_type(
 
 
 def test_nodes_are_those_of_their_partition(command: Callable[[str, str], None]) -> None:
-    """Nodes of a partition that is not the site's do not count, and a name that is not there is told."""
+    """Nodes of other partitions do not count, and a partition without nodes is reported."""
     command(
         "sinfo",
         """case "$*" in
@@ -228,7 +228,10 @@ def test_ended_jobs_are_remembered(command: Callable[[str, str], None], printed:
 
 
 def test_a_default_partition(command: Callable[[str, str], None]) -> None:
-    """Warns only if a kind of node names no partition, since the Slurm plugin then requests the default one."""
+    """A kind of node without a partition is a warning if the cluster has a default partition.
+
+    The Slurm plugin then requests the default one.
+    """
     nodes = {"cpus": 4}
     unnamed = Scheduler.model_validate({"cpu_nodes": {**nodes, "partition": "cpu"}, "gpu_nodes": nodes})
     named = Scheduler.model_validate(
@@ -246,7 +249,7 @@ def test_a_default_partition(command: Callable[[str, str], None]) -> None:
 
 
 def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    """Without its commands there is one failure, not one a check."""
+    """Without working Slurm commands there is one failure, not one per check."""
     command("sbatch", "")
     command("scontrol", "echo 'scontrol: error: no route to host' >&2; exit 1")
     for name in ("sacctmgr", "sinfo"):
@@ -258,7 +261,7 @@ def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
 
 
 def test_probes_neither_raise_nor_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hangs, as a file system may, is left behind; the others' findings are all there, in order."""
+    """A probe that hangs, as a file system may, is abandoned; all other findings are reported in order."""
     monkeypatch.setattr(probe, "PROBE_LIMIT", 0.5)
     start = time.monotonic()
     found = probe.ask(
@@ -275,7 +278,7 @@ def test_probes_neither_raise_nor_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- containers --------------------------------------------------------------------------------------
 
-#: Knows one image, and runs what it is told to in it: here.
+#: Fake engine: knows one image, and runs the given command on this machine.
 ENGINE = """
 case "$1 $2" in
   "info "*) exit 0 ;;
@@ -286,7 +289,7 @@ esac
 
 
 def test_in_a_container(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    """The very words that start a stage start the questions; what greets whoever enters is no answer."""
+    """Checks start in the container with the same command as a stage; a greeting of the image is ignored."""
     command("docker", ENGINE)
     found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/mine:1"}))
     assert named(found, "image") == Finding("image", "ok", "localhost/mine:1 (0123456789ab)")
@@ -317,7 +320,7 @@ def test_migrated(command: Callable[[str, str], None], listed: str, status: str)
     ("cuda", "driver", "needed"),
     [
         ("13.0", "580.65.06", None),
-        ("13.2", "580", None),  # of a major version any driver does that did for its first
+        ("13.2", "580", None),  # a driver that supports the first version of a major one supports all its versions
         ("13.0", "575.57.08", 580),
         ("12.8", "525.60.13", None),
         ("12.6", "515.105.01", 525),
@@ -326,7 +329,7 @@ def test_migrated(command: Callable[[str, str], None], listed: str, status: str)
     ],
 )
 def test_which_driver_a_cuda_needs(cuda: str, driver: str, needed: int | None) -> None:
-    """By NVIDIA's table of minor-version compatibility."""
+    """The minimum driver follows NVIDIA's table of minor-version compatibility."""
     said = machine.too_old(driver, cuda)
     assert (said is None) == (needed is None)
     assert said is None or {f"{cuda},", str(needed), driver} < set(said.split())
@@ -351,7 +354,7 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"cudnn": 90800}, "cuDNN", "cosmo_ladder", "FAIL"),
         ({"cudnn": 91002}, "cuDNN", "cosmo_ladder", "FAIL"),
         ({"cudnn": 91100}, "cuDNN", "cosmo_ladder", "ok"),
-        ({"cudnn": 91002}, "cuDNN", "era5_ladder", "ok"),  # no convolution to go wrong
+        ({"cudnn": 91002}, "cuDNN", "era5_ladder", "ok"),  # a model without convolutions is not affected
         ({"torch": "2.10.0"}, "torch", "era5_ladder", "FAIL"),
         ({"torch": "2.11.0a0+nv26.01"}, "torch", "era5_ladder", "ok"),
         ({"torch": "2.15.0"}, "torch", "era5_ladder", "ok"),
@@ -369,7 +372,7 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:
-    """Where the site says that runs are on GPUs, a torch that cannot use any fails."""
+    """If the site's runs use GPUs, a torch that cannot use any fails."""
     runs = [found.run for found in load(tmp_path).plans[plan].values()]
     found = named(doctor.environment({**FACTS, **facts}, runs), name)
     assert found.status == status, found
@@ -382,12 +385,12 @@ def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str
 
 
 def describe(folder: Path, *train: File) -> None:
-    """Write a manifest that says no more than which files there are."""
+    """Write a manifest that only lists files."""
     Manifest(kind="", fields={}, splits={"train": list(train), "valid": []}).write(folder / "manifest.json")
 
 
 def made(results: Path, name: str = "mine", size: int = 100) -> Path:
-    """Leave behind a dataset of one file; return it."""
+    """Make a dataset of one file; return the file."""
     folder = results / "data" / name
     (folder / "train").mkdir(parents=True)
     (folder / "train/a.h5").write_bytes(bytes(100))
@@ -400,7 +403,7 @@ def files(*paths: object, kind: str = "files") -> DatasetSettings:
 
 
 def test_data(tmp_path: Path) -> None:
-    """To be made, there, changed."""
+    """The probe distinguishes data that will be made, that are complete, and that have changed."""
     simulated = dataset(COSMO)
     assert probe.probe_data("mine", simulated, tmp_path) == Finding("data mine", "ok", "will be simulated")
     file = made(tmp_path)
@@ -426,13 +429,13 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     made(tmp_path)
     describe(tmp_path / "data/mine", File(path=str(one), rows=1, bytes=7, digest=""))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
-    assert found.status == "warn" and "another size" in found.text, "it is described again"
-    one.unlink()  # nobody knows what was made of it
+    assert found.status == "warn" and "another size" in found.text, "the file is described again"
+    one.unlink()  # it is unknown which file was made from this one
     assert probe.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
     (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(files(one, two, kind=kind).model_dump(mode="json")))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     if kind == "prepared":
-        assert found.status == "FAIL", "these are read at every training"
+        assert found.status == "FAIL", "prepared files are read at every training"
     else:
         assert found.status == "warn" and f"{one}: no such file" in found.text and "stays as it is" in found.text
         assert probe.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
@@ -446,7 +449,7 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     [(1e12, 2e11, "ok"), (1e12, 0.9e11, "warn"), (1e11, 1.9e10, "warn"), (1e11, 1e8, "FAIL")],
 )
 def test_space(monkeypatch: pytest.MonkeyPatch, total: float, free: float, status: str) -> None:
-    """A warning below a tenth, and below 20 GB."""
+    """Free space below a tenth, or below 20 GB, is a warning."""
     monkeypatch.setattr(probe.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
     assert probe.probe_space(Path("/not/there")).status == status
 
@@ -470,17 +473,17 @@ def test_quota(command: Callable[[str, str], None]) -> None:
         assert probe.probe_quota().status == status
 
 
-# ---- as a whole --------------------------------------------------------------------------------------
+# ---- all checks --------------------------------------------------------------------------------------
 
 
 def test_plans(tmp_path: Path) -> None:
-    """Those that are asked for, whatever the targets are."""
+    """Only the given plans are checked, whatever the targets are."""
     configuration = load(tmp_path)
     found = doctor.check(configuration, plans=["cosmo_ladder"])
     assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"]
     assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
     found = doctor.check(configuration, ["data"], [], ["cosmo_published"])
-    assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"], "and no plan's"
+    assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"], "and no data of a plan"
 
 
 def doctor_command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -493,7 +496,7 @@ def doctor_command(folder: Path, *arguments: str, **environment: str) -> subproc
 
 
 def test_bare(tmp_path: Path) -> None:
-    """In an image: no configuration, no profile; for real."""
+    """Without configuration and profile, as in an image, the command runs its real checks."""
     done = doctor_command(tmp_path, "--json")
     findings = json.loads(done.stdout)
     assert [f["name"] for f in findings if f["name"] not in ("cuDNN", "dali", "nsys")] == [
@@ -506,7 +509,7 @@ def test_bare(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_status(tmp_path: Path) -> None:
-    """1 where a check fails, 2 for a mistake in the configuration."""
+    """The exit status is 1 if a check fails, and 2 for a mistake in the configuration."""
     text = {"results": str(tmp_path / "results"), "targets": ["cosmo_ladder"]}  # its data are not here
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(text))
     done = doctor_command(tmp_path)
@@ -520,10 +523,10 @@ def test_status(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
-    """Return the environment of a cluster with Perlmutter's manners."""
+    """Return the environment of a cluster that is configured like Perlmutter."""
     if slurm_cluster.obstacle() or slurm_cluster.missing():
         pytest.skip("no Slurm here")
-    # Of each process of a test session; the first numbers are those of tests/cluster.
+    # Each process of a test session has its own number; the first numbers belong to tests/cluster.
     number = 50 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with slurm_cluster.Cluster(number) as cluster:
         yield cluster.environment()
@@ -532,7 +535,7 @@ def slurm() -> Iterator[dict[str, str]]:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Real commands of Slurm: all as it should be, and what is not, told from one another."""
+    """With real Slurm commands, valid settings pass and wrong ones fail."""
     site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
     (tmp_path / "mine.yaml").write_text(
@@ -558,7 +561,7 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
 
 
 def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the keys that ask for it, with what to do; what is fine is not told."""
+    """Each unmet requirement is reported with its key and a remedy; met ones are not mentioned."""
     runs = {
         "p.plain": {},
         "p.dali": {"loader": {"kind": "dali"}},

@@ -1,4 +1,4 @@
-"""The published 20 channels out of a store laid out as ARCO-ERA5 is: its names, units, order, hours, chunks."""
+"""The published 20 channels from a store with the layout of ARCO-ERA5: names, units, order, hours and chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import ROOT, make_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata")
 
-LEVELS = (50, 500, 700, 850, 1000)  # of its 37, all that the channels need and one more
+LEVELS = (50, 500, 700, 850, 1000)  # of 37 levels: all that the channels need, and one more
 #: Name in the store, units, mean, spread.
 SURFACE = {
     "u10": ("10m_u_component_of_wind", "m s**-1", 0.0, 5.0),
@@ -41,7 +41,7 @@ LEVELLED = {
     "z": ("geopotential", "m**2 s**-2", 50000.0, 800.0),
     "q": ("specific_humidity", "kg kg**-1", 2e-3, 3e-4),
 }
-ROWS, COLUMNS = 19, 36  # as 721 and 1440 are: from pole to pole, and around
+ROWS, COLUMNS = 19, 36  # like 721 and 1440: from pole to pole, and around the globe
 
 
 def shipped() -> dict[str, Any]:
@@ -50,7 +50,7 @@ def shipped() -> dict[str, Any]:
 
 
 def arco(hours: int = 48, first: str = "2019-12-31") -> xr.Dataset:
-    """Return random states, hourly, north to south, longitude from 0: one time and all levels a chunk."""
+    """Return random hourly states, from north to south, with longitudes from 0."""
     rng, variables = np.random.default_rng(0), {}
     for group, levels in ((SURFACE, ()), (LEVELLED, LEVELS)):
         for name, units, mean, spread in group.values():
@@ -79,7 +79,7 @@ def small(store: Path) -> dict[str, Any]:
 
 
 def humidity(t: float, q: float, p: float) -> float:
-    """Relative humidity in %, one number at a time, as the IFS documentation has it."""
+    """Return the relative humidity in %, of one number at a time, as in the IFS documentation."""
     share = min(max((t - 250.16) / (273.16 - 250.16), 0.0), 1.0) ** 2
     over_water = 611.21 * math.exp(17.502 * (t - 273.16) / (t - 32.19))
     over_ice = 611.21 * math.exp(22.587 * (t - 273.16) / (t + 0.7))
@@ -89,7 +89,7 @@ def humidity(t: float, q: float, p: float) -> float:
 
 
 def expected(states: xr.Dataset, channel: str, time: int) -> np.ndarray:
-    """A channel at a time, without the south pole, in blocks of 2 x 2, by plain loops."""
+    """Return a channel at one time, without the south pole, averaged over blocks of 2 x 2 by plain loops."""
     name, _, level = channel.partition("@")
     if name == "r":
         t, q = (states[LEVELLED[of][0]].sel(level=int(level)).values[time] for of in "tq")
@@ -119,7 +119,7 @@ def test_the_shipped_dataset_is_the_published_one() -> None:
         ("test", 2018),
     ]
     files = [raw.name for part in kind.KIND.parts(dataset) for raw in part.raws]
-    assert len(set(files)) == len(files) == 40, "each year is fetched by itself"
+    assert len(set(files)) == len(files) == 40, "each year has its own file"
 
 
 @pytest.mark.slow
@@ -142,7 +142,10 @@ def test_the_channels_are_those_of_the_store(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
-    """Only cropped and averaged states are kept; validation's days are not training's business."""
+    """Another crop or downsampling fetches raw files again; other days of another split do not.
+
+    Only cropped and averaged states are kept.
+    """
 
     def fetched(**changes: Any) -> dict[str, Any]:
         dataset = Era5Dataset.model_validate(shipped() | changes)
@@ -153,7 +156,10 @@ def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
 
 
 def test_relative_humidity_is_that_of_the_ifs() -> None:
-    """Saturation pressures are those of the WMO's tables (Pa): over water at 20 °C, ice at -40 °C, to 0.5 %."""
+    """Relative humidity and saturation pressure follow the IFS documentation.
+
+    Saturation pressures (Pa) agree with the WMO's tables within 0.5 %: over water at 20 °C, over ice at -40 °C.
+    """
     for t, pressure, within in ((273.16, 611.21, 1e-6), (293.15, 2338.8, 5e-3), (233.15, 12.84, 5e-3)):
         assert saturation_pressure(np.array(t)) == pytest.approx(pressure, rel=within)
     assert (np.diff(saturation_pressure(np.linspace(200, 310, 111))) > 0).all()
@@ -164,11 +170,11 @@ def test_relative_humidity_is_that_of_the_ifs() -> None:
 
 
 def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callable[[str], Path]) -> None:
-    """Of the two files at hand; nothing is fetched."""
+    """The digests of the shipped digits match the two available files, without a download."""
     source = read_yaml(ROOT / "workflow_scripts/dlscale/extensions/mnist_cnn/study.yaml")["datasets"]["mnist_web"][
         "source"
     ]
-    MnistDataset.model_validate({"kind": "mnist", "source": source})  # a digest for each file, and of no other
+    MnistDataset.model_validate({"kind": "mnist", "source": source})  # each file has a digest, and no other
     assert len(source["sha256"]) == 4
     for name in ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"):
         assert hashlib.sha256(shared(f"data/mnist/{name}").read_bytes()).hexdigest() == source["sha256"][name]

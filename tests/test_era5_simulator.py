@@ -1,4 +1,4 @@
-"""The simulated atmosphere: its transforms, its dynamics, its file, and that it can be learnt."""
+"""The simulated atmosphere: its transforms, its dynamics and its file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def zeros(*leading: int) -> simulator.Complex:
 
 
 def random_state(scale: float = 3e-5) -> simulator.Complex:
-    """A lively flow and temperature with content at all scales that the products can alias."""
+    """Return a flow and temperature with content at all scales that products can alias."""
     bits = [np.random.Philox(key=[7, stream]) for stream in (0, 1)]
     return np.stack([scale * simulator.noise(SPHERE, 1, 21, bits[0]), 10 * simulator.noise(SPHERE, 0, 21, bits[1])])
 
 
 def integrate(state: simulator.Complex, seconds: float, steps: int) -> simulator.Complex:
-    """Inviscid, unforced."""
+    """Integrate without viscosity and forcing."""
     for _ in range(steps):
         state = simulator.runge_kutta(lambda now: simulator.advection(SPHERE, now), state, seconds / steps)
     return state
@@ -46,7 +46,7 @@ def simulate(path: Path, year: int = 2001, progress: Callable[..., None] = lambd
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    """Thirty days on the demo's grid."""
+    """Return thirty days on the demo's grid."""
     path = simulate(tmp_path_factory.mktemp("era5") / "2000.nc", 2000, latitudes=32, longitudes=64, days=30, seed=1)
     with xr.open_dataset(path, engine="h5netcdf") as dataset:
         return dataset.load()
@@ -117,7 +117,7 @@ def test_inviscid_flow_conserves_its_invariants() -> None:
 
     start = random_state()
     after = integrate(start, DAY, 96)
-    assert abs(after - start)[0].max() > 0.3 * abs(start[0]).max()  # it did flow
+    assert abs(after - start)[0].max() > 0.3 * abs(start[0]).max()  # the flow has changed
     np.testing.assert_allclose(invariants(after), invariants(start), rtol=1e-5, atol=1e-15)
 
 
@@ -132,7 +132,7 @@ def test_a_year_has_its_days(year: int, steps: int) -> None:
 
 
 def test_a_source_says_the_truncation(tmp_path: Path) -> None:
-    """Of waves beyond it there is nothing in the temperature, however fine the grid."""
+    """The temperature has no waves beyond the source's truncation, however fine the grid."""
     source = {"kind": "simulated", "latitudes": 64, "longitudes": 128, "days": 1, "truncation": 17}
     settings = {"kind": "era5", "source": {**source, "train": [2001], "valid": [2002]}}
     assert stage("acquire", "--config", json.dumps(settings), "--file", "2001.nc", "--out", tmp_path / "a.nc") == 0

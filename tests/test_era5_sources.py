@@ -1,4 +1,4 @@
-"""Readers of atmospheric files: every format against plain xarray, and every mistake with its message."""
+"""Readers of atmospheric files: every format compared with plain xarray, and every mistake with its message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT_NAMES = {"t2m": "2t", "u10": "10u", "z": "z", "t": "t"}
 UNITS = {"t2m": "K", "u10": "m s**-1", "z": "m**2 s**-2", "t": "K"}
 LEVELS = (850, 500, 200)
 
-# of the tests' own, plain reads
+# Warnings of the tests' own, plain reads.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::xarray.SerializationWarning",
     "ignore:Consolidated metadata",
@@ -59,7 +59,7 @@ def atmosphere(
     width: int = 12,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Random states [time, (level,) latitude, longitude], north to south; z and t are on LEVELS."""
+    """Return random states [time, (level,) latitude, longitude], north to south; z and t are on LEVELS."""
     times = np.datetime64(start, "ns") + np.arange(0, hours, step) * np.timedelta64(1, "h")
     latitude, longitude = 60.0 - min(2.5, 150 / height) * np.arange(height), 2.5 * np.arange(width)
     rng, variables = np.random.default_rng(seed), {}
@@ -76,7 +76,7 @@ def atmosphere(
 
 
 def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
-    """Write in one of FORMATS, `chunk` times in a chunk where there are chunks; returns the path."""
+    """Write a file in one of FORMATS, with `chunk` times per chunk if it has chunks; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     chunks = {
         str(n): tuple(min(chunk, v.sizes[d]) if d == "time" else v.sizes[d] for d in v.dims) for n, v in states.items()
@@ -97,7 +97,7 @@ def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
 
 
 def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) -> None:
-    """Write one message a time, variable and level, in that order; values exact (IEEE packing)."""
+    """Write one message per time, variable and level, in that order; values are exact (IEEE packing)."""
     eccodes = pytest.importorskip("eccodes")
     latitude, longitude = states.latitude.values, states.longitude.values
     grid = {
@@ -143,7 +143,7 @@ def part(first: str | None = None, last: str | None = None) -> Part:
 
 
 def fields(source: Era5Source, block: int = 5) -> np.ndarray:
-    """Everything, read in small blocks."""
+    """Return all fields of a source, read in small blocks."""
     rows = source.fields[0].rows
     whole = np.concatenate([source.read(n, min(n + block, rows))["fields"] for n in range(0, rows, block)])
     assert (whole.dtype, whole.shape) == (np.float32, source.fields[0].shape)
@@ -151,7 +151,7 @@ def fields(source: Era5Source, block: int = 5) -> np.ndarray:
 
 
 def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None = None, **keys: Any) -> str:
-    """The message of the `UserError` that opening and reading ends in: one line that says what to do."""
+    """Return the message of the `UserError` that opening or reading raises: one line."""
     with pytest.raises(UserError) as caught:
         fields(open_source(settings(list(channels), **keys), of or part(), list(paths)))
     message = str(caught.value)
@@ -163,7 +163,7 @@ def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GRIB.exists(), reason="the real ERA5 file is not at hand")
+@pytest.mark.skipif(not GRIB.exists(), reason="the real ERA5 file is missing")
 def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     path = tmp_path / GRIB.name
     shutil.copy(GRIB, path)
@@ -176,7 +176,7 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     np.testing.assert_array_equal(source.coordinates["longitude"], truth.longitude)
     assert source.row_coordinates["time"][0] == (dt.date(2019, 3, 25) - dt.date(1970, 1, 1)).days * 24
     source.close()
-    assert list(tmp_path.iterdir()) == [path], "no index file beside the input"
+    assert list(tmp_path.iterdir()) == [path], "no index file next to the input"
 
     every_sixth = open_source(settings(["t2m"], step_hours=6), part("2019-03-01", "2019-03-31"), [path])
     np.testing.assert_array_equal(fields(every_sixth)[:, 0], truth.t2m.values[::6])
@@ -188,7 +188,7 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
 
 
 def truth_of(states: xr.Dataset, path: Path, form: str) -> xr.Dataset:
-    """What plain xarray makes of the file; GRIB holds its values exactly."""
+    """Return the file as plain xarray reads it; GRIB contains the exact values of `states`."""
     if form == "grib":
         return states
     keys: dict[str, Any] = {"zarr": {"engine": "zarr", "consolidated": False}, "netcdf3": {"engine": "scipy"}}
@@ -201,7 +201,7 @@ def truth_of(states: xr.Dataset, path: Path, form: str) -> xr.Dataset:
 def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -> None:
     states = atmosphere()
     stored = states if north_first else states.isel(latitude=slice(None, None, -1))
-    path = write(stored, tmp_path / "file", form)  # without a suffix: the content tells
+    path = write(stored, tmp_path / "file", form)  # without a suffix: the content decides
     truth = truth_of(stored, path, form).sortby("latitude", ascending=False)
     channels = ["t@500", "u10", "z@200", "t2m", "t@850"]
     source = open_source(settings(channels), part(), [path])
@@ -245,7 +245,10 @@ def test_crop_and_downsampling_against_a_slow_loop(tmp_path: Path, form: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_spread_over_files(tmp_path: Path, form: str) -> None:
-    """A file a day and channel, given in any order, some in another format and from south to north."""
+    """Files per day and channel are joined, in any order.
+
+    Some have another format, with latitudes from south to north.
+    """
     states = atmosphere(names=("t2m", "u10"))
     paths = []
     for day in ("2020-02-29", "2020-02-27", "2020-03-01", "2020-02-28"):
@@ -263,7 +266,11 @@ def test_spread_over_files(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.slow
 def test_the_names_that_axes_go_by(tmp_path: Path) -> None:
-    """The present NetCDF of the climate data store; short names, pascals, long names of variables."""
+    """Axes and variables are found by all usual names.
+
+    These are the names of the climate data store's present NetCDF, short names, long names of variables, and levels in
+    pascals.
+    """
     states = atmosphere(names=("t2m", "z"))
     present = states.rename(time="valid_time", level="pressure_level").expand_dims(number=1)
     present = present.assign_coords(expver=("valid_time", ["0001"] * 16))
@@ -288,9 +295,12 @@ def test_longitudes_go_on_across_the_meridian(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_grib_of_many_shapes(tmp_path: Path) -> None:
-    """Levels that start later, another step, accumulations: what xarray's view of a file cannot hold."""
+    """GRIB files with different times per variable, or with forecast steps, are read.
+
+    xarray's view of a file cannot contain such variables.
+    """
     states, path = atmosphere(), tmp_path / "mixed.grib"
-    write_grib(states[["u10", "z", "t"]].isel(time=slice(None, None, -1)), path)  # backwards
+    write_grib(states[["u10", "z", "t"]].isel(time=slice(None, None, -1)), path)  # in reverse order
     write_grib(states[["t2m"]].isel(time=slice(4, None)), path, "ab")
     source = open_source(settings(["z@850", "u10"]), part(), [path])
     np.testing.assert_array_equal(fields(source), np.stack([states.z.sel(level=850), states.u10], axis=1))
@@ -315,7 +325,10 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("downsample", [1, 3])
 def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str, downsample: int) -> None:
-    """Python's own buffers; those of the libraries, a chunk or a message, are outside its view."""
+    """Memory stays within `bytes_per_row` for each row of a block.
+
+    Only Python's own buffers are measured, not the libraries' buffers for a chunk or a message.
+    """
     states = atmosphere(hours=400, step=1, names=("t2m", "u10", "z"), height=60, width=90)
     if form == "grib":  # slow to write
         states = states.isel(time=slice(0, 100))
@@ -332,14 +345,14 @@ def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str,
         tracemalloc.stop()
     bound = block * source.bytes_per_row
     assert peak < bound + 200_000
-    assert bound < min(12 * 4 * block * 2 * 60 * 90, states.nbytes / 2), "not a bound for its own sake"
+    assert bound < min(12 * 4 * block * 2 * 60 * 90, states.nbytes / 2), "the bound must be small enough"
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
 
 
 def changed(change: Callable[[xr.Dataset], xr.Dataset]) -> Callable[[Path], list[Path]]:
-    """A file of t2m and z that has been meddled with."""
+    """Return a function that writes a changed file of t2m and z."""
 
     def make(folder: Path) -> list[Path]:
         change(atmosphere(names=("t2m", "z"))).to_netcdf(folder / "odd.nc", engine="h5netcdf")
@@ -349,7 +362,7 @@ def changed(change: Callable[[xr.Dataset], xr.Dataset]) -> Callable[[Path], list
 
 
 def two(change: Callable[[xr.Dataset], xr.Dataset], second: str = "u10") -> Callable[[Path], list[Path]]:
-    """One file of t2m, and another one, meddled with."""
+    """Return a function that writes a file of t2m and a changed second file."""
 
     def make(folder: Path) -> list[Path]:
         other = change(atmosphere(names=(second,), seed=1))
@@ -377,7 +390,7 @@ def without(index: int) -> Callable[[xr.Dataset], xr.Dataset]:
 
 
 def in_celsius(states: xr.Dataset) -> xr.Dataset:
-    """The four days that follow, in other units."""
+    """Return the four following days, in other units."""
     later = states.assign_coords(time=states.time + np.timedelta64(96, "h"))
     later.t2m.attrs["units"] = "C"
     return later
@@ -448,7 +461,7 @@ def test_mistakes_end_in_one_clear_message(tmp_path: Path, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["netcdf4", "packed", "netcdf3", "grib"])
 def test_torn_files(tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Cut anywhere, a file is called torn, or it lacks times; the libraries' own complaints are not heard."""
+    """A file that is cut anywhere is called torn, and the libraries print nothing."""
     content = write(atmosphere(names=("t2m",)), tmp_path / "file", form).read_bytes()
     for share in (0.02, 0.3, 0.6, 0.9, 0.999):
         (tmp_path / "torn").write_bytes(content[: int(len(content) * share)])
@@ -472,7 +485,10 @@ def test_damaged_grib(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_grib_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo needs none of its 180 MB."""
+    """A GRIB file without the `grib` extra is refused with the remedy.
+
+    The extra has 180 MB, and the demo does not need it.
+    """
     monkeypatch.setitem(sys.modules, "cfgrib", None)
     (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
     assert "GRIB is not installed" in (message := refused(tmp_path / "a.grib")) and "dlscale[grib]" in message
@@ -486,7 +502,10 @@ def test_another_order_of_points_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("downsample", [1, 3])
 def test_a_missing_value_has_a_date_and_a_place(tmp_path: Path, downsample: int) -> None:
-    """NaN, a fill value, a bitmap, or what NetCDF's library leaves in floats that nobody wrote."""
+    """A missing value is reported with its date and position.
+
+    It is NaN, a fill value, a bitmap, or the number that NetCDF's library leaves in unwritten floats.
+    """
     states = atmosphere(names=("t2m",))
     states.t2m[2, 3, 4] = np.nan
     files = [write(states, tmp_path / form, form) for form in ("netcdf4", "packed", "netcdf3")]
@@ -498,7 +517,7 @@ def test_a_missing_value_has_a_date_and_a_place(tmp_path: Path, downsample: int)
         message = refused(file, downsample=downsample)
         assert f"channel 't2m' has no value at 2020-02-27 12:00 at latitude {place} (1 " in message
         shape = (16, 1, 3, 12)
-        assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, "not asked for"
+        assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, "outside the crop"
 
 
 # ---------------------------------------------------------------------------------------------- from a Zarr store
@@ -511,7 +530,10 @@ def days(first: str, last: str, store: Path | str) -> RawFile:
 
 
 def weatherbench(**keys: Any) -> xr.Dataset:
-    """Names as in ARCO-ERA5, axes as in WeatherBench2: longitude before latitude, south to north."""
+    """Return states with names as in ARCO-ERA5 and axes as in WeatherBench2.
+
+    Longitude comes before latitude, and latitudes run from south to north.
+    """
     states = atmosphere(**keys).rename(t2m="2m_temperature").isel(latitude=slice(None, None, -1))
     return states.transpose("time", "level", "longitude", "latitude")
 
@@ -560,7 +582,7 @@ def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 4e6 + 1.5e6 < states.nbytes / 8  # the blocks, and what xarray and Zarr keep besides
+    assert peak < 4e6 + 1.5e6 < states.nbytes / 8  # the blocks, and 1.5 MB that xarray and Zarr keep
     assert len(blocks) > 5
 
 
@@ -585,7 +607,7 @@ def test_stores_that_are_none(tmp_path: Path) -> None:
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder; while `refusing`, chunks of t2m end in an error, as from an overloaded server."""
+    """Server of a folder; while `refusing`, chunks of t2m end in an error, as from an overloaded server."""
 
     refusing = 0
     login: str | None = None
@@ -617,7 +639,7 @@ def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
     Server.refusing = 2
     acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/served"), tmp_path / "out.nc")
-    assert Server.refusing == 0, "a hiccup is got over"
+    assert Server.refusing == 0, "temporary errors are retried"
     truth = atmosphere(names=("t2m",)).sel(time=slice("2020-02-28", "2020-02-29"))
     np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, truth.t2m)
 
@@ -647,7 +669,7 @@ def test_a_login_reaches_a_store_and_no_message(tmp_path: Path, server: str, mon
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/store", "gs://bucket/store", "odd://bucket/store"])
 def test_no_network_or_no_package_is_one_message(tmp_path: Path, address: str) -> None:
     if address.startswith("gs") and importlib.util.find_spec("gcsfs"):
-        pytest.skip("gcsfs is there, and would reach for the network")
+        pytest.skip("gcsfs is installed, and would use the network")
     with pytest.raises(UserError) as caught:
         acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", address), tmp_path / "out.nc")
     assert str(caught.value).startswith(address)

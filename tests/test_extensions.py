@@ -1,4 +1,4 @@
-"""Extensions are removable: without one, or without any, the rest works."""
+"""Extensions are removable: without one of them, or without all, the rest works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 NAMES = [*registry.extensions()]
 COMMANDS = {name: [*getattr(module, "COMMANDS", [])] for name, module in registry.extensions().items()}
-#: All extensions, or one, to remove.
+#: Extensions to remove: all, or one.
 REMOVED = [pytest.param(NAMES, id="all"), *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in NAMES)]
 
 
@@ -53,7 +53,7 @@ def test_commands_of_a_removed_extension_are_gone(repository: Path, removed: lis
 @pytest.mark.slow
 @pytest.mark.parametrize("removed", REMOVED)
 def test_plans_run_without_an_extension(repository: Path, removed: list[str]) -> None:
-    """A dry run of all plans of the demo."""
+    """Without an extension, a dry run of all plans of the demo succeeds."""
     done = called(repository, "-m", "snakemake", "--dry-run")
     assert done.returncode == 0 and "starter_demo.single (train): never made" in done.stderr, done.stderr
 
@@ -61,7 +61,7 @@ def test_plans_run_without_an_extension(repository: Path, removed: list[str]) ->
 @pytest.mark.long
 @pytest.mark.parametrize("removed", [pytest.param(NAMES, id="all")])
 def test_the_core_alone_trains_measures_and_reports(repository: Path, removed: list[str]) -> None:
-    """Without any extension: the smallest study, and one from outside, each up to its page."""
+    """Without extensions, the smallest study and a study outside the package run up to their pages."""
     done = called(repository, "-m", "dlscale", "new-study", "waves")
     assert done.returncode == 0, done.stderr
     for words in (["starter_demo"], ["waves_ladder", "--configfile", "waves/waves_run.yaml"]):

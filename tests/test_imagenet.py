@@ -1,4 +1,4 @@
-"""Images: packs of folders, torchvision's crops, and the study that tells them apart."""
+"""Images: packs of folders, torchvision's crops, and the study that classifies them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ BILINEAR = Image.Resampling.BILINEAR
 
 
 def picture(seed: int, height: int, width: int) -> Image.Image:
-    """A smooth image in colour, as photographs are: JPEG changes it little."""
+    """Return a smooth colour image, which JPEG changes little, like a photograph."""
     small = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, str]:
-    """Folders of 3 classes: 4 training and 2 validation images each; sizes, suffixes and colour modes vary."""
+    """Return folders of 3 classes, with 4 training and 2 validation images each.
+
+    Sizes, suffixes and colour modes vary.
+    """
     for split, count in (("train", 4), ("valid", 2)):
         for label, name in enumerate(CLASSES):
             folder = tmp_path / split / name
@@ -92,7 +95,7 @@ def samples(folder: Path, split: str, **more: Any) -> Images:
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_pack_holds_the_files_as_they_are(tmp_path: Path, folders: dict[str, str], shards: int) -> None:
-    """All of them, class by class in sorted order, whatever the number of packs."""
+    """Packs contain all files unchanged, class by class in sorted order, for any number of packs."""
     data = make_dataset(tmp_path / "data", settings(folders, shards={"train": shards}))
     manifest = Manifest.read(data / "manifest.json")
     assert manifest.extra["classes"] == CLASSES and manifest.fields["labels"].classes == 3
@@ -114,7 +117,7 @@ def test_a_pack_holds_the_files_as_they_are(tmp_path: Path, folders: dict[str, s
 def test_decoded_images_are_reduced_to_the_edge(
     tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Pillow's bilinear filter, the shorter edge; smaller ones are not enlarged."""
+    """Decoded images are reduced to the shorter edge by Pillow's bilinear filter; smaller ones are not enlarged."""
     monkeypatch.setattr(packs_module, "EDGE", 50)
     data = make_dataset(tmp_path / "data", settings(folders, form="decoded"))
     for split in ("train", "valid"):
@@ -143,7 +146,7 @@ def emptied(folder: Path) -> None:
 
 
 BAD = "not a readable image"
-#: What is damaged, how, and what the message says.
+#: Path of the damage, function that damages it, and words of the message.
 BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated": ("train/bee/0.jpg", lambda file: file.write_bytes(file.read_bytes()[:-300]), f"bee/0.jpg: {BAD}"),
     "no image": ("train/bee/0.jpg", lambda file: file.write_text("no image"), f"bee/0.jpg: {BAD}"),
@@ -195,7 +198,7 @@ def test_what_is_broken_is_one_message(tmp_path: Path, folders: dict[str, str], 
 def test_every_format_is_packed_and_every_skipped_file_counted(
     tmp_path: Path, folders: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Formats that docs/data.md lists, folders below classes, and files of operating systems."""
+    """All formats in docs/data.md are packed, also from nested folders; skipped files are counted by reason."""
     ape, images = tmp_path / "train/ape", picture(3, 20, 30)
     wanted = ["w.webp", "t.tif", "t2.TIFF", "b.bmp", "g.gif", "j.jp2", "p.ppm", "q.JFIF", "more/deep/1.jpg", "link.png"]
     for name in wanted[:-1]:
@@ -212,18 +215,18 @@ def test_every_format_is_packed_and_every_skipped_file_counted(
         data = make_dataset(tmp_path / "data", settings(folders, shards={"train": 2}))
     manifest = Manifest.read(data / "manifest.json")
     assert sum(file.rows for file in manifest.files("train")) == 12 + len(wanted)
-    # Three notes.txt stand in each split's classes.
+    # Each split has three notes.txt, one per class.
     counts = "3 hidden, 3 format .txt, 1 not in a class folder, 1 link to a folder, 1 no suffix, 1 format .heic"
     assert manifest.facts[2:] == [f"train: 10 files skipped ({counts})", "valid: 3 files skipped (3 format .txt)"]
     assert f"{tmp_path}/train: 10 files skipped: {counts}" in caplog.text
     assert "skipped, hidden: .trash/1.jpg, ape/.h.jpg, ape/.ipynb_checkpoints/0.jpg" in caplog.text
-    assert caplog.text.count("train: 10 files skipped") == 1, "once a split"
+    assert caplog.text.count("train: 10 files skipped") == 1, "once per split"
 
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
 @pytest.mark.parametrize(("numbers", "file"), [("u2", "PNG"), (">u2", "TIFF"), ("f4", "TIFF")])
 def test_deep_grey_is_refused(tmp_path: Path, folders: dict[str, str], numbers: str, file: str, form: str) -> None:
-    """Pillow would make nearly all of it white, whatever format a file's name says."""
+    """Grey images of more than 8 bits are refused, whatever the suffix: Pillow would make them nearly white."""
     image = Image.fromarray(np.linspace(0, 65_535, 40 * 50).reshape(40, 50).astype(numbers))
     image.save(tmp_path / "train/ape/+.jpg", file)
     with pytest.raises(UserError, match=r"ape/\+.jpg: not a readable image \(grey of more than 8 bits"):
@@ -241,7 +244,10 @@ def _acquire(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def looks(source: dict[str, Any], made: Path = Path("nowhere"), **more: Any) -> dict[str, Any]:
-    """Return what makes each pack be made again, as a new call of the workflow finds it; `made`: a dataset's folder."""
+    """Return each pack's settings and the state of its files, as a new call of the workflow finds them.
+
+    A change of either makes a pack again. `made` is the folder of an existing dataset.
+    """
     image_folders.looks.cache_clear()
     dataset = ImagenetDataset.model_validate(settings(source, shards={"train": 3}, **more))
     kind = parts.kind_of(dataset)
@@ -252,7 +258,7 @@ def looks(source: dict[str, Any], made: Path = Path("nowhere"), **more: Any) -> 
 
 
 def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders: dict[str, str]) -> None:
-    """Those packs alone; what is put back counts as it was."""
+    """Only packs with changed files are made again; a restored file counts as unchanged."""
     before = looks(folders)
     (tmp_path / "train/ape/notes.txt").write_text("other notes")
     assert looks(folders) == before
@@ -262,7 +268,7 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
 
     image = tmp_path / "train/bee/2.jpg"  # the seventh of twelve, which are in packs of four
     content, stat = image.read_bytes(), image.stat()
-    image.write_bytes(content)  # in place: the folder does not show it
+    image.write_bytes(content)  # only the file's time changes, not the folder's
     assert changed() == {"train-0001"}
     os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert changed() == set()
@@ -279,13 +285,13 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
         changed()
     link.unlink()
     for split in ("train", "valid"):
-        (tmp_path / split / "ape").rename(tmp_path / split / "dog")  # other labels for all
+        (tmp_path / split / "ape").rename(tmp_path / split / "dog")  # changes the labels of all images
     assert changed() == {"train-0000", "train-0001", "train-0002", "valid-0000"}
 
 
 @pytest.mark.slow
 def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, str]) -> None:
-    """A pack tells how its files looked."""
+    """Packs stay after their folders are gone: a pack records the state of its files."""
     data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))
     before = looks(folders, data)
     assert len({look for _, look in before.values()}) == 4
@@ -325,7 +331,7 @@ def test_bad_runs_are_one_message(changes: dict[str, Any], words: str) -> None:
 
 
 def test_a_folder_is_packed_where_jobs_run() -> None:
-    """It needs no network; and doctor looks for the folders, not for packs."""
+    """A folder is packed in a job, since this needs no network; doctor looks for folders, not for packs."""
     datasets = resolve.load({"targets": ["imagenet_published"]}).workflow.datasets
     expected: dict[str, list[str]] = {"published": ["data/imagenet/train", "data/imagenet/val"], "simulated": []}
     for name, files in expected.items():
@@ -362,7 +368,7 @@ def get_params(draws: Any, height: int, width: int, scale: Any, ratio: Any) -> t
 
 
 class Draws:
-    """The random numbers of one sample, from the counter-based words one by one."""
+    """Random numbers of one sample, taken one by one from the counter-based words."""
 
     def __init__(self, seed: int, epoch: int, index: int) -> None:
         def words(stream: str) -> list[int]:
@@ -380,7 +386,10 @@ class Draws:
 
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.9, 1.0), (1.0, 1.0)])
 def test_random_crops_are_torchvisions(scale: tuple[float, float]) -> None:
-    """Ten tries, then the middle: of images high and wide, one by one and many together."""
+    """Random crops equal torchvision's, of one image or of many together.
+
+    After ten failed tries torchvision takes the middle. Images are both high and wide.
+    """
     edges = np.array([(37, 50), (50, 37), (200, 20), (20, 200), (64, 64), (1, 9), (300, 299)] * 40)
     found = random_crops(3, 2, 11, edges, scale)
     for number, (height, width) in enumerate(edges.tolist()):
@@ -394,7 +403,10 @@ def test_random_crops_are_torchvisions(scale: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
 def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, str], form: str) -> None:
-    """Pillow's crop, resize and mirror, one after the other; each image once an epoch, in another order in the next."""
+    """Training samples are Pillow's crop, resize and mirror, one after the other.
+
+    Each image is used once per epoch, and in another order in the next.
+    """
     data = make_dataset(tmp_path / "data", settings(folders, form=form, shards={"train": 2}))
     train_samples = samples(data, "train")
     packs = train_samples.packs
@@ -419,7 +431,10 @@ def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, s
 
 @pytest.mark.parametrize("resize", [32, 35])
 def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str], resize: int) -> None:
-    """torchvision's Resize and CenterCrop; always the same, in order. Of 35 rows the middle 24 begin at 5.5, so 6."""
+    """Validation samples are torchvision's Resize and CenterCrop, always the same and in order.
+
+    The middle 24 of 35 rows begin at 5.5, which is rounded to 6.
+    """
     for path in sorted(tmp_path.glob("valid/*/1.*")):  # some are high, others wide
         with Image.open(path) as image:
             image.rotate(90, expand=True).save(path)
@@ -458,9 +473,9 @@ def direct(samples: Images, share: Share, workers: int = 2) -> Any:
 def test_loaders_deliver_the_same_samples(
     tmp_path: Path, folders: dict[str, Any], form: str, build: Callable[[Images, Share], Any], most: int, mean: float
 ) -> None:
-    """Batches of any rank and from any step, after an epoch that was left, against single samples.
+    """All loaders deliver the same samples, on any rank, from any step, and after an abandoned epoch.
 
-    DALI's are the same but for the rounding of another decoder and filter.
+    DALI's samples differ by the rounding of another decoder and filter.
     """
     data = make_dataset(tmp_path / "data", settings(folders, form=form, shards={"train": 2}))
     for split, rank in itertools.product(("train", "valid"), (0, 1)):
@@ -478,7 +493,10 @@ def test_loaders_deliver_the_same_samples(
 
 
 def test_dali_serves_ranks_that_have_nothing(tmp_path: Path, folders: dict[str, Any]) -> None:
-    """Of twelve images in batches of five the last has two: of three ranks the first has none."""
+    """DALI gives an empty batch to a rank without samples.
+
+    Of twelve images in batches of five the last batch has two: the first of three ranks has none.
+    """
     data = make_dataset(tmp_path / "data", settings(folders))
     with closing(dali(samples(data, "train"), Share(5, 0, 3))) as loader:
         batches = list(loader.epoch(0))
@@ -505,7 +523,7 @@ def test_a_damaged_image_is_one_message_from_dali(tmp_path: Path, folders: dict[
 
 
 def test_the_published_loader_restated_makes_such_samples(tmp_path: Path, folders: dict[str, str]) -> None:
-    """Bytes, [B, C, H, W], and labels: what the bench holds ours against does what it says."""
+    """The published loader, which the benchmark compares with ours, delivers bytes, [B, C, H, W], and labels."""
     (Path(folders["train"]) / ".hidden").rmdir()
     torch.manual_seed(0)
     loader = published.image_loader(Path(folders["train"]), 24, 5, 0)
@@ -548,7 +566,7 @@ def test_the_published_plan_says_what_the_program_did() -> None:
     assert (run.optimizer.kind, run.optimizer.lr, run.optimizer.momentum) == ("sgd", 0.1, 0.9)
     assert run.optimizer.weight_decay == 1e-4
     assert (run.samples.size, run.samples.resize, run.samples.scale) == (224, 256, (0.08, 1.0))
-    # The log of the run on 64 GPUs: 5.2 once it is warm, 0.0052 at the end.
+    # Rates in the log of the run on 64 GPUs: 5.2 after warm-up, 0.0052 at the end.
     peak = peak_rate(run.schedule, run.optimizer.lr, run.batch_size)
     steps = -(-1_281_167 // run.batch_size)
     rates = [learning_rate(run.schedule, peak, epoch * steps, 90 * steps, steps) for epoch in (5, 30, 60, 80, 89)]
@@ -556,7 +574,7 @@ def test_the_published_plan_says_what_the_program_did() -> None:
 
 
 def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
-    """Against counting, with the shares of the training data's most frequent classes beside them."""
+    """Metrics are fractions of correct predictions by counting, also for the most frequent training classes."""
     dataset = settings({"kind": "simulated", "train": 60, "valid": 37, "edges": [34, 48]})
     folder = make_dataset(tmp_path / "data", dataset)
     over = {
@@ -592,7 +610,10 @@ def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
-    """Against sorting; the published program fails on answers that lie the other way round."""
+    """Top-5 accuracy equals the result of sorting, for any order in memory.
+
+    The published program fails on logits that are not contiguous.
+    """
     metrics = ImagenetMetrics.__new__(ImagenetMetrics)
     metrics.most, metrics.frequent = {"top1": 1, "top5": 5}, torch.arange(5)
     torch.manual_seed(0)
@@ -603,14 +624,14 @@ def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
     assert found["top5"].tolist() == (order[:, :5] == labels.numpy()[:, None]).any(axis=1).tolist()
 
 
-#: Apex's levels by our names.
+#: Precision in dlscale for each of Apex's levels.
 APEX = {"O0": "fp32", "O1": "fp16", "O2": "fp16_master", "O3": "fp16_pure"}
 
 
 def test_training_accuracy_is_that_of_the_batches_before_they_are_learnt(
     tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """An epoch of one batch: that of the initial weights, with the batch's own statistics."""
+    """Training accuracy of a one-batch epoch belongs to the initial weights, with the batch's own statistics."""
     over = {**TINY["imagenet_resnet50"]["run"], "batch_size": 40, "training": {"epochs": 1}}
     config = make_run(tmp_path / "run", "imagenet_resnet50", over, TINY["imagenet_resnet50"]["dataset"])
     manifest = tiny_data("imagenet_resnet50") / "manifest.json"
@@ -628,7 +649,7 @@ def test_training_accuracy_is_that_of_the_batches_before_they_are_learnt(
 @pytest.mark.slow
 @pytest.mark.parametrize("level", APEX)
 def test_apex_levels_train(tmp_path: Path, tiny_data: Callable[[str], Path], level: str) -> None:
-    """Each in its number formats, channels last, to a loss that falls; an odd last batch is counted, too."""
+    """Each level trains in its number formats, channels last, to a lower loss; a smaller last batch counts, too."""
     over = {
         **TINY["imagenet_resnet50"]["run"],
         "precision": APEX[level],
@@ -658,7 +679,7 @@ def test_every_depth_trains(tmp_path: Path, tiny_data: Callable[[str], Path], de
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["imagenet_simulated", "imagenet_demo"])
 def test_ten_textures_are_told_apart(tmp_path: Path, plan: str) -> None:
-    """The shipped plans: at least 95 % of the validation images."""
+    """The shipped plans classify at least 95 % of the validation images correctly."""
     loaded = resolve.load({"targets": [plan]})
     run = loaded.plans[plan]["resnet18"].run
     data = make_dataset(tmp_path / "data", loaded.workflow.datasets[plan].model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""`dlscale import`: other programs' TensorBoard logs beside ours, in the page and in TensorBoard."""
+"""`dlscale import`: TensorBoard logs of other programs next to dlscale's runs, on the page and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(path: Path, rows: list[tuple[int, float, Values]], start: float = STAR
 
 
 def as_tensor(tag: str, value: float) -> Summary.Value:
-    """As TensorFlow 2 writes a scalar."""
+    """Return a scalar in the form that TensorFlow 2 writes."""
     return Summary.Value(tag=tag, tensor=TensorProto(dtype=DT_FLOAT, float_val=[value]))
 
 
@@ -59,7 +59,7 @@ def unet(path: Path, **more: Any) -> Path:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of results of the folder that the commands are called in."""
+    """Return the results folder of the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "results"
 
@@ -87,13 +87,13 @@ def test_a_log_becomes_a_reference(results: Path, tmp_path: Path, capfd: pytest.
 
 
 def test_numbers_as_tensors_and_files_in_turn(results: Path, tmp_path: Path) -> None:
-    """As TensorFlow 2 writes them; and a program that was started again from a checkpoint repeats steps."""
+    """Scalars in TensorFlow 2's form are read, and steps that a restarted program repeats count once."""
     folder = tmp_path / "theirs"
     write(folder / "events.out.tfevents.1.a", [(n, n, {"Loss/valid": 1.0}) for n in (8, 16, 24)], make=as_tensor)
     write(folder / "events.out.tfevents.2.a", [(n, 90 + n, {"Loss/valid": 0.5}) for n in (24, 32)])
     assert bring(folder) == 0
     found = Reference.read(results / "references/theirs/reference.json")
-    # No step 0: time counts from the first file's begin, 30 s before.
+    # Without step 0, time counts from the beginning of the first file, 30 s earlier.
     assert found.curves == {"loss/valid": [(8, 38, 1.0), (16, 46, 1.0), (24, 144, 0.5), (32, 152, 0.5)]}
 
 
@@ -128,7 +128,10 @@ def test_epochs_from_zero_end_after_the_first_one(
     first: int,
     message: str,
 ) -> None:
-    """Epoch e ends 100 (e + 1) s after the writer began."""
+    """Point 0 of a log that counts epochs from 0 is drawn after the first epoch.
+
+    Epoch e ends 100 (e + 1) s after the writer began.
+    """
     rows = [(step, 100.0 * (step + 1) - 30, {tag: 1.0}) for tag, every in steps.items() for step in every]
     log = write(tmp_path / "events.out.tfevents.1", rows)
     more = ["--counts", "epoch", "--epoch-samples", 500, "--tag", "Val=loss/valid", "--tag", "Train=loss/train"]
@@ -139,7 +142,7 @@ def test_epochs_from_zero_end_after_the_first_one(
     shift = int("from 0" in printed)
     assert points(found, "loss/valid", "samples") == [(500 * (step + shift), 1.0) for step in steps["Val"]]
     assert points(found, "loss/valid", "samples")[0][0] == 500 * first
-    begin = 0 if first else 100  # of time: the writer, or the untrained model
+    begin = 0 if first else 100  # start of time: the writer, or the untrained model
     assert [x for x, _ in points(found, "loss/valid", "time")] == [100 * (step + 1) - begin for step in steps["Val"]]
 
 
@@ -160,7 +163,7 @@ def curve(*steps: int, value: float = 1.0) -> list[tuple[int, float, Values]]:
     return [(step, float(number), {"Loss/valid": value}) for number, step in enumerate(steps)]
 
 
-#: Logs of a folder by name, the values that are kept, and what is reported.
+#: Logs of a folder by name, the values that are kept, and words of the message.
 LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "two trainings": (
         {"1": curve(*range(0, 101, 10)), "2": curve(*range(0, 81, 10), value=2.0)},
@@ -209,19 +212,25 @@ def test_what_is_left_out_is_counted(
 def test_time_begins_with_the_first_file_that_counts(
     results: Path, tmp_path: Path, first: list[tuple[int, float, Values]]
 ) -> None:
-    """Not with a try that ended before its first point, nor with a training that another one replaces."""
+    """Time begins with the first file that has valid points.
+
+    A try that ended before its first point does not count, nor does a training that a later one replaces.
+    """
     write(tmp_path / "log/events.out.tfevents.1", [*first, (1, 0.0, {"note": 1.0})])
     write(tmp_path / "log/events.out.tfevents.2", curve(10, 20), start=START + 5000)
     assert bring(tmp_path / "log") == 0
     found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
-    assert [seconds for _, seconds, _ in found] == [30.0, 31.0]  # its first event is earlier
+    assert [seconds for _, seconds, _ in found] == [30.0, 31.0]  # the file's first event is 30 s earlier
 
 
 @pytest.mark.parametrize("every", [1, 25, 34])
 def test_validations_by_epoch_among_iterations_are_named(
     results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int
 ) -> None:
-    """Steps of both must be of one kind, if they are drawn over one axis."""
+    """Validations with epoch numbers among training with iterations are reported.
+
+    Both would be drawn over one axis.
+    """
     rows: list[tuple[int, float, Values]] = [(step, float(step), {"Loss/train": 1.0}) for step in range(1, 101)]
     rows += [(every * number, 25.0 * number, {"Loss/valid": 1.0}) for number in range(1, 5)]
     write(tmp_path / "log/events.out.tfevents.1", sorted(rows, key=lambda row: row[1]))
@@ -230,7 +239,10 @@ def test_validations_by_epoch_among_iterations_are_named(
 
 
 def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:
-    """By the name that a user gives; those of a folder of results may be another user's."""
+    """Links that a user names are followed.
+
+    Links in a results folder are not: another user may have made them.
+    """
     path = write(tmp_path / "elsewhere/events.out.tfevents.1", curve(0, 1))
     for link, target in ((tmp_path / "log/events.out.tfevents.1", path), (tmp_path / "folder", path.parent)):
         link.parent.mkdir(exist_ok=True)
@@ -240,7 +252,7 @@ def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:
 
 
 def add(folder: Path, steps: range, value: float, **more: Any) -> None:
-    """Log as PyTorch's writer does; its file follows those that are there by name."""
+    """Log like PyTorch's writer; the new file's name follows the existing ones."""
     with SummaryWriter(str(folder), **more) as writer:
         for step in steps:
             writer.add_scalar("Loss/valid", value, step)
@@ -264,7 +276,7 @@ def test_abandoned_points_are_those_of_tensorboard(
     assert (f"loss/valid: {void} points left out, of an abandoned try" in printed) == bool(void)
     seen = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert sorted((step, value) for _, step, value in seen) == expected
-    # A folder beside it is another run to TensorBoard; steps of an abandoned try were made, too.
+    # TensorBoard takes a folder in the log for another run. Steps of an abandoned try were made, too.
     add(tmp_path / "log/beside", range(3), 3.0, purge_step=0)
     both = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert len(both) == len(expected) + 3
@@ -292,7 +304,10 @@ def test_a_long_curve_is_thinned_out_and_says_so(
 
 
 def test_folders_below_are_named(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As Keras writes them, and PyTorch's add_scalars."""
+    """If a folder has no scalars, the message names its subfolders that have some.
+
+    Keras and PyTorch's add_scalars write such folders.
+    """
     for part in ("train", "validation"):
         unet(tmp_path / "keras" / part / "events.out.tfevents.1")
     assert bring(tmp_path / "keras") == 2
@@ -340,7 +355,7 @@ def test_damage_is_one_message(results: Path, tmp_path: Path, capfd: pytest.Capt
     assert bring(log) == 2
     line = said(capfd)
     assert message in line and str(log) in line
-    assert not list(results.glob("references/*")), "nothing, or all of it"
+    assert not list(results.glob("references/*")), "a reference is complete or missing"
 
 
 def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) -> None:
@@ -394,7 +409,7 @@ def points(reference: Reference, quantity: str, over: Over) -> list[tuple[float,
 
 @pytest.mark.slow
 def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one scale: steps, samples and seconds of both."""
+    """The page draws a reference and a run on one scale, over steps, samples and seconds."""
     monkeypatch.chdir(tmp_path)
     made = Results(tmp_path / "results")
     made.run("p", "a", triplet=None, epochs=3)
@@ -414,7 +429,7 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     rows = json.loads(spec[1])["layer"][0]["data"]["values"]
     ours, theirs = ([row for row in rows if row["run"] == run] for run in ("a · ours", "<b>"))
     assert all({"step", "samples", "time"} <= row.keys() for row in rows)
-    # Ours has 8, 16, 24 steps, as theirs has after its step 0.
+    # The run has steps 8, 16 and 24, like the reference after its step 0.
     assert [row["step"] for row in ours] == [row["step"] for row in theirs[1:]] == [8, 16, 24]
     assert max(theirs, key=lambda row: row["value"]) is theirs[0]
 
@@ -424,7 +439,7 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[str], Path]) -> Path:
-    """Return a folder of results with a run of ours, and the published log of the U-Net, imported."""
+    """Return a results folder with a run, and with the published log of the U-Net, imported."""
     folder = results / "plans" / "p" / "r"
     make_run(folder, "cosmo_unet", COSMO_RUN, COSMO)
     assert train(folder, cosmo_data / "manifest.json") == 0
@@ -434,7 +449,7 @@ def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[st
 
 @pytest.mark.slow
 def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
-    """In one view of TensorBoard, from step 0 on, counted in iterations."""
+    """TensorBoard shows the published log and a run under the same tags, from step 0, in iterations."""
     board = EventMultiplexer()
     board.AddRunsFromDirectory(str(beside)).Reload()
     ours, theirs = "plans/p/r/tensorboard", "references/sc22_base"
@@ -444,7 +459,7 @@ def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
     for tag in ("Loss/train", "Loss/valid"):
         assert board.Scalars(ours, tag)[0].step == board.Scalars(theirs, tag)[0].step == 0
     found = Reference.read(beside / "references/sc22_base/reference.json")
-    # 10 epochs of 65,536 crops in about two hours; 4.84e-3 is what was published.
+    # 10 epochs of 65,536 crops in about two hours; 4.84e-3 is the published loss.
     assert [x for x, _ in points(found, "loss/valid", "samples")] == [65536 * epoch for epoch in range(11)]
     assert points(found, "loss/valid", "step")[-1] == (10240, pytest.approx(4.84e-3, abs=1e-4))
     assert 1.5 < points(found, "loss/valid", "time")[-1][0] / 3600 < 2.5

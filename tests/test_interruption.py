@@ -1,4 +1,4 @@
-"""Asked to save or to end in the midst of an epoch: nothing that was done is lost, and nothing shows in the result."""
+"""Requests to save or to end during an epoch: no work is lost, and the result stays the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waiting import PATIENCE, until
 
 STOPPED = 75
 TORCHRUN = [*(sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", "-m", "dlscale")]
-#: Drop-out, so that a random state that is not restored shows; 10 steps an epoch, the last one smaller.
+#: Drop-out shows a random state that is not restored; 10 steps per epoch, the last one smaller.
 RUN: dict[str, Any] = {**ERA5_RUN, "model": {**ERA5_RUN["model"], "dropout": 0.2}, "training": {"epochs": 2}}
 
 
@@ -54,7 +54,10 @@ def same(one: Path, other: Path) -> None:
 def test_stopped_again_and_again_is_never_stopped(
     tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
 ) -> None:
-    """Each try gets a few batches further than the one before, of training or of validation, until one gets through."""
+    """A training that is stopped again and again gives the result of an uninterrupted one.
+
+    Each try gets a few batches further, of training or of validation, until one completes.
+    """
     manifest = era5_data / "manifest.json"
     whole, stopped = (configure(tmp_path / name, loader={"workers": workers}) for name in ("whole", "stopped"))
     assert train(whole, manifest) == 0
@@ -66,7 +69,7 @@ def test_stopped_again_and_again_is_never_stopped(
         if status == 0:
             break
         assert status == STOPPED
-        assert not (stopped / "provenance.json").exists(), "which says that a result is whole"
+        assert not (stopped / "provenance.json").exists(), "this record marks a complete result"
         newest.append(max(int(path.name.split("-")[1]) for path in stopped.glob("checkpoints/*/step-*")))
     assert newest == sorted(newest) and newest[0] == every and len(newest) > 1
     same(whole, stopped)
@@ -76,7 +79,10 @@ def test_stopped_again_and_again_is_never_stopped(
 def test_another_loader_goes_on_bit_by_bit(
     poll: int, epoch: int, tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All loaders deliver the same samples: which one does is no part of what a checkpoint is."""
+    """A training continues bit by bit with another loader.
+
+    All loaders deliver the same samples, so a checkpoint does not depend on the loader.
+    """
     manifest = era5_data / "manifest.json"
     whole, stopped = (configure(tmp_path / name) for name in ("whole", "stopped"))
     polls: list[Request] = []
@@ -91,7 +97,7 @@ def test_another_loader_goes_on_bit_by_bit(
     assert json.loads((stopped / "provenance.json").read_text())["resumed_from_step"] is not None
     same(whole, stopped)
     made = [each.made_with for each in read_epochs(stopped / "metrics.jsonl")]
-    assert made.pop(epoch) is None, "its time is of both loaders"
+    assert made.pop(epoch) is None, "both loaders took part in its time"
     assert {each["loader"]["kind"] for each in made if each} == {"direct" if poll > 0 else "torch"}
 
 
@@ -99,14 +105,14 @@ def test_another_loader_goes_on_bit_by_bit(
     ("ranks", "sums"), [(2, [[1.0, 5.0], [2.0, 7.0]]), (1, [[3.0, 12.0]]), (3, [[3.0, 12.0], [], []])]
 )
 def test_no_sum_is_lost_with_other_ranks(ranks: int, sums: list[list[float]]) -> None:
-    """Sums of losses, and of a training metric."""
+    """No sum of losses or of a training metric is lost if the number of ranks changes."""
     record = CheckpointRecord(sums=[[1.0, 5.0], [2.0, 7.0]])
     assert [record.rank_sums(rank, ranks) for rank in range(ranks)] == sums
-    assert CheckpointRecord().rank_sums(0, ranks) == [], "at the begin of an epoch"
+    assert CheckpointRecord().rank_sums(0, ranks) == [], "at the beginning of an epoch"
 
 
 def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:
-    """One of two ranks, which are asked to end after some steps."""
+    """Train as one of two ranks, which are requested to end after some steps."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -117,7 +123,7 @@ def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int)
 
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> None:
-    """Stopped with two ranks in the midst of an epoch, continued by one: as one that trained alone."""
+    """Two ranks begin a training and one continues it from the middle of an epoch: the result equals one rank's."""
     from tests.test_parallel import close
 
     manifest, plain = era5_data / "manifest.json", {"model": ERA5_RUN["model"]}
@@ -141,7 +147,10 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> Non
     ],
 )
 def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
-    """By a real signal to all of its processes, loader workers too, as Slurm or a terminal sends it."""
+    """A real signal to all processes, loader workers too, saves or ends a training.
+
+    Slurm or a terminal sends such signals.
+    """
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
     folder = configure(tmp_path / "run", **run)
     process = begin(folder, era5_data, [sys.executable, "-m", "dlscale"])
@@ -169,7 +178,7 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
     try:
         wait_for(stopped / "train.log", "epoch 3 of", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[1]), signal.SIGTERM)  # that of rank 1
+        os.kill(int(children[1]), signal.SIGTERM)  # the process of rank 1
         _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
@@ -244,7 +253,10 @@ def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
 
 
 def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
-    """Slurm warns all processes of a job, whatever they are at."""
+    """Slurm's warning does not end a process that is not training.
+
+    Slurm warns all processes of a job.
+    """
     code = (
         "import os, signal, dlscale.cli as cli, dlscale.config.places as c\n"
         "def main(args):\n    os.kill(os.getpid(), signal.SIGUSR2); os.kill(os.getpid(), signal.SIGUSR1)\n"
@@ -255,7 +267,7 @@ def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
-    """A torchrun that is killed outright leaves nobody training: its ranks save, and end."""
+    """If torchrun is killed, its ranks save and end."""
     settings = {"training": {"steps": 100_000, "checkpoint_epochs": 100_000}, "geometry": {"gpus_per_node": 2}}
     folder = configure(tmp_path / "run", **settings)
     process = begin(folder, era5_data, TORCHRUN)
@@ -268,7 +280,10 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
 
 
 def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> None:
-    """The same step is saved again when a validation that was stopped comes to its end."""
+    """A kill between two saves of the same step loses neither checkpoint.
+
+    A step is saved again after a validation that was stopped is complete.
+    """
     checkpoints = Checkpoints(tmp_path, 1)
 
     def save(number: int) -> None:
@@ -280,7 +295,8 @@ def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> Non
         return int(found[1]["what"].tensor) if found else None
 
     save(1)
-    (tmp_path / "step-00000010").rename(tmp_path / ".step-00000010.host.7.abcd.old")  # killed right there
+    # the state after a kill at this point
+    (tmp_path / "step-00000010").rename(tmp_path / ".step-00000010.host.7.abcd.old")
     assert load() is None
     (tmp_path / ".step-00000011.host.7.abcd.part").mkdir()
     checkpoints.tidy()

@@ -1,4 +1,4 @@
-"""From wildcards to jobs, without Snakemake (`tests/workflow` asks that itself); what decides the time of a step."""
+"""Jobs and their settings, without Snakemake (`tests/workflow` runs it); settings that decide the time of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refuse(message: object) -> NoReturn:
 
 
 class Jobs(NamedTuple):
-    """What the rules of a call use."""
+    """Objects that the rules of a call use."""
 
     context: Context
     commands: Commands
@@ -110,13 +110,13 @@ def test_secrets_of_a_program_reach_it_by_its_environment_alone(tmp_path: Path) 
     words = [*found.runs.launch(RUN, []), found.runs.settings(RUN, []), str(found.runs.program_params(RUN))]
     assert "DLSCALE_URLS" not in words and "s3cret" not in str(words)
     assert found.context.configuration.secrets == {"***secret.tok***": "s3cret2", "***secret.API_KEY***": "s3cret"}
-    assert "DLSCALE_URLS" in found.programs.checkout_launch(RUN, []), "which no other stage gets"
+    assert "DLSCALE_URLS" in found.programs.checkout_launch(RUN, []), "other stages do not get the secrets"
     other = jobs(tmp_path, {"program": {**given, "environment": {"API_KEY": "an0ther"}}})
     assert other.runs.program_params(RUN) == found.runs.program_params(RUN)
 
 
 def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
-    """Code alone does not decide how it looks."""
+    """A changed template makes a page again, even with the same code."""
     found, template = jobs(tmp_path), tmp_path / "page.j2"
     ours = found.plans.page_params("title", ["p"])
     assert ours["sources"] != found.context.own_params("report", ours["settings"])["sources"]
@@ -128,7 +128,10 @@ def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
-    """In a folder of another user, for a call that keeps going; a child process is no root."""
+    """A call that keeps going leaves a file in an unreadable folder out of the inputs.
+
+    The check runs in a child process, which is not root.
+    """
     (locked := tmp_path / "locked").mkdir(mode=0o000)
     found, file = jobs(Path("/nowhere")), locked / "a.npy"
     found.context.keep_going = lambda: True  # type: ignore[method-assign]
@@ -143,7 +146,7 @@ def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
 
 
 def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
-    """Asked for by a file, such as a program's metrics.jsonl."""
+    """A stage that an external program does not have is refused, if a call requests its files."""
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
     with pytest.raises(AssertionError, match="profile: a run of a program has no such stage; ask for the files of"):
         found.runs.profile_params(RUN)
@@ -172,7 +175,7 @@ def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None
     ],
 )
 def test_a_missing_script_is_a_failure(tmp_path: Path, command: list[str], missing: str | None) -> None:
-    """Of a dry run and of doctor, not only of the job."""
+    """A missing script is a failure of a dry run and of doctor, not only of the job."""
     (tmp_path / "there.py").touch()
     found = jobs(tmp_path / "results", {"program": {"command": command, "folder": str(tmp_path)}})
     said: list[Finding] = []
@@ -194,12 +197,15 @@ def test_trials_that_are_too_short_for_a_program_are_refused(tmp_path: Path, tri
 
 
 def test_ranks_of_the_calling_shell_reach_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod's, a tutorial's, or a Slurm step's; what a starter sets afterwards does."""
+    """Ranks in the calling shell do not reach a stage, but those that a starter sets do.
+
+    A pod, a tutorial or a Slurm step sets such variables.
+    """
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     program, several = {"program": {"command": ["true"]}}, {"geometry": {"gpus_per_node": 2}}
     found = jobs(tmp_path, program)
-    assert found.runs.launch(RUN, [])[0] == sys.executable, "nothing is withheld where nothing is set"
+    assert found.runs.launch(RUN, [])[0] == sys.executable, "nothing is withheld if nothing is set"
     names = ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
     withheld = ["env", *(word for name in names for word in ("-u", name))]
     for name in names:
@@ -215,13 +221,16 @@ def test_ranks_of_the_calling_shell_reach_no_stage(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["batch_size", "workers", "out"])
 def test_a_value_of_a_program_is_no_setting(tmp_path: Path, name: str) -> None:
-    """The command would have another batch size than the run, by which its speed is counted."""
+    """A program's value with the name of a setting is refused.
+
+    The command would have another batch size than the run, from which its speed is computed.
+    """
     with pytest.raises(UserError, match=rf"program\.values\.{name}: a setting has this name"):
         jobs(tmp_path, {"program": {"command": ["train", f"{{{name}}}"], "values": {name: 4}}})
 
 
 def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
-    """A learning rate trains again, and is not timed again; the number of trials the other way round."""
+    """Another learning rate repeats the training, but not the timing; another number of trials the reverse."""
 
     def params(**settings: Any) -> list[Any]:
         found = jobs(tmp_path, settings)
@@ -254,7 +263,7 @@ def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
 
 
 def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
-    """With a copy of itself the first run alone, if for ten seconds or more."""
+    """The first run is timed with a copy of itself, if for at least ten seconds; other runs with the first."""
     other = SimpleNamespace(plan="p", run="b")
     for seconds, copied in ((9.9, False), (10, True)):
         found = jobs(tmp_path, {"throughput": {"beside": seconds}})
@@ -274,7 +283,7 @@ def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
     [
         ("none.pt", "none.pt", ""),
         ("plans/p/b/model_best.pt", "plans/p/b/model.pt", None),
-        # Snakemake would look for these runs among the plans, be the file there or not.
+        # Snakemake would look for these runs among the plans, whether the file exists or not.
         ("plans/p/c/model_best.pt", "plans/p/c/model.pt", "copy it out of {}/plans, or "),
         ("plans/q/b/model_best.pt", "plans/q/b/model.pt", "copy it out of {}/plans, or "),
     ],
@@ -355,7 +364,7 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path) -> None:
 
 
 def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
-    """Options are none."""
+    """Targets are plans, studies and files of datasets; options are not targets."""
     configuration = jobs(tmp_path).context.configuration
     words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
     found = [target for word in words if (target := read_target(word, configuration))]
@@ -379,7 +388,7 @@ LEARNT: list[dict[str, Any]] = [
     {"samples": {"train": 8}},
     {"throughput": {"trials": 9}},
 ]
-#: Stages that run again for the first key of these, where that is not training alone.
+#: Stages that run again for the first key of a setting, if not training alone.
 AGAIN: dict[str, set[str]] = {"label": set(), "samples": set(RUN_STAGES), "throughput": {"throughput"}}
 COMPUTED: list[dict[str, Any]] = [
     {"batch_size": 2},
@@ -415,7 +424,10 @@ once = functools.cache(run)
 
 @pytest.mark.parametrize("over", LEARNT, ids=str)
 def test_what_is_learnt_changes_no_step(over: dict[str, Any]) -> None:
-    """No rate is another one, and no stage but training runs again, unless there are other samples or trials."""
+    """Settings of learning change no measured speed and repeat only the training.
+
+    Other samples or trials also repeat other stages.
+    """
     plain, other = once(), run(**over)
     assert compute_digest(other.model_dump(mode="json")) == compute_digest(plain.model_dump(mode="json"))
     again = {stage for stage in RUN_STAGES if decisive(stage, other) != decisive(stage, plain)}
@@ -437,7 +449,7 @@ def test_what_is_computed_does(over: dict[str, Any]) -> None:
 
 
 def test_every_setting_that_stages_share_is_judged() -> None:
-    """A new setting of a run belongs to the keys, or it is the seed."""
+    """Every setting of a run is in `KEYS`, except the seed."""
     assert set(KEYS) == set(RunCore.model_fields) - {"seed"}
 
 
@@ -447,7 +459,7 @@ def test_what_one_stage_sees_of_a_run_has_the_digest_of_the_whole() -> None:
 
 @pytest.mark.parametrize("fault", ["empty", "missing"])
 def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path: Path, fault: str) -> None:
-    """Otherwise before anything runs."""
+    """A broken dataset fails in its own jobs if the call keeps going, otherwise before any job runs."""
     for split, name in itertools.product(("train", "valid"), ("a", "b")):
         (tmp_path / split / name).mkdir(parents=True)
         (tmp_path / split / name / "0.jpg").write_bytes(b"image")
@@ -492,7 +504,10 @@ def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(
 
 
 def test_a_missing_file_is_no_input_of_a_call_that_keeps_going(tmp_path: Path) -> None:
-    """Snakemake would end the whole call; the stage still gets its name, and reports it."""
+    """A missing file is left out of the inputs if a call keeps going: Snakemake would end the complete call.
+
+    The stage still gets the file's name, and reports it.
+    """
     files = {"images": str(tmp_path / "images.idx"), "labels": str(tmp_path / "labels.idx")}
     Path(files["images"]).write_bytes(b"x")
     found, said = jobs(tmp_path / "results"), list[Finding]()

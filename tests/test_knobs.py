@@ -1,4 +1,4 @@
-"""Best epoch, target, given weights, `dlscale evaluate`, trackers: each against a plainer training."""
+"""Best epoch, target, initial weights, `dlscale evaluate` and trackers, each compared with a simpler training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import Trap, provenance, scalars
 
-#: A rate that does not depend on how long the training is: a longer one begins like a shorter one.
+#: Constant learning rate: a longer training begins like a shorter one.
 STEADY = {"schedule": {"kind": "constant"}}
 Make = Callable[..., Path]
 
@@ -62,7 +62,7 @@ def each_validation_is_that_of_an_epoch() -> Iterator[None]:
 
 @pytest.fixture
 def era5(tmp_path: Path, era5_data: Path) -> Make:
-    """Return a function that trains the tiny ViT under a name; again under the same one, it goes on."""
+    """Return a function that trains the tiny ViT under a name, and resumes it under the same name."""
 
     def make(name: str = "run", status: int = 0, **over: Any) -> Path:
         make_run(tmp_path / name, "era5_vit", config.merge(config.merge(copy.deepcopy(ERA5_RUN), STEADY), over), ERA5)
@@ -77,7 +77,7 @@ def plain(model: torch.nn.Module) -> Weights:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int = 99) -> None:
-    """Have the validations of this process find these losses; the one of number `stop`, from 0, fails."""
+    """Make the validations of this process return these losses; validation number `stop`, from 0, fails."""
     numbers, real = itertools.count(), training.validate
     known: Iterator[float] = iter(losses)
 
@@ -111,7 +111,10 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
 def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     era5: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guide's program forgot the best loss on resume, and wrote a worse model over the best one."""
+    """The best weights survive an interruption, and a worse epoch after it.
+
+    The guide's program forgot the best loss on resume, and wrote a worse model over the best one.
+    """
     losses = [3.0, 1.0, 2.5, 2.0, 1.5]
     settings = {"epochs": 5}
     pretend(monkeypatch, losses)
@@ -119,7 +122,7 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     monkeypatch.undo()
     pretend(monkeypatch, losses, stop=3)  # epoch 4 trains, and is never validated
     broken = era5("broken", status=130, training=settings)
-    assert not (broken / "model_best.pt").exists(), "there with the whole result, or not at all"
+    assert not (broken / "model_best.pt").exists(), "written with the complete result, or not at all"
     monkeypatch.undo()
     pretend(monkeypatch, losses[3:])
     assert era5("broken", training=settings) == broken
@@ -187,13 +190,13 @@ def test_it_ends_with_the_epoch_that_reaches_the_target(
     trained(2.0, 99)
     assert provenance(folder)["resumed_from_step"] == 20
     assert (folder / "metrics.jsonl").read_text() == before, "nothing was trained again"
-    # A harder target goes on where the easier one ended.
+    # A harder target continues where the easier one ended.
     trained(1.2, 2)
     assert provenance(folder)["resumed_from_step"] == 20 and len(records(folder)) == 4
-    # An easier one was passed already: the weights of then are not there any more.
+    # An easier target was passed earlier, and its weights are gone: the training begins again.
     trained(2.5)
     assert provenance(folder)["resumed_from_step"] is None and len(records(folder)) == 2
-    # Never reached, and reached by one that goes on.
+    # A target that is not reached, and a target after which the training continues.
     trained(0.5, 2)
     assert "target: validation loss ≤ 0.5: not reached; at best 1" in caplog.text and len(records(folder)) == 5
     trained(2.0, 5, stop=False)
@@ -209,7 +212,7 @@ def one(
 
 
 def result(name: str, epochs: list[Epoch], target: Any, watts: list[float] | None = None, **over: Any) -> RunResult:
-    """A run of four processes, and what its GPU drew second by second from time 1000 on."""
+    """Return a run of four processes, with its GPU's power for each second from time 1000."""
     settings = {"training": {"target": target}}
     nodes = [[Sample(1000.0 + n, 1.0, 2, gpus=(GpuSample(watts=w),)) for n, w in enumerate(watts, 1)]] if watts else []
     return RunResult(
@@ -269,7 +272,10 @@ def test_the_table_and_the_page_say_what_a_target_took(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A rate too small to change a bit: what is validated is what was given."""
+    """A run starts from another run's weights.
+
+    Its learning rate is too small to change a bit, so the given weights are validated.
+    """
     first = era5("first", training={"epochs": 1})
     given = str(first / "model.pt")
     second = era5("second", training={"epochs": 1, "weights": given}, optimizer={"lr": 1e-30}, seed=5)
@@ -285,7 +291,7 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
         if changed and "best" in changed:
             torch.save({"other": torch.zeros(1)}, changed)
         prints.append(run_fingerprint(run.model_copy(update=over), manifest))
-    assert prints[0] == prints[1] and len(set(prints)) == 3, "the content counts, not the place"
+    assert prints[0] == prints[1] and len(set(prints)) == 3, "the content counts, not the path"
     capfd.readouterr()
     era5("third", status=2, model={"embed_dim": 8}, training={"epochs": 1, "weights": given})
     assert "first/model.pt: not the weights of this model; other shapes: " in said(capfd)
@@ -295,7 +301,7 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
 
 @pytest.mark.slow
 def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its folder will do in place of a file; one that is damaged is refused."""
+    """A checkpoint's folder may replace a file of weights; a damaged checkpoint is refused."""
     first = era5("first", training={"epochs": 1})
     (folder,) = first.glob("checkpoints/*/step-*")
     given = {"epochs": 1, "weights": str(folder)}
@@ -310,7 +316,10 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
 
 @pytest.mark.parametrize("form", ["plain", "checkpoint of a wrapped model", "without counters"])
 def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
-    """As PyTorch's collections publish them, and as its example of distributed training saves them."""
+    """Published weights load by name.
+
+    They have the form of PyTorch's collections or of its example of distributed training.
+    """
     torch.manual_seed(1)
     published, model = ResNet(18, classes=7, width=8).eval(), ResNet(18, classes=7, width=8).eval()
     state: dict[str, Any] = dict(published.state_dict())
@@ -340,7 +349,7 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
         torch.save(content, file)
         with pytest.raises(UserError, match=r"w\.pt: ") as caught:
             load_weights(model, file)
-        assert "weights_only" not in str(caught.value), "PyTorch's advice is to execute it"
+        assert "weights_only" not in str(caught.value), "PyTorch advises to execute the file"
         return str(caught.value)
 
     assert "not readable as weights" in message({"model": Trap(tmp_path / "executed")})
@@ -378,7 +387,7 @@ def test_evaluate_finds_what_the_training_found(
         found, record = scores(folder, "--weights", which, "--manifest", manifest), records(folder)[epoch - 1]
         assert (found["loss"], found["metrics"]) == (record["valid_loss"], record["metrics"])
         assert (found["split"], found["samples"]) == ("valid", 8)
-    # The data that no training saw, by a plain loop over samples.
+    # Data that no training used, by a plain loop over samples.
     model = UNet3D(4, 5, widths=(4, 8)).eval()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     samples = Crops(Manifest.read(manifest), "test", CropSamples(kind="crops", crop=16, valid=8), 0)
@@ -407,7 +416,10 @@ def test_evaluate_finds_what_the_training_found(
 def test_evaluate_measures_naive_answers_on_the_split_itself(
     era5: Make, era5_data: Path, tmp_path: Path, valid: int | None
 ) -> None:
-    """The file of 2002 as test data, its naive answers from the file: those of the validation file are others."""
+    """`dlscale evaluate` computes the baselines without learning on the evaluated split.
+
+    The file of 2002 is the test split; the baselines of the validation file differ.
+    """
     data = tmp_path / "data"
     data.mkdir()
     for path in era5_data.iterdir():
@@ -438,12 +450,12 @@ def test_evaluate_measures_naive_answers_on_the_split_itself(
 # ---- trackers ------------------------------------------------------------------------------------------
 
 
-#: In the form of a key of Weights & Biases, which its client checks.
+#: Secret in the form of a Weights & Biases key, which its client checks.
 SECRET = "0123456789abcdef0123456789abcdef76543210"
 
 
 def logged(file: Path) -> Iterator[Any]:
-    """The records of an offline run: LevelDB's log format after 7 bytes of header, protobuf inside."""
+    """Yield the records of an offline run: LevelDB's log format after 7 bytes of header, protobuf inside."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, begun = file.read_bytes(), 7, b""
@@ -454,14 +466,17 @@ def logged(file: Path) -> Iterator[Any]:
         length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
         begun += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # complete, or the last part
             yield Record.FromString(begun)
             begun = b""
 
 
 @pytest.mark.slow
 def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing of the environment; after an interruption each epoch is there once."""
+    """An offline run has each epoch of metrics.jsonl once, after an interruption, too.
+
+    It contains no variables of the environment.
+    """
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("SOME_TOKEN", "a-secret-that-nobody-shall-read")
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
@@ -473,7 +488,7 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
         pretend(patched, [2.5])
         folder = era5(training=settings)
     left = [process.name() for process in psutil.Process().children(recursive=True)]
-    assert not any("wandb" in name for name in left), "what writes the file has ended: it is whole"
+    assert not any("wandb" in name for name in left), "the writing process has ended: the file is complete"
     assert provenance(folder)["resumed_from_step"] == 20
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     found = list(logged(file))
@@ -518,7 +533,10 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a database that MLflow's client reads; interrupted, gone on with, and finished once more."""
+    """MLflow has one run with TensorBoard's numbers after an interruption, a resumed training and a third call.
+
+    MLflow's client reads them from a database.
+    """
     settings = {"epochs": 3, "trackers": ["mlflow"]}
     with monkeypatch.context() as patched:
         pretend(patched, [3.0, 2.0], stop=2)
@@ -526,7 +544,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     with monkeypatch.context() as patched:
         pretend(patched, [2.5])
         folder = era5(training=settings)
-    era5(training=settings)  # it was done: nothing is trained
+    era5(training=settings)  # already complete: trains no further step
     assert provenance(folder)["resumed_from_step"] == 30
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name(folder.parent.name).experiment_id])
@@ -543,7 +561,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
 
 
 def test_mlflow_takes_any_name(mlflow: Any, tmp_path: Path) -> None:
-    """Channels are called as their data are."""
+    """MLflow accepts any name of a channel: special characters are replaced."""
     losses = {"learning_rate": 1.0, "train_loss": 1.0, "valid_loss": 1.0}
     times = {"epoch_seconds": 1.0, "samples_per_second": 1.0}
     epoch = Epoch(epoch=1, step=1, samples=1, **losses, **times, metrics={"rmse/T (K), 95 %": 2.0})  # type: ignore[arg-type]
@@ -568,7 +586,7 @@ def test_an_mlflow_server_that_is_not_there(
 def test_an_mlflow_database_that_is_lost_for_an_epoch(
     mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The training goes on; at its end all epochs are there."""
+    """If MLflow's database is locked for an epoch, the training continues and logs all epochs by its end."""
     database = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
 
     def losses() -> Iterator[float]:

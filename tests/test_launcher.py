@@ -1,4 +1,4 @@
-"""What starts a stage's processes: every engine with every starter, word by word."""
+"""Commands that start a stage's processes: every engine with every starter, word by word."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def site(**changes: Any) -> Site:
 
 
 def words(found: list[str], flag: str) -> list[str]:
-    """The values of an option, given as `--flag=value`."""
+    """Return the values of an option, given as `--flag=value`."""
     return [word.partition("=")[2] for word in found if word.startswith(f"{flag}=")]
 
 
@@ -77,13 +77,13 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     assert shown.stdout == "b c\n$(e)\n"
 
 
-# ---- packages beside those of the image ---------------------------------------------------------------
+# ---- packages in addition to those of the image -------------------------------------------------------
 
 
 def test_packages_are_found_last(tmp_path: Path) -> None:
-    """By the stage's process and what it spawns: what is installed is not hidden, what is lacking is there.
+    """Additional packages are found last, by the stage's process and by processes that it spawns.
 
-    An import of dlscale changes nothing.
+    They do not hide installed packages. Importing dlscale does not change the search path.
     """
     (tmp_path / "numpy.py").write_text("raise ImportError('the wrong one')\n")
     (tmp_path / "only_here.py").write_text("place = __file__\n")
@@ -130,7 +130,7 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     found = launch(site(engine=engine, starter=starter, **more), HERE, FOUR)
     given = [word for word in found if "CUDA_VISIBLE_DEVICES" in word]
     form = {"none": "CUDA_VISIBLE_DEVICES=3,2,0,1", "apptainer": "CUDA_VISIBLE_DEVICES=3,2,0,1"}
-    assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], "once, and not that of outside"
+    assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], "once, and not the caller's value"
     assert ("--gpu-bind=none" in found) == ("--cpu-bind=cores" in found) == (starter == "srun")
 
 
@@ -139,7 +139,7 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     [
         (None, {}),  # a stage that needs no device
         (ONE, {}),
-        (Geometry(gpus_per_node=2), {}),  # of a part of a node only Slurm knows which GPUs they are
+        (Geometry(gpus_per_node=2), {}),  # only Slurm knows which GPUs a part of a node has
         (FOUR, {"gpu": False}),
         (FOUR, {"gpu_order": None}),
     ],
@@ -150,12 +150,15 @@ def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str
     assert not {"--gpu-bind=none", "--cpu-bind=cores"} & set(found)
 
 
-# ---- who may have put a file there ----------------------------------------------------------------------
+# ---- files of other users -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
-    """Neither by a stage or a starter, nor by what a stage starts, nor by the doctor in Snakemake's own process."""
+    """Nothing is imported from the working folder.
+
+    This holds for stages, starters, processes that stages start, and the doctor in Snakemake's own process.
+    """
     for name in ("argparse", "h5py", "numpy", "platform", "psutil", "pynvml", "torch", "yaml"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import h5py'], check=True)"
@@ -187,7 +190,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
 def test_engines_that_run(engine: str) -> None:
     found = launch(
         site(engine=engine, mounts={"/cfs/x": "/data", "/cfs/y": "/cfs/y"}, environment={"A": "b c"}),
-        replace(HERE, data=(*HERE.data, "/cfs/y")),  # which the site mounts: once
+        replace(HERE, data=(*HERE.data, "/cfs/y")),  # also mounted by the site: appears once
         ONE,
     )
     assert found[:6] == [*PYTHON_HERE[:-1], "dlscale.launch.contain", engine, "run"]
@@ -207,7 +210,7 @@ def test_files_belong_to_the_caller() -> None:
     found = launch(site(engine="podman"), HERE, ONE)
     assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
     assert "--userns=keep-id" not in launch(site(engine="podman"), Place("/w", "/w", uid=0, gid=0), ONE)
-    assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], "root in there is the user"
+    assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], "root in the container is the user"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_shifter_by_its_documented_rules() -> None:
         HERE,
         ONE,
     )
-    assert found[0] == "shifter" and "DLSCALE_LIFELINE=1" not in " ".join(found), "its signals and status pass"
+    assert found[0] == "shifter" and "DLSCALE_LIFELINE=1" not in " ".join(found), "shifter passes signals and status on"
     expected = {
         "--image": ["registry/dlscale:1"],
         "--module": ["gpu,nccl-plugin"],  # of several options the last would win
@@ -254,7 +257,7 @@ def test_shifter_by_its_documented_rules() -> None:
         "--workdir": ["/scratch/my work"],
     }
     assert {flag: words(found, flag) for flag in expected} == expected
-    assert all(word.partition("=")[2] for word in words(found, "--env")), "it takes no empty values"
+    assert all(word.partition("=")[2] for word in words(found, "--env")), "shifter takes no empty values"
     assert found[-4:] == ["python", "-P", "-m", "dlscale"]
 
 
@@ -272,7 +275,7 @@ def test_apptainer() -> None:
 
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
 def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -> None:
-    """The rules put the words into a shell, quoted: hostile names come out as they went in."""
+    """Every word passes a shell unchanged, even with hostile names: the rules put quoted words into a shell."""
     hostile = tmp_path / "a 'b' $(touch pwned) `touch pwned` \"c\" ; touch pwned"
     hostile.mkdir()
     place = Place(str(hostile), f"{hostile}/src", uid=1, gid=1)
@@ -285,7 +288,7 @@ def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {hostile.name}
 
 
-# ---- what `auto` takes -----------------------------------------------------------------------------
+# ---- the choice of `auto` --------------------------------------------------------------------------
 
 
 def fake(folder: Path, *names: str) -> Path:
@@ -309,7 +312,7 @@ def fake(folder: Path, *names: str) -> Path:
     ],
 )
 def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], name: str, taken: str) -> None:
-    """Of the engines that can have the image."""
+    """`auto` takes an available engine that can have the image, and reports the reason."""
     chosen, reasons = resolve(site(engine="auto", image=name), fake(tmp_path, *there))
     assert chosen.engine == taken
     assert reasons[0].startswith(f"engine: {taken}, since ")
@@ -321,18 +324,18 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
     assert chosen.engine == "none" and "docker (docker info fails)" in reasons[0]
 
 
-# ---- what a site cannot be -------------------------------------------------------------------------
+# ---- invalid sites ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        # Nothing is mounted where the system is.
+        # Mounts over folders of the system.
         *(
             ({"mounts": {"/data": target}}, "nothing may be mounted")
             for target in ("/etc", "/etc/x", "/var/lib", "/opt", "/", "/opt/")
         ),
-        # What no engine can carry.
+        # Values that no engine can pass on.
         ({"image": "--privileged"}, r"site\.image"),
         ({"image": "x; touch pwned"}, r"site\.image"),
         ({"mounts": {"/a:/b": "/c"}}, r"site\.mounts"),
@@ -388,7 +391,10 @@ def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
 
 @pytest.mark.parametrize(("gres", "gpus"), [("gpu", "1"), ("gpu:a100", "a100:1")])
 def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler, gres: str, gpus: str) -> None:
-    """By other words: the executor refuses one task a node, and multiplies tasks by the GPUs of `gres`."""
+    """One GPU on each of two nodes is requested by --gpus-per-node instead of `gres`.
+
+    The executor refuses one task per node, and multiplies tasks by the GPUs of `gres`.
+    """
     nodes = perlmutter.gpu_nodes.model_copy(update={"gres": gres})
     assert slurm.request(perlmutter.model_copy(update={"gpu_nodes": nodes}), "train", Geometry(nodes=2)) == {
         **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "mpi": "srun", "tasks": 2, "runtime": 720, "qos": "regular"},
@@ -405,7 +411,10 @@ def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -
 
 
 def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
-    """As the job of the MNIST workshop does; more than a GPU's share is paid for."""
+    """A run may set its CPUs and memory, as the job of the MNIST workshop does.
+
+    CPUs beyond a GPU's fraction of the node are charged.
+    """
     own = Geometry(cpus=1, memory_mb=8192)
     assert slurm.words(slurm.request(perlmutter, "train", own)).split()[4:7] == [
         *("--cpus-per-task=1", "--gres=gpu:1", "--mem=8192")
@@ -456,7 +465,10 @@ def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", [None, ONE, FOUR, EIGHT, Geometry(nodes=2)])
 def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
-    """By the executor's own words; account and partition it adds itself, and of one process it says what is usual."""
+    """The shown options are those that the executor gives to sbatch.
+
+    The executor adds account and partition itself, and its defaults for one process.
+    """
     nodes = perlmutter.gpu_nodes.model_copy(update={"memory_mb": 256_000, "constraint": "gpu&hbm80g"})
     scheduler = perlmutter.model_copy(update={"gpu_nodes": nodes})
     resources = Resources(slurm.request(scheduler, "train" if geometry else "data", geometry))
@@ -472,7 +484,7 @@ def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry
 
 
 def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
-    """By the executor's own option."""
+    """A reservation is requested by the executor's own option."""
     job = SimpleNamespace(resources=Resources(slurm.request(perlmutter, "train", ONE)), threads=1)
     more = dict.fromkeys(("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir"), "")
     asked = get_submit_command(job, more, ExecutorSettings(reservation="sc22_tutorial"))
@@ -480,7 +492,7 @@ def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
 
 
 def test_auto_without_an_image_is_no_engine(tmp_path: Path) -> None:
-    """Whichever is here: it would be refused at once, for want of one."""
+    """Without an image, `auto` takes no engine, whichever is available: an engine needs an image."""
     chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))
     assert chosen.engine == "none" and "engine: none, since site.image names no image" in reasons
 
@@ -505,7 +517,10 @@ def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.Monke
 def test_no_answer_is_not_no_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slurm's hiccup is waited for: with it, jobs that still run would be submitted twice."""
+    """If squeue fails, the call waits for its answer.
+
+    Otherwise jobs that still run would be submitted twice.
+    """
     program(tmp_path, monkeypatch, "squeue", "exit 1")
     assert slurm.left_running("/here") is None
     answers = f"cd {tmp_path}; echo x >>asked; case $(wc -l <asked) in 1) exit 1;; 2) printf '{QUEUE}';; esac"
@@ -525,7 +540,7 @@ def test_what_one_process_found_the_others_are_told(tmp_path: Path, monkeypatch:
     program(tmp_path, monkeypatch, "podman", "echo sha256:abc")
     monkeypatch.setenv("DLSCALE_IMAGE", "podman:registry/x:1=sha256:old")
     assert image.inherited("podman", "registry/x:1", first=False) == "sha256:old"
-    assert image.inherited("podman", "registry/x:2", first=False) == "sha256:abc", "that was said of another"
+    assert image.inherited("podman", "registry/x:2", first=False) == "sha256:abc", "inherited is another image"
     assert image.inherited("podman", "registry/x:1", first=True) == "sha256:abc"
     assert Image.read() == Image("podman", "registry/x:1", "sha256:abc")
     assert image.inherited("none", "", first=True) == "" and Image.read() is None
@@ -538,7 +553,10 @@ def test_versions_of_the_images_are_the_projects() -> None:
 
 
 def test_a_chain_of_links_is_seen(tmp_path: Path) -> None:
-    """Links to links, relative and of folders: the container follows each of them. One mount for a folder."""
+    """Every folder on a chain of links is mounted, each once.
+
+    The container follows links to links, relative links, and links to folders.
+    """
     work, far = tmp_path / "work", tmp_path / "far"
     (far / "v2").mkdir(parents=True)
     work.mkdir()

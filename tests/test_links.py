@@ -1,4 +1,4 @@
-"""The self-test of several processes: right values pass, wrong ones end all with a name, links are measured."""
+"""The self-test of several processes: correct values pass, wrong ones end all processes, links are measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.test_parallel import configure, train_by
 from tests.test_starters import environment, free_port
 from tests.waiting import PATIENCE
 
-# ---- who measures with whom ------------------------------------------------------------------------
+# ---- pairs that measure ---------------------------------------------------------------------------
 
 
 NODES, PER_NODE = (*range(1, 20), 63, 64, 65, 1000, 1024), (1, 2, 3, 4, 5, 6, 8, 12, 128, 4096)
@@ -50,9 +50,9 @@ def test_a_schedule_has_everybody_in_few_rounds(size: int, per_node: int) -> Non
     everybody, pairs = set[int](), list[tuple[int, int]]()
     for each in rounds:
         ranks = [rank for pair in each for rank in pair]
-        assert each and len(set(ranks)) == len(ranks), "nobody is in two pairs of a round"
+        assert each and len(set(ranks)) == len(ranks), "no rank is in two pairs of a round"
         assert all(0 <= a < b < size for a, b in each)
-        # A round is of one level.
+        # All pairs of a round are within nodes, or all are between nodes.
         assert len({a // per_node == b // per_node for a, b in each}) == 1
         everybody |= set(ranks)
         pairs += each
@@ -60,16 +60,16 @@ def test_a_schedule_has_everybody_in_few_rounds(size: int, per_node: int) -> Non
     assert len(set(pairs)) == len(pairs), "no pair measures twice"
     assert len(rounds) <= max(7, (per_node - 1).bit_length()) + max(7, (size // per_node - 1).bit_length())
     if size <= selftest.ALL and per_node in (1, size):
-        assert len(pairs) == size * (size - 1) // 2, "of few each measures with each"
+        assert len(pairs) == size * (size - 1) // 2, "few ranks measure all pairs"
 
 
 def test_nodes_are_seen_by_their_hosts() -> None:
     per_node = selftest.per_node
     assert [per_node(hosts) for hosts in ("a", "aaaa", "aabb", "abcd", "aaabbb")] == [1, 4, 2, 1, 3]
-    assert [per_node(hosts) for hosts in ("aabbb", "aab", "abab", "aabbaa")] == [5, 3, 4, 6], "else one node"
+    assert [per_node(hosts) for hosts in ("aabbb", "aab", "abab", "aabbaa")] == [5, 3, 4, 6], "otherwise one node"
 
 
-# ---- who is to blame -------------------------------------------------------------------------------
+# ---- the faulty process -----------------------------------------------------------------------------
 
 
 def test_levels_are_what_both_ends_share() -> None:
@@ -89,12 +89,12 @@ def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Wr
 
 def test_who_is_at_fault() -> None:
     sends = [[wrong("all_gather", 2)], [wrong("all_gather", 2)], [], [wrong("all_gather", 2)]]
-    assert at_fault(sends) == [2], "who sends"
-    assert at_fault([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "who gets"
-    assert at_fault([[], [wrong("broadcast", 0)]]) == [0, 1], "of two nobody knows which"
+    assert at_fault(sends) == [2], "the sender"
+    assert at_fault([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "the receiver"
+    assert at_fault([[], [wrong("broadcast", 0)]]) == [0, 1], "one of two, unknown which"
     sums = wrong("all_reduce")
-    assert at_fault([[], [sums], [], []]) == [1], "the others' sums are right"
-    assert at_fault([[sums], [sums], [sums], [sums]]) == [0, 1, 2, 3], "of a sum nobody knows whose part it was"
+    assert at_fault([[], [sums], [], []]) == [1], "the sums of other ranks are right"
+    assert at_fault([[sums], [sums], [sums], [sums]]) == [0, 1, 2, 3], "unknown which part of the sum is wrong"
     dp, tp = wrong("all_reduce", ranks=(1, 3)), wrong("all_reduce", ranks=(2, 3))
     assert at_fault([[], [dp], [tp], [dp, tp]]) == [3], "in two groups"
 
@@ -103,7 +103,7 @@ def test_who_is_at_fault() -> None:
 
 
 def corrupted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of which one number is another: a bit of its exponent has turned."""
+    """Return a copy in which one number is wrong."""
     other = tensor.clone()
     other.view(-1)[-1] += 64
     return other
@@ -111,7 +111,7 @@ def corrupted(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def patched(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Have a function of `torch.distributed`, or of what the self-test takes of it, altered in this process."""
+    """Replace a function of `torch.distributed`, or one that the self-test imports from it, in this process."""
     module = selftest if hasattr(selftest, name) else dist
     original = getattr(module, name)
     setattr(module, name, make(original))
@@ -136,13 +136,13 @@ def adds_wrong(original: Any, only_in_groups: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """What the self-test is to find."""
+    """A fault, and the finding that is expected of the self-test."""
 
     ranks: int
     culprit: int = -1
-    function: str = "all_reduce"  #: Of `torch.distributed`, in the culprit's process,
-    make: Any = None  #: and what becomes of it.
-    per_node: int = 2  #: Processes of each pretended node.
+    function: str = "all_reduce"  #: Function of `torch.distributed` that is replaced in the culprit's process.
+    make: Any = None  #: Function that makes the replacement of the original.
+    per_node: int = 2  #: Processes of each simulated node.
     geometry: dict[str, int] = field(default_factory=dict)
     said: str = ""
 
@@ -183,14 +183,17 @@ def seen_by(world: World, case: Case) -> dict[str, Any]:
             seen |= {"links": found.model_dump(), "text": found.line()}
         except PeerLost as lost:
             seen["lost"] = str(lost)
-    assert ranges._marked == steps, "it is no step"
-    assert torch.equal(random_state, torch.get_rng_state()), "it draws nothing"
+    assert ranges._marked == steps, "the self-test is no step"
+    assert torch.equal(random_state, torch.get_rng_state()), "the self-test draws no random numbers"
     return seen | {"seconds": time.perf_counter() - start}
 
 
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """Return what each process of a case saw; those of as many processes are tested by the same ones."""
+    """Return a function from a case to the findings of its processes.
+
+    Cases with the same number of processes run in the same ones.
+    """
     folders: dict[int, Path] = {}
 
     def of(name: str) -> list[dict[str, Any]]:
@@ -234,7 +237,7 @@ def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
 def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
     case = CASES[name]
     messages = {each.get("lost") for each in tested(name)}
-    assert len(messages) == 1, "all say the same"
+    assert len(messages) == 1, "all report the same"
     (message,) = messages
     assert message is not None and case.said in message, message
     assert f"nid{case.culprit // case.per_node}" in message.split("leave ")[1].split(" out (under Slurm: --exclude=")[0]
@@ -248,7 +251,10 @@ def test_one_process_has_nothing_to_test() -> None:
 
 
 def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message of n bytes takes alpha + n beta one way, whichever way it goes, and only that."""
+    """The measured link has the latency and bandwidth of a simulated clock.
+
+    A message of n bytes takes alpha + n beta, in either direction.
+    """
     alpha, beta, now = 3e-5, 2e-10, 0.0
 
     def message(way: Any, tensor: torch.Tensor, peer: int) -> None:
@@ -264,7 +270,7 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- stages ----------------------------------------------------------------------------------------
 
-#: Run in place of `dlscale`: the second rank adds wrong numbers, or hangs before it exchanges anything.
+#: Script that replaces `dlscale`: the second rank sends wrong numbers, or hangs before it exchanges anything.
 FAULTY = """
 import os, sys, time
 from dlscale import cli
@@ -282,7 +288,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple[int, str]]:
-    """Train the run in `folder` by processes of their own; return each one's status and what it said."""
+    """Train the run in `folder` by separate processes; return the status and standard error of each."""
     (folder / "program.py").write_text(FAULTY)
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "FAULT": fault}
     arguments = [
@@ -317,7 +323,7 @@ def test_a_training_with_a_wrong_process_ends_before_it_begins(tmp_path: Path, e
 
 @pytest.mark.parallel
 def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_data: Path) -> None:
-    """It alone: who waits for it has begun one exchange more."""
+    """Only the process that hangs is named: processes that wait for it have begun one more exchange."""
     folder = configure(tmp_path, "era5_vit", 4)
     ended = train_faulty(folder, era5_data, "hangs", 4)
     assert all(status == LOST for status, _ in ended), ended
@@ -328,11 +334,11 @@ def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_dat
 
 @pytest.mark.slow
 def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> None:
-    """A training learns the same, bit by bit, with it and without."""
+    """The self-test is recorded, and a training is bitwise the same with it and without."""
     for name, parallel in (("tested", {}), ("untested", {"selftest": False})):
         train_by(2, configure(tmp_path / name, "era5_vit", 2, parallel=parallel), era5_data)
     one, other = (Provenance.read(tmp_path / name / "provenance.json") for name in ("tested", "untested"))
     assert one.links is not None and one.links.processes == 2 and other.links is None
-    assert one.fingerprint == other.fingerprint, "checkpoints of the one are those of the other"
+    assert one.fingerprint == other.fingerprint, "both trainings accept each other's checkpoints"
     assert (tmp_path / "tested/model.pt").read_bytes() == (tmp_path / "untested/model.pt").read_bytes()
     assert "self-test: 2 processes exchange right values; node: " in (tmp_path / "tested/train.log").read_text()

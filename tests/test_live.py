@@ -1,4 +1,4 @@
-"""What a call of the workflow shows while it runs: its progress, and the records of Snakemake's log."""
+"""Output of a running call: its progress, and the records of Snakemake's log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def work(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rul
 
 
 def says(job: live.Job, **more: object) -> None:
-    """Have a process of another machine say what it does."""
+    """Write the status file of a process on another machine."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
     Doing.model_validate({**doing, "place": "elsewhere", "values": {"samples/s": 1234.0}, **more}).write(
         f"{job.log}{SUFFIX}"
@@ -49,7 +49,10 @@ def end(job: live.Job, seconds: float | None = None) -> None:
 
 
 def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
-    """Jobs that fill the machine wait for one another; those that take a part of it run side by side."""
+    """The estimate is a time, not a number of jobs.
+
+    Jobs that fill the machine wait for one another; jobs that take a part of it run in parallel.
+    """
     now = time.time()
     whole = [work(tmp_path, name, 10) for name in "ab"]
     parts = [work(tmp_path, name, 4, 0.25) for name in "cdef"]
@@ -63,11 +66,11 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     assert progress.share(now + 5) == pytest.approx(0.2)
     says(whole[0], left=15.0, time=now + 5)
     progress.look(now + 6)
-    assert progress.left(now + 6).seconds == pytest.approx(14 + 10), "it says so itself"
+    assert progress.left(now + 6).seconds == pytest.approx(14 + 10), "the job's own estimate"
     says(whole[0], left=1.0, part=True, time=now + 6)
     progress.look(now + 6)
-    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "others parts may follow"
-    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "a tenth of what it has taken"
+    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "other parts may follow"
+    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "a tenth of its time so far"
     end(whole[0], 20)
     progress.look(now + 6)
     assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), "a slow machine"
@@ -75,11 +78,14 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     progress.look(now + 20)
     assert progress.left(now + 20).seconds == 0 and progress.share(now + 20) == 1
     alone = [work(tmp_path, "alone", 100, 0.1), work(tmp_path, "beside it", 10, 0.1)]
-    assert live.CallProgress(now, alone).left(now).seconds == 100, "however many run beside it, as on a cluster"
+    assert live.CallProgress(now, alone).left(now).seconds == 100, "however many run in parallel, as on a cluster"
 
 
 def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Path) -> None:
-    """Its bar counts jobs, and never falls; its time left is a lower bound."""
+    """With jobs that were never timed, the bar counts jobs and never falls.
+
+    The time left is a lower bound.
+    """
     now = time.time()
     jobs = [work(tmp_path, "p.a", 10), *(replace(work(tmp_path, f"p.{n}", 0), timed=False) for n in "bc")]
     progress = live.CallProgress(now, jobs)
@@ -104,7 +110,10 @@ def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:
 
 
 def test_a_line(tmp_path: Path) -> None:
-    """What runs is what says so, and is named: how far it is, and how fast."""
+    """The line names a running job with its progress and speed.
+
+    A job runs if it has a status file.
+    """
     now = time.time()
     jobs = [work(tmp_path, "p.a"), work(tmp_path, "p.b")]
     says(jobs[0], time=now)
@@ -117,7 +126,7 @@ def test_a_line(tmp_path: Path) -> None:
 
 
 def test_what_is_drawn(tmp_path: Path) -> None:
-    """A bar of all, and a line for each process that there is, however many may run at once."""
+    """The display has a bar for all jobs, and a line for each running job."""
     now = time.time()
     jobs = [work(tmp_path, f"p.{number}") for number in range(20)]
     says(jobs[0], time=now)
@@ -140,7 +149,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
 
 
 class TestInterface(TestLogHandlerBase):
-    """The interface's own tests of a plugin."""
+    """The logger interface's own tests of a plugin."""
 
     __test__ = True
 
@@ -152,7 +161,7 @@ class TestInterface(TestLogHandlerBase):
 
 
 class Call:
-    """A log of Snakemake's that our plugin shows, as a call sets it up."""
+    """Snakemake's log with dlscale's plugin, set up as in a call."""
 
     def __init__(self, name: str, **settings: Any) -> None:
         found = LoggerPluginRegistry().get_plugin("dlscale").get_settings(None)
@@ -167,7 +176,7 @@ class Call:
         self.log.log(level, text, extra=fields)
 
     def fails(self, jobid: int, why: str | None = None) -> None:
-        """Log what Snakemake logs of a job that failed; `why` is what its executor says."""
+        """Log the records that Snakemake writes for a failed job; `why` is the executor's message."""
         whole = {"rule_name": "train", "rule_msg": why, "input": [], "output": [], "log": [], "conda_env": None}
         more = {"aux": {}, "shellcmd": "false", "container_img": None, "indent": False}
         self.says("RuleException: false", logging.ERROR, event=LogEvent.ERROR, exception="RuleException")
@@ -176,7 +185,7 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """No test sees an interrupt of an earlier one."""
+    """Clear the interrupt before and after each test."""
     interrupt.seen = False
     yield
     interrupt.seen = False
@@ -208,7 +217,10 @@ def say_all(call: Call) -> None:
 def test_it_shows_what_is_wrong_and_what_the_rules_tell(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, settings: dict[str, Any], shown: list[str]
 ) -> None:
-    """The number of jobs of a dry run is on standard output, as Snakemake has it."""
+    """Warnings and messages of the rules are shown.
+
+    The number of jobs of a dry run is on standard output, as in Snakemake.
+    """
     say_all(Call(request.node.name, **settings))
     out, err = capsys.readouterr()
     assert err.splitlines() == shown
@@ -229,7 +241,10 @@ def test_with_printed_commands_it_shows_snakemakes_messages(
 def test_what_an_executor_says_of_a_failed_job_is_shown(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """As Slurm's word on a submission that it refuses; after Ctrl-C it is not."""
+    """An executor's message about a failed job is shown, but not after Ctrl-C.
+
+    Slurm's reason for a refused submission is such a message.
+    """
     for interrupt.seen, shown in ((False, "train, job 3: sbatch failed: 'no such QOS'\n"), (True, "")):
         call = Call(request.node.name)
         call.fails(3, "sbatch failed: 'no such QOS'")
@@ -260,7 +275,10 @@ def test_after_ctrl_c_it_shows_what_the_rules_tell(
 def test_a_job_that_is_tried_again_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """Lines of progress where there is no terminal."""
+    """A failed job that is tried again does not count as failed.
+
+    Progress is written in lines, since there is no terminal.
+    """
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LINE_EVERY", 0.0)
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LOOK_EVERY", 0.05)
     call = Call(request.node.name)
@@ -290,7 +308,7 @@ def test_a_job_that_is_tried_again_has_not_failed(
     call.manager.stop()
     capsys.readouterr()
     time.sleep(0.2)
-    assert capsys.readouterr().err == "", "it has ended"
+    assert capsys.readouterr().err == "", "no lines after the end"
 
 
 UNSEEN = """
@@ -312,7 +330,7 @@ except KeyboardInterrupt:
 
 
 def test_a_call_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
-    """As `snakemake 2>&1 | head`."""
+    """A call ends if its output is closed, as by `snakemake 2>&1 | head`."""
     command = [sys.executable, "-c", UNSEEN, str(tmp_path / "ended")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as call:
         assert call.stdout and call.stderr

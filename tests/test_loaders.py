@@ -1,4 +1,4 @@
-"""Every loader yields the one stream's samples, from every layout of files, with any workers, ranks, resume points."""
+"""Every loader yields the same sample stream, from every layout, with any workers, ranks and resume points."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 EDGES = [(13, 11, 12), (9, 17, 10)]
 TIMES = [7, 9]
 
-#: How a field may lie in its file: what `h5py` or `store.create` is told. The first is the published form.
+#: Layouts of a field in its file: arguments of `store.create`. The first is the published form.
 VOLUMES: dict[str, dict[str, Any]] = {
     "published": {},
     "chunks": {"chunk": 5},
@@ -65,19 +65,19 @@ VOLUMES: dict[str, dict[str, Any]] = {
     "channels last, half, whole": {"channels_last": True, "dtype": "float16"},
 }
 SERIES: dict[str, dict[str, Any]] = {"published": {}, "half": {"dtype": "float16"}}
-#: Which the library alone can read: compressed, and of the other byte order.
+#: Layouts that only the HDF5 library can read: compressed, of the other byte order, and in float64.
 FOREIGN: dict[str, dict[str, Any]] = {
     "compressed": {"compression": "gzip"},
     "compressed, channels last": {"compression": "gzip", "channels_last": True},
     "big-endian": {"dtype": ">f4"},
     "double": {"dtype": "f8"},
 }
-#: Chunks that hold some of the channels.
+#: Layout with chunks that contain some of the channels.
 SPLIT: dict[str, Any] = {"chunks": (2, 5, 5, 5)}
 
 
 def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> None:
-    """Write one field: through `store`, or foreign."""
+    """Write one field: through `store`, or through h5py for foreign layouts."""
     values = np.random.default_rng(seed).normal(size=field.shape).astype(np.float32)
     values[(0,) * 4] = -0.0
     with h5py.File(path, "a") as file:
@@ -113,7 +113,7 @@ def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int
 
 
 def series(folder: Path, layout: dict[str, Any], split: str = "train") -> Manifest:
-    """Return the manifest of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
+    """Return the manifest of two series of 6 channels on 5 x 8 points; 4 x 8 are kept."""
     names = tuple(f"channel{number}" for number in range(6))
     transforms = tuple(Transform("linear", 100.0 * number, 0.5 + number) for number in range(6))
     fields = [Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1, transforms) for times in TIMES]
@@ -131,7 +131,7 @@ def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
 
 
 def informed(folder: Path, layout: dict[str, Any], split: str) -> InformedPairs:
-    """Return the same series as a training and a validation file, of which one goes on where the other ends."""
+    """Return the same series as a training file and a validation file that continues it."""
     manifest = series(folder, layout)
     first, second = manifest.splits["train"]
     extra = {"step_hours": 6.0, "starts": {"0.h5": 0.0, "1.h5": 42.0}, "before": {"1.h5": "0.h5"}}
@@ -178,13 +178,13 @@ def build(
 
 
 def streamed(samples: GridSamples, share: Share, workers: int) -> Any:
-    """The way to a GPU, with the processor in its place."""
+    """Return the loader that streams to a GPU, with the CPU in its role."""
     loader = build("direct", samples, share, workers)
     loader._backend = direct_loader.Streamed(samples, len(share.indices(0, samples.size)), loader._slots, CPU)
     return loader
 
 
-#: Every loader of data, and the ways of those that have several.
+#: Every loader of data; loaders with several modes appear once for each mode.
 LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
     **{kind: partial(build, kind) for kind in SETTINGS if kind != "synthetic"},
     "direct, resident": partial(build, "direct", resident="always"),
@@ -242,7 +242,10 @@ DALI_CASES = (
     ],
 )
 def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any, layout: dict[str, Any]) -> None:
-    """Bit by bit, from every layout, in two epochs, with a last batch that is a part of one."""
+    """Every loader yields the same samples bit by bit, from every layout.
+
+    Two epochs are read; their last batch is smaller.
+    """
     samples, share = make(tmp_path, layout), Share(4)
     assert samples.size % 4
     with closing(LOADERS[name](samples, share, 0 if name == "torch" else 2)) as loader:
@@ -254,7 +257,10 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 @pytest.mark.parametrize("symmetry", ["none", "rotations", "published", "published_dali"])
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_every_loader_turns_as_it_is_told(tmp_path: Path, name: str, symmetry: str) -> None:
-    """Also where some turns, or all, need no pass: transposing, reversing, exchanging channels, changing signs."""
+    """Every loader applies all symmetries exactly.
+
+    Some or all of them need no pass of their own: transposing, reversing, exchanging channels, changing signs.
+    """
     samples = crops(tmp_path, VOLUMES["half"], symmetry=symmetry)
     with closing(LOADERS[name](samples, Share(8), 0 if name == "torch" else 2)) as loader:
         check(batches(loader, 1), expected(samples, Share(8), 1))
@@ -263,8 +269,11 @@ def test_every_loader_turns_as_it_is_told(tmp_path: Path, name: str, symmetry: s
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, numpy"])
 def test_every_loader_tells_the_history_and_the_time(tmp_path: Path, name: str, split: str) -> None:
-    """Bit by bit; of the validation file the first histories lie in the file before."""
-    layout = {"dtype": "float16"}  # what is joined from two files is float32
+    """Every loader adds history and time exactly.
+
+    The first histories of the validation file are in the file before it.
+    """
+    layout = {"dtype": "float16"}  # samples joined from two files are float32
     samples = informed(tmp_path, layout, split)
     assert (samples.size, samples.input_spec.shape) == ({"train": 3, "valid": 8}[split], (6 * 3 + 4, 4, 8))
     for rank in range(2):
@@ -291,9 +300,9 @@ def test_workers_ranks_and_resume_points_do_not_show(
     layout = {"dtype": "float16"}
     samples = make(tmp_path, layout)
     for rank in range(ranks):
-        share = Share(4, rank, ranks)  # of crops the last batch holds one, of pairs two
+        share = Share(4, rank, ranks)  # the last batch has one crop, or two pairs
         with closing(LOADERS[name](make(tmp_path, layout), share, workers)) as loader:
-            next(loader.epoch(2))  # given up after a batch, with more on the way
+            next(loader.epoch(2))  # abandoned after a batch, while more are loaded
             for start in (0, 2, len(loader)):
                 check(batches(loader, 1, start), expected(samples, share, 1, start))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
@@ -304,7 +313,7 @@ def test_workers_ranks_and_resume_points_do_not_show(
 def test_every_loader_serves_every_study(
     tmp_path: Path, tiny_data: Callable[[str], Path], study: str, kind: str
 ) -> None:
-    """What its samples declare; or the loader says that it cannot."""
+    """Every loader delivers the shapes and types that a study's samples declare, or refuses the study."""
     run = load_run(make_run(tmp_path, study, TINY[study]["run"], TINY[study]["dataset"]), "train")
     module = registry.load(registry.module_of(registry.study(study).dataset, "samples") or "")
     manifest = Manifest.read(tiny_data(study) / "manifest.json")
@@ -320,7 +329,7 @@ def test_every_loader_serves_every_study(
     with closing(build(kind, samples, Share(5))) as loader:
         delivered = batches(loader, 1)
     wanted = list(expected(samples, Share(5), 1))
-    # Of the truth only the form; what DALI makes of images is compared in test_imagenet.py.
+    # Only shapes and types are compared; test_imagenet.py compares images from DALI.
     if kind == "synthetic" or (kind == "dali" and isinstance(samples, CroppedImages)):
         wanted = [[batch[number] for number in range(2)] for batch in delivered]
         assert [len(x) for x, _ in delivered] == [len(x) for x, _ in expected(samples, Share(5), 1)]
@@ -332,7 +341,10 @@ def test_every_loader_serves_every_study(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("samples", [1, 7, 8, 13])
 def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int) -> None:
-    """Whatever a rank has of a small last batch, nothing too."""
+    """Weighted means of ranks equal the mean of the batch.
+
+    A rank may have any part of a small last batch, even an empty one.
+    """
     losses = np.random.default_rng(0).uniform(size=samples)
     for step in range(-(-samples // 8)):
         shares = [Share(8, rank, ranks) for rank in range(ranks)]
@@ -344,7 +356,7 @@ def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int)
 
 
 def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
-    """Their values are the fill value, which lies nowhere in the file."""
+    """Chunks that were never written are left to the library: their fill value is not in the file."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
         values[:, :4] = 1.0
@@ -360,7 +372,7 @@ def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) 
 )
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_files_of_different_layouts_in_one_dataset(tmp_path: Path, name: str, first: str, second: str) -> None:
-    """The user's own, say: other digits, and what one file has side by side, another has apart."""
+    """Files with different types and orders of axes form one dataset, such as a user's own files."""
     crops(tmp_path, VOLUMES[first], files=1)
     both = crops(tmp_path, VOLUMES[second])
     assert len({(reader.dataset.dtype, reader.order) for reader in both.input.readers}) == 2
@@ -369,7 +381,7 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path, name: str, fi
 
 
 def test_halves_are_decoded_exactly() -> None:
-    """All 65,536 of them: normal, subnormal, zeros of both signs, infinities and what is not a number."""
+    """All 65,536 halves are decoded exactly: normal, subnormal, zeros of both signs, infinities and NaN."""
     from dlscale.data.loaders.direct_host import decode_half
 
     bits = np.arange(2**16, dtype=np.uint16)
@@ -383,11 +395,14 @@ def test_halves_are_decoded_exactly() -> None:
     np.testing.assert_array_equal(np.signbit(found.reshape(-1)[numbers]), np.signbit(wanted[numbers]))
 
 
-@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])  # whole lines of the cache, or not
+@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])  # full cache lines, or not
 @pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
 @pytest.mark.parametrize("form", ["wide", "half", "single"])
 def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
-    """Here the channels of a cell lie side by side, in any order, whatever form they are read in."""
+    """Compiled loops equal the formula in every form.
+
+    The channels of a cell are contiguous, in any order.
+    """
     from dlscale.data.loaders import direct_host
 
     random = np.random.default_rng(0)
@@ -397,7 +412,7 @@ def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], c
     if words is None:
         words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
     shape, base = (channels, 3, 37, width), 50_000  # more rows than are fetched together
-    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # which begins with a line
+    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # begins with a cache line
     shift, factor, offset = numbers
     for c, i, j, k in np.ndindex(shape):
         value = np.float32(stored[base + channel[c] + int(np.dot(step, (i, j, k)))])
@@ -407,16 +422,19 @@ def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], c
 
 
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
-    """And they are: memory does not grow with the epoch."""
+    """A batch is overwritten only after the next one is requested.
+
+    Buffers are used again, so memory does not grow with the epoch.
+    """
     samples = crops(tmp_path, VOLUMES["half"])
     with closing(build("direct", samples, Share(2), 2)) as loader:
         places = set()
         for (x, y), (a, b) in zip(loader.epoch(0), expected(samples, Share(2), 0), strict=True):
             places.add((x.data_ptr(), y.data_ptr()))
-            torch.mm(torch.randn(200, 200), torch.randn(200, 200))  # time for the threads to spoil it
+            torch.mm(torch.randn(200, 200), torch.randn(200, 200))  # time for the threads to overwrite it
             np.testing.assert_array_equal(x.numpy(), a)
             np.testing.assert_array_equal(y.numpy(), b)
-        assert len(places) == 3  # the two that are kept ready, and the one in use
+        assert len(places) == 3  # two batches that are ready, and the one in use
 
 
 MEMORY = """
@@ -451,7 +469,10 @@ def large(folder: Path, edge: int) -> Crops:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """Of 37 times the data next to nothing more is this process's own; what the page cache maps can be taken back."""
+    """The process's own memory hardly grows with 37 times the data.
+
+    Mapped pages of the page cache do not count: the system can take them back.
+    """
     found = []
     for edge in (48, 160):
         large(tmp_path, edge)
@@ -481,7 +502,10 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str) -
 
 @pytest.mark.slow
 def test_processes_of_dali_end_with_the_loader(tmp_path: Path) -> None:
-    """They live on through a signal to all processes of a job, as the training does until it has saved."""
+    """DALI's processes end with the loader, not by a signal to all processes of a job.
+
+    The training also survives such a signal until it has saved.
+    """
     loader = build("dali", crops(tmp_path, {}), Share(4), 2)
     next(iter(loader.epoch(0)))
     before = multiprocessing.active_children()
@@ -525,7 +549,7 @@ def whole_file(tmp_path: Path) -> Crops:
 
 
 def published_mirror(field: Any, path: Path) -> np.ndarray:
-    """Write what the published program's converter does: all values, transposed; here as its readers see them."""
+    """Write a mirror like the published converter: all values, transposed; return them."""
     with h5py.File(field.readers[0].path) as file:
         values = np.transpose(file[field.readers[0].name], [1, 2, 3, 0])
     np.save(path, values)
@@ -533,7 +557,7 @@ def published_mirror(field: Any, path: Path) -> np.ndarray:
 
 
 def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: Path) -> None:
-    """Under the names of the published program; so nothing is made."""
+    """Mirrors next to a file, under the published names, are read and left unchanged; no others are made."""
     fields = {"data": whole_file.input, "label": whole_file.target}
     for name, field in fields.items():
         published_mirror(field, tmp_path / f"0_{name}.npy")
@@ -544,7 +568,7 @@ def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path
         assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
         assert stamp(found.path) == before
     assert not [*tmp_path.glob("mirrors/*.npy")]
-    (tmp_path / "0_label.npy").unlink()  # the other one says nothing of it
+    (tmp_path / "0_label.npy").unlink()  # the mirror of the input does not replace it
     prepare.make_mirror(whole_file.target)
     assert mirrors.mirror(whole_file.target).own
 
@@ -578,13 +602,16 @@ def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: 
 
 @pytest.mark.parametrize("damage", ["zeros", "torn", "text", "no record"])
 def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
-    """Its name says whose it is; only its content shows damage."""
+    """A damaged mirror is made again.
+
+    Its name only identifies its file; its content shows the damage.
+    """
     samples = crops(tmp_path, VOLUMES["chunks"])
     prepare.make_mirror(samples.input)
     path = mirrors.mirror(samples.input).path
     content, before = path.read_bytes(), path.stat()
     prepare.make_mirror(samples.input)
-    assert path.stat().st_ctime_ns == before.st_ctime_ns, "a sound one is left"
+    assert path.stat().st_ctime_ns == before.st_ctime_ns, "an intact mirror is not written again"
     half = len(content) // 2
     damaged = {"zeros": content[:half] + bytes(100) + content[half + 100 :], "torn": content[:half], "text": b"hello"}
     path.write_bytes(damaged.get(damage, content))
@@ -596,7 +623,7 @@ def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
-    """A few values, which samples of its cells do not show."""
+    """A mirror next to its file with a few wrong values is refused, even if sampled cells do not show them."""
     path = tmp_path / "0_data.npy"
     published_mirror(whole_file.input, path)
     prepare.make_mirror(whole_file.input)
@@ -609,16 +636,19 @@ def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path
 
 
 def test_mirrors_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whichever process comes first; smaller volumes lie in a corner of the larger ones' room."""
+    """Mirrors are made once, by the first process, and again for other content.
+
+    Smaller volumes fill a corner of the room of larger ones.
+    """
     samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), prepare._write_mirror
 
     def slow(found: mirrors.NpyMirror, field: Any) -> None:
         made.append(found.path)
-        time.sleep(0.2)  # others come meanwhile
+        time.sleep(0.2)  # other threads arrive meanwhile
         write(found, field)
 
     monkeypatch.setattr(prepare, "_write_mirror", slow)
-    monkeypatch.setattr(mirrors, "SLAB", 10_000)  # several to a file
+    monkeypatch.setattr(mirrors, "SLAB", 10_000)  # several slabs per file
     with pytest.raises(UserError, match="no such mirror"):
         mirrors.mirror(samples.target)
     with ThreadPoolExecutor(4) as pool:
@@ -648,7 +678,7 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_stage_makes_the_mirrors_that_its_loader_reads(tmp_path: Path) -> None:
-    """Before it begins; other loaders' stages make none."""
+    """The stage makes the mirrors that its loader reads, before it begins; with other loaders it makes none."""
     crops(tmp_path, VOLUMES["published"])
     fields, described = volume_fields(EDGES[0]), {"train": [("0.h5", 13), ("1.h5", 9)], "valid": []}
     manifest_of(tmp_path, "cosmo", fields, described).write(tmp_path / "manifest.json")
@@ -661,7 +691,7 @@ def test_the_stage_makes_the_mirrors_that_its_loader_reads(tmp_path: Path) -> No
 
 
 def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
-    """Of series there are none, and images are no boxes."""
+    """Mirrors exist for volumes only: series are refused."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     settings = DaliLoader(kind="dali", reader="numpy")
     with pytest.raises(UserError, match=r"loader.reader: numpy reads boxes of volumes, .*\(Pairs\); use h5py"):
@@ -669,13 +699,13 @@ def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
 
 
 class LateDevice:
-    """A device that does its work some time after it was given, or when somebody waits."""
+    """A device that works some time after it was given work, or when the host waits."""
 
     def __init__(self) -> None:
         self.memory: dict[int, str] = {}
-        self.given: list[int] = []  # places in memory that its work reads, in order
-        self.seen: list[str] = []  # what it read there
-        self.ahead = 0  # the most work that was ever waiting
+        self.given: list[int] = []  # addresses that its work reads, in order
+        self.seen: list[str] = []  # contents that it has read
+        self.ahead = 0  # largest amount of waiting work
 
     def work(self, until: int) -> None:
         while len(self.seen) < until:
@@ -688,7 +718,7 @@ class LateDevice:
 
 
 class LateBuffer:
-    """Memory of a device; whoever has it next overwrites it as soon as nobody holds it."""
+    """Memory of a device, which is overwritten as soon as it has no references."""
 
     def __init__(self, device: LateDevice, place: int) -> None:
         self.device, self.place = device, place
@@ -700,7 +730,10 @@ class LateBuffer:
 
 @pytest.mark.parametrize("speed", [0, 1, 3])
 def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
-    """However far behind it is; the host waits for it only where it is further ahead than it may be."""
+    """Buffers are kept until the device has read them, however far behind it is.
+
+    The host waits only if it is further ahead than allowed.
+    """
     device, ahead = LateDevice(), 4
     pace = Pace(ahead, device.record)
     for number in range(30):
@@ -711,11 +744,14 @@ def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
     pace.close()
     assert device.seen == [f"batch {number}" for number in range(30)]
     assert device.ahead <= ahead + 1
-    assert set(device.memory.values()) == {"overwritten"}, "nothing is held for ever"
+    assert set(device.memory.values()) == {"overwritten"}, "all buffers are released"
 
 
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """By the device's memory without what this process holds, whatever others hold: runs beside each other do alike."""
+    """Data become resident if they fit the device's memory, less the memory of this process.
+
+    Memory of other processes does not count, so that parallel runs decide alike.
+    """
     samples = crops(tmp_path, VOLUMES["half"])
     needed = samples.input.bytes + samples.target.bytes
     assert needed == 2 * 9 * sum(int(np.prod(edges)) for edges in EDGES)
@@ -743,16 +779,17 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("way", "make"), [*itertools.product(["always", "never", "dali", "torch"], [crops, pairs]), ("numpy", crops)]
 )
 def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
-    """The same samples within the rounding of a fused multiply-add, whichever stream lags behind.
+    """On a GPU all loaders deliver the same samples, whichever stream lags behind.
 
-    A batch that is used before it is ready, or whose memory is used again too early, shows only then.
+    They agree within the rounding of a fused multiply-add. A batch that is used before it is ready, or with memory that
+    is used again too early, shows only with a lag.
     """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
     kind, more = (way, {}) if way in ("dali", "torch") else ("direct", {"resident": way})
     kind, more = ("dali", {"reader": "numpy"}) if way == "numpy" else (kind, more)
     kept = []
     with closing(build(kind, samples, Share(4), 2, device, **more)) as loader:
-        next(loader.epoch(1))  # given up after a batch
+        next(loader.epoch(1))  # abandoned after a batch
         for x, y in loader.epoch(0):
             if slow == "the model's stream":
                 torch.cuda._sleep(50_000_000)

@@ -1,4 +1,4 @@
-"""Losses and validation metrics against plain numpy, in physical units where they claim to be."""
+"""Losses and validation metrics, compared with plain numpy, in physical units if they are defined so."""
 
 from __future__ import annotations
 
@@ -43,17 +43,23 @@ def test_l1_is_its_formula(weight: float) -> None:
 
 
 def test_without_a_weight_the_exponential_is_not_computed() -> None:
-    """exp(14e4) is infinite, and 0 x infinity would be NaN: in the loss and in its gradient."""
+    """Without a weight, neither the loss nor its gradient computes the exponential.
+
+    exp(14e4) is infinite, and 0 x infinity would be NaN.
+    """
     p, t = torch.full((1, 5, 2, 2, 2), 1e4, requires_grad=True), torch.zeros(1, 5, 2, 2, 2)
     loss = l1(p, t)
     assert loss.item() == pytest.approx(1e4)
     loss.backward()
     assert torch.equal(p.grad, torch.full_like(p, 1 / p.numel()))
-    assert not l1(p, t, 0.1).isfinite(), "with a weight it is"
+    assert not l1(p, t, 0.1).isfinite(), "with a weight it is computed"
 
 
 def test_relative_l2_is_the_flattened_one_bit_by_bit() -> None:
-    """The published form flattens, which copies what is channels-last. There only the order of the sum differs."""
+    """The relative L2 loss equals the published, flattened one bit by bit.
+
+    Flattening copies channels-last tensors; for them only the order of the sum differs.
+    """
     p, t = (f32(random(4, 6, 24, 40, seed=seed)) for seed in (0, 1))
     flat, plain, last = (p.clone().requires_grad_() for _ in range(3))
     expected = (flat - t).flatten(1).norm(dim=1) / t.flatten(1).norm(dim=1)
@@ -83,7 +89,7 @@ def test_latitude_weights_are_cosines_with_mean_one() -> None:
     latitude = np.linspace(90, -90, 37)
     w = latitude_weights(torch.from_numpy(latitude))
     np.testing.assert_allclose(w[:, 0].numpy(), np.cos(np.radians(latitude)) / np.cos(np.radians(latitude)).mean())
-    assert (latitude_weights(torch.tensor([90.0, 0.0, -90.0])) >= 0).all(), "rounding makes no negative weight"
+    assert (latitude_weights(torch.tensor([90.0, 0.0, -90.0])) >= 0).all(), "rounding must not make a weight negative"
     assert torch.equal(latitude_weights(torch.zeros(4)), torch.ones(4, 1))
 
 
@@ -119,7 +125,7 @@ def test_sums_over_batches_are_those_over_all_at_once() -> None:
 
 
 def summary(metrics: Any, x: torch.Tensor, y: torch.Tensor, p: torch.Tensor, batch: int) -> dict[str, float]:
-    """As the trainer does it: batch by batch, the last one smaller."""
+    """Return the metrics as the trainer computes them: batch by batch, the last one smaller."""
     total = MetricSum()
     for start in range(0, len(x), batch):
         part = slice(start, start + batch)
@@ -137,7 +143,10 @@ def units_of(metrics: Metrics) -> dict[str, str]:
 
 
 def naive_answers(data: Path, states: np.ndarray, dt: int, w: np.ndarray) -> dict[str, np.ndarray]:
-    """Answers [pairs, C, H, W] to the pairs of a validation file that begins at midnight, 6-hourly, from the files."""
+    """Return baselines without learning [pairs, C, H, W] for the pairs of a validation file.
+
+    The file begins at midnight and is 6-hourly.
+    """
     years = []
     for year in (2001, 2002):
         with h5py.File(data / "train" / f"{year}.h5") as file:
@@ -194,7 +203,8 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
     )
     climatology = np.load(era5_data / "stats" / "time_means.npy")[0].astype(np.float64)
     x, y = fields[:-dt], fields[dt:]
-    p = y + std * 0.3 * random(*y.shape) * np.linspace(0.5, 2, len(y))[:, None, None, None]  # of unequal error
+    # errors differ between samples
+    p = y + std * 0.3 * random(*y.shape) * np.linspace(0.5, 2, len(y))[:, None, None, None]
     w = np.cos(np.radians(manifest.extra["latitude"]))
     w = (w / w.mean())[:, None]
 
@@ -212,7 +222,7 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
         assert found[f"skill/{name}"] == pytest.approx(1 - rmse / min(naive.values()), abs=1e-4)
         roots = np.sqrt((w * ((p - y)[:, c] / std[c]) ** 2).mean(axis=(1, 2)))
         assert found[f"rmse_normalised/{name}"] == pytest.approx(roots.mean(), rel=1e-4)
-        assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, "root of means, mean of roots"
+        assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, "root of means is not mean of roots"
         a, b = (value[:, c] - climatology[c] for value in (p, y))
         cross, aa, bb = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
         assert found[f"acc/{name}"] == pytest.approx((cross / np.sqrt(aa * bb)).mean(), rel=1e-3)
@@ -225,7 +235,10 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
 
 
 def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
-    """Without times the climatology is that of all times; without it, or without days, some answers are none."""
+    """Baselines without learning are left out if their data are missing.
+
+    Without times of day, the climatology is the mean of all times.
+    """
     manifest = Manifest.read(era5_data / "manifest.json")
     run = SimpleNamespace(samples=PairSamples(kind="pairs"))
     every = ["persistence", "climatology", "diurnal", "damped", "yesterday", "regression"]
@@ -244,7 +257,10 @@ def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
 
 
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:
-    """Two periods of one series: the first pairs' yesterday is in the training file."""
+    """Yesterday's state may be in the file before.
+
+    Two periods of one series: for the first pairs, yesterday is in the training file.
+    """
     channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels[:1]
     settings = {
         "kind": "era5",
@@ -268,7 +284,10 @@ def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -
 
 
 def physical(y: np.ndarray) -> np.ndarray:
-    """The published transforms undone by hand: densities exp(14 x), velocities 1000 x, temperature 10^(5 + 3 x)."""
+    """Undo the published transforms by hand.
+
+    Densities are exp(14 x), velocities 1000 x, and the temperature is 10^(5 + 3 x).
+    """
     return np.stack([np.exp(14 * y[:, 0]), *(1000 * y[:, c] for c in (1, 2, 3)), 10 ** (5 + 3 * y[:, 4])], axis=1)
 
 
@@ -285,7 +304,7 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples: batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
-    # Least squares over all points of the training boxes, which are no larger than a block.
+    # Least squares over all points of the training boxes, which fit into a block.
     points = [key for key in boxes if key[0] == "train"]
     terms = np.concatenate([inputs[key].reshape(4, -1) for key in points], axis=1).T
     answers = np.concatenate([boxes[key].reshape(5, -1) for key in points], axis=1).T
