@@ -185,4 +185,4 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     shutil.rmtree(tmp_path / "train")
     gone = tree.planned(targets=["data_photos"])
     assert gone.names == []
-    assert "train: no such file or folder; what was made of it stays as it is" in gone.output
+    assert "train: no such file or folder; the dataset made from it is kept" in gone.output

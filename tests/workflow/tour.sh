@@ -134,7 +134,7 @@ is_there results/data/fields/manifest.json
 step 'A file that is not there'
 sed -i 's/fields.npz/absent.npz/g' own.yaml
 ends 2 snakemake "${mine[@]}" own.yaml
-says 'FAIL  data squares: absent.npz: no such file or folder; put it there, or name its place in datasets.squares.source'
+says 'FAIL  data squares: absent.npz: no such file or folder; put the file there, or correct datasets.squares.source'
 is_silent_about 'Nothing to be done'
 is_silent_about 'Traceback'
 sed -i 's/absent.npz/fields.npz/g' own.yaml
