@@ -112,9 +112,7 @@ def test_what_is_gone_is_told(small: Tree) -> None:
     run, stats = small.results / "plans/one/a", small.results / "data/squares/stats"
     for gone in (run / "tensorboard", stats):
         gone.rename(small.path / gone.name)
-    lost = (
-        "is gone, and nothing asked for needs that; to make it again: snakemake --configfile tiny.yaml --force results/"
-    )
+    lost = "is gone, and no target needs this; to make it again: snakemake --configfile tiny.yaml --force results/"
     told = [
         f"one.a: tensorboard/ {lost}plans/one/a/metrics.jsonl",
         f"data squares: stats/ {lost}data/squares/manifest.json",

@@ -72,7 +72,7 @@ ends 0 dlscale predict first.reference "${mine[@]}"
 ends 0 dlscale evaluate first.reference --weights last "${mine[@]}"
 ends 0 dlscale explain first.reference "${mine[@]}"
 ends 0 dlscale why "${mine[@]}"
-says 'Nothing would run: all is there, and as it was asked for.'
+says 'Nothing would run: all results are up to date.'
 sed -i 's/lr: 3.0e-3/lr: 4.0e-3/' mine.yaml
 ends 0 dlscale why "${mine[@]}"
 says 'first.faster (train): optimizer.lr 0.003 → 0.004'
