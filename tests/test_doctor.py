@@ -99,7 +99,7 @@ root|
         ([("m1_g", "share")], "FAIL", ["m1_g may not use QOS share"]),
         ([("m1", "premium")], "FAIL", ["m1 may not use QOS premium", "debug, regular, shared"]),
         ([("m2", "shared"), ("m1", "shared")], "FAIL", ["m2: not one of your accounts", "m1, m1_g, root"]),
-        ([(None, "shared")], "warn", ["none is set", "export SBATCH_ACCOUNT"]),
+        ([(None, "shared")], "warn", ["no account is set", "export SBATCH_ACCOUNT"]),
     ],
 )
 def test_account(

@@ -385,9 +385,9 @@ def works(
 
 
 def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
-    """Return the runs that will take place.
+    """Return the runs of a plan, with only as many trials per rung as the rung will have.
 
-    In successive halving the trials of a rung are unknown, but not their number: return as many runs as it has.
+    Which trials reach a later rung of successive halving is unknown in advance, but their number is known.
     """
     trained = {name: Results(results).run("provenance.json", run.plan, run.name) for name, run in runs.items()}
     done = {name for name, file in trained.items() if Path(file).exists()}

@@ -188,7 +188,7 @@ def environment(
 def _cuda(facts: Facts, on_gpus: bool) -> Finding:
     """Judge whether torch can compute on GPUs.
 
-    With CUDA's compat libraries torch may see GPUs in spite of an old driver, so an old driver alone is no failure.
+    With CUDA's compat libraries torch may see GPUs in spite of an old driver: an old driver alone does not fail.
     """
     cuda, driver, seen = facts.get("cuda"), facts.get("driver"), facts.get("gpus", 0)
     if not cuda:
@@ -276,7 +276,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
         mine.setdefault(name, set()).update(filter(None, queues.split(",")))
     remedy = f"export SBATCH_ACCOUNT=PROJECT, or set site.scheduler.account; your accounts: {', '.join(sorted(mine))}"
     if not wanted:
-        return Finding("account", "warn", "none is set; Slurm uses your default account, if you have one", remedy)
+        return Finding("account", "warn", "no account is set; Slurm uses your default account, if you have one", remedy)
     for name, queue in sorted(wanted):
         allowed = mine.get(name.lower())  # Slurm's database stores lower-case names
         if allowed is None:

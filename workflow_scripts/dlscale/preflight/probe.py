@@ -50,7 +50,7 @@ class Finding:
 
 
 class AbsentError(Exception):
-    """A command is not installed, so there is nothing to check."""
+    """A command is not installed, so its check is skipped."""
 
 
 class FailedError(UserError):

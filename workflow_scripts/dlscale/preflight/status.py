@@ -131,7 +131,7 @@ def alive(doing: Doing) -> bool:
 
 
 def last_word(log: Path, stage: str) -> str | None:
-    """Return the error message in the last line of a stage's log; None if that line is no error message."""
+    """Return the error message in the last line of a stage's log; None for any other line."""
     if not log.is_file() or log.name.endswith(SUFFIX):
         return None
     with log.open("rb") as file:

@@ -90,7 +90,7 @@ def found(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
 
 
 def replaced(jobs: Iterable[Waiting]) -> str:
-    """Return a line on runs whose results new settings or inputs will replace; empty if there are none."""
+    """Return a line on the results that jobs with new settings or inputs will replace; empty without any."""
     names, rules, data = set(), set(), False
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)
