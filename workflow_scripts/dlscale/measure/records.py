@@ -73,7 +73,7 @@ class OperatorWork(Record):
 
 
 class Peaks(Record):
-    """Best measured rates of one device, measured in the process of the run."""
+    """Peak rates of one device, measured in the process of the run."""
 
     dtype: str  #: Number format of the matrix product, from the run's precision.
     flops: float = Field(gt=0)  #: FLOP/s of a large matrix product, or of the run if the run was faster.
@@ -98,7 +98,8 @@ class Outside(Record):
     """An external program, and the way in which its steps were measured."""
 
     command: list[str]
-    way: Literal["timed", "seen", "log", "rate"]  #: By it, in PyTorch's functions, in its log, or printed rate.
+    #: Source of the step times: the program itself, PyTorch's functions, its log, or a rate that it prints.
+    way: Literal["timed", "seen", "log", "rate"]
     samples: bool = True  #: Whether rates are samples/s (else steps/s).
     steps: int  #: Number of counted steps.
     status: int  #: Exit status.
@@ -120,7 +121,8 @@ class Outside(Record):
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
-    nranks: int = Field(1, ge=1)  #: Number of devices that compute; equal to the number of processes except with `dp`.
+    #: Number of devices that compute; equal to the number of processes except with `parallel.kind: dp`.
+    nranks: int = Field(1, ge=1)
     batch_size: int | None = None  #: Samples per step over all processes.
     device: Device = Device()
     compute: str | None = None  #: Digest of all settings that affect the step time (`dlscale.config.compute`).

@@ -65,7 +65,7 @@ def attempt(what: str, work: Callable[[], Found]) -> Found | None:
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
     """Return the work of a sample, counted and by formula; log a failure and return None for it."""
     work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
-    forward = attempt("the study's formula of FLOPs fails", lambda: session.study.flops(session.run, session.manifest))
+    forward = attempt("the study's FLOPs formula fails", lambda: session.study.flops(session.run, session.manifest))
     if forward is None:
         return work, None
     formula = SampleWork(
@@ -341,7 +341,7 @@ WRITE_ONLY = {
     "copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_",
     "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-#: Operators that read from this argument only as many bytes as they write.
+#: Operator → argument from which it reads only as many bytes as it writes.
 GATHER = {"gather": "self", "index": "self", "index_select": "self", "embedding": "weight"}
 
 
@@ -425,7 +425,9 @@ def at_least(peaks: Peaks, flops: float) -> Peaks:
     """Raise the peak FLOP/s to the FLOP/s that the run reached on a device, if these are higher."""
     if flops <= peaks.flops:
         return peaks
-    logging.warning("the run reached %.4g FLOP/s on a device, more than a matrix product; it replaces the peak", flops)
+    logging.warning(
+        "the run reached %.4g FLOP/s on a device, more than a matrix product; this rate replaces the peak", flops
+    )
     return peaks.model_copy(update={"flops": flops})
 
 

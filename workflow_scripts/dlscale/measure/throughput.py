@@ -117,7 +117,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
         if world.data_size > 1 and run.can_step_alone:
             with step.strategy.unsynchronised():  # as the last mode, since the ranks' weights differ afterwards
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
-            logging.info("SYNTHETIC without synchronised gradients: %.2f samples/s", modes["alone"].mean)
+            logging.info("SYNTHETIC (computing) without synchronised gradients: %.2f samples/s", modes["alone"].mean)
     peak_memory = int(*world.max(memory.peak(world.device)))  # before operators are counted and peaks measured
     counted, formula = sample_work(session, cached[:2]) if world.main else (None, None)
     work, peaks = formula or counted, common_peaks(run.arithmetic, world)

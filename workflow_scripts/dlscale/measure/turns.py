@@ -1,6 +1,6 @@
 """Paired timing: time a run and the first run of its plan alternately, so that the machine's drift cancels.
 
-Each run is a separate process, which is stopped during the other's turn. Two identical processes differ in speed by up
+Each run is a separate process, which is paused during the other's turn. Two identical processes differ in speed by up
 to 4 % as long as they live, because of their placement in memory. Therefore both runs are opened (started anew) several
 times, and each opening is one measurement (Kalibera and Jones 2013, doi:10.1145/2464157.2464160).
 """

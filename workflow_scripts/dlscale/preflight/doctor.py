@@ -165,12 +165,14 @@ def environment(
     dali, nsys = any(run.loader.kind == "dali" for run in runs), "nsys" in profilers
     wanted: list[tuple[str, bool, Status, str]] = [
         ("dali", dali, "FAIL", "pip install 'dlscale[dali]', or set another loader.kind"),
-        ("nsys", nsys, "warn", "install Nsight Systems there, set NSYS in site.environment, or do not use nsys"),
+        ("nsys", nsys, "warn", "install Nsight Systems there, set NSYS in site.environment, or leave out nsys"),
     ]
     for name, _, status, remedy in [each for each in wanted if each[1]]:
         found = facts.get(name)
         findings.append(
-            Finding(name, "ok" if found else status, found or "not installed there, but runs use it", remedy)
+            Finding(
+                name, "ok" if found else status, found or "not installed where the stages run, but runs use it", remedy
+            )
         )
     if cudnn := facts.get("cudnn"):
         version = f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
@@ -215,7 +217,7 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
         if run.cuda_graph and not devices:
             remedy = "set it to false, or run on a machine with a GPU"
             findings.append(
-                Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and this machine has none", remedy)
+                Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and this machine has no GPU", remedy)
             )
     return findings
 
@@ -232,7 +234,9 @@ def probe_slurm() -> Finding:
         text = " ".join(said(["scontrol", "ping"]).split())
     except FailedError as error:
         return Finding("Slurm", "FAIL", str(error), remedy)
-    return Finding("Slurm", "ok" if re.search(r"\bis UP\b", text) else "FAIL", text or "no output", remedy)
+    return Finding(
+        "Slurm", "ok" if re.search(r"\bis UP\b", text) else "FAIL", text or "`scontrol ping` printed nothing", remedy
+    )
 
 
 def probe_queue() -> Finding:

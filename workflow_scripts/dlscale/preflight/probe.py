@@ -28,7 +28,7 @@ Status = Literal["ok", "warn", "FAIL", "skip"]
 
 #: Timeout of a command, s.
 LIMIT = 20.0
-#: Timeout of a probe, which may ask several commands, s.
+#: Timeout of a check, which may run several commands, s.
 PROBE_LIMIT = 3 * LIMIT
 #: Free bytes below which a check fails, and below which it warns.
 LEAST, LITTLE = 0.5e9, 20e9
@@ -114,7 +114,7 @@ def said(words: list[str], limit: float = LIMIT) -> str:
 
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
-    """Check a dataset's raw files and made files, and that each of the runs' `samples` selects samples from them."""
+    """Check a dataset's raw files and its own files, and that each of the runs finds samples in them."""
     manifest, kind = Path(Results(results).manifest(name)), parts.kind_of(dataset)
 
     def found(status: Status, text: str, remedy: str = "") -> Finding:
@@ -134,7 +134,11 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     if changed:
         text = f"{changed[0]}: has another size than in the manifest ({len(changed)} of {len(files)} files)"
         own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
-        remedy = f"delete {changed[0]} and run the workflow again" if own else "nothing to do: it is described again"
+        remedy = (
+            f"delete {changed[0]} and run the workflow again"
+            if own
+            else "nothing to do: the workflow describes the files again"
+        )
         return found("FAIL" if own else "warn", text, remedy)
     for split in ("train", "valid"):
         rows = [file.rows for file in described.splits[split]]

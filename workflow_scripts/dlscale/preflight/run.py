@@ -55,7 +55,7 @@ Other options are Snakemake's (`snakemake --help`). Write them last: all words a
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 #: Options of `dlscale run` itself.
 OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|(workflow-)?profile(=.*)?)")
-#: Snakemake's options that settings, or files of settings, follow.
+#: Snakemake's options for settings and for settings files.
 SETTINGS = {"--config", "-C", "--configfile", "--configfiles"}
 #: Suffixes of settings files. Several such files may follow `--configfile`.
 ENDS = (".yaml", ".yml", ".json")
@@ -123,7 +123,7 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
         return Target(word, plans=tuple(studies(configuration)[name]))
     if not configuration.plans[name]:
         lacking = "; ".join(f"{run}: {what}" for run, what in configuration.left_out[name].items())
-        raise UserError(f"{word}: this machine can run no run of the plan ({lacking})")
+        raise UserError(f"{word}: every run of the plan needs something that this machine lacks ({lacking})")
     return Target(word, plans=(name,))
 
 
@@ -288,7 +288,7 @@ def answer(reasons: Any) -> bool:
 def in_turn(first: Callable[..., object], method: Callable[..., object]) -> Callable[..., object]:
     """Return a function that calls `first` with the keywords of `method`, then `method`.
 
-    It is defined here, since Snakemake's error messages show the line of each function of the Snakefile in the stack.
+    It is not defined in the Snakefile: Snakemake's error messages list each function of the Snakefile on the stack.
     """
 
     def both(*args: object, **named: object) -> object:

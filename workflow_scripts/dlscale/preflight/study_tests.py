@@ -161,4 +161,6 @@ def test_one_batch_can_be_learnt(session: Session, batch: Batch) -> None:
         error.backward()
         optimizer.step()
         errors.append(error.item())
-    assert errors[-1] < 0.3 * errors[0], f"loss only from {errors[0]:.4g} to {errors[-1]:.4g} after {len(errors)} steps"
+    assert errors[-1] < 0.3 * errors[0], (
+        f"the loss fell only from {errors[0]:.4g} to {errors[-1]:.4g} in {len(errors)} steps"
+    )

@@ -149,7 +149,7 @@ def explained(job: Waiting, sources: Sources) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sources) -> list[str]:
-    """Return texts on the differences between a job's parameters before and now."""
+    """Return a text for each difference between a job's parameters before and now."""
     own = _settings(before.get("settings"), now.get("settings"))
     changed = [*own[:MOST], *([f"{many(len(own) - MOST, 'more setting')}"] if len(own) > MOST else [])]
     if before.get("sources") != now.get("sources"):

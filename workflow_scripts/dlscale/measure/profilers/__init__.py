@@ -85,7 +85,7 @@ class TopEntry(Record):
 
     tool: str
     rank: int = 0
-    #: `function`: in the main thread of a training process; `worker`: in its worker processes and threads.
+    #: `function`: in the main thread of a training process; `worker`: in its worker processes.
     kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function", "worker"]
     name: str
     calls: Known = None  #: Calls per step; None for profilers that sample.
