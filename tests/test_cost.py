@@ -507,7 +507,7 @@ def test_lines(tmp_path: Path) -> None:
     ]
     assert len({len(line) for line in table}) == 1  # all lines end in the same column
     assert {line.index("shared") for line in table[1:4]} == {table[0].index("QOS")}
-    assert note == "≤: the whole time limit, for want of an estimate"
+    assert note == "≤: upper bound; without an estimate, the full time limit is counted"
 
 
 def test_over(tmp_path: Path) -> None:
@@ -517,12 +517,12 @@ def test_over(tmp_path: Path) -> None:
     assert cost.over(table, Budget()) is None
     assert cost.over(table, Budget(gpu_hours=gpu, charged_hours=1)) is None
     message = cost.over(table, Budget(gpu_hours=gpu * 0.999, charged_hours=1)) or ""
-    assert "0.09 GPU-hours where budget.gpu_hours allows" in message and "\n" not in message
-    assert "raise that, drop runs" in message and "samples.train" in message
+    assert "0.09 GPU-hours, but budget.gpu_hours is" in message and "\n" not in message
+    assert "Raise the budget, drop runs" in message and "samples.train" in message
     assert "charged" not in message and "≤" not in message
     table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
     message = cost.over(table, Budget(gpu_hours=10)) or ""
-    assert "≤12.00 GPU-hours" in message and "at their time limit (site.scheduler.minutes)" in message
+    assert "≤12.00 GPU-hours" in message and "at their time limit, site.scheduler.minutes" in message
 
 
 @pytest.mark.slow
@@ -538,7 +538,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert len(lines) == 2 * len(load(tmp_path).plans["cosmo_ladder"])
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 0.5}}\n")
     assert stage(*asked) == 2
-    assert "dlscale cost: budget: what would run" in capsys.readouterr().err
+    assert "dlscale cost: budget: the jobs need an estimated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

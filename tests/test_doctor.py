@@ -98,8 +98,8 @@ root|
         ([("root", "anything")], "ok", ["root"]),  # without a list of QOS all are allowed
         ([("m1_g", "share")], "FAIL", ["m1_g may not use QOS share"]),
         ([("m1", "premium")], "FAIL", ["m1 may not use QOS premium", "debug, regular, shared"]),
-        ([("m2", "shared"), ("m1", "shared")], "FAIL", ["m2: not yours", "m1, m1_g, root"]),
-        ([(None, "shared")], "warn", ["none is set", "export SBATCH_ACCOUNT"]),
+        ([("m2", "shared"), ("m1", "shared")], "FAIL", ["m2: not one of your accounts", "m1, m1_g, root"]),
+        ([(None, "shared")], "warn", ["no account is set", "export SBATCH_ACCOUNT"]),
     ],
 )
 def test_account(
@@ -142,7 +142,7 @@ NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2|256000+\ngpu,a100,hbm80g|128|gpu:a100:
         ({"constraint": "gpu", "cpus": 128, "gpus": 4}, 5, "FAIL", "5 nodes of 128 CPUs, 4 GPUs, constraint gpu"),
         ({"constraint": "gpu&hbm80g", "cpus": 128, "gpus": 4, "gres": "gpu:a100"}, 3, "FAIL", "sinfo has 2"),
         ({"constraint": "gpu&(a100|hbm80g)", "cpus": 128, "gpus": 4}, 4, "ok", "4 of 128 CPUs"),
-        ({"constraint": "gpuu", "cpus": 128, "gpus": 4}, 1, "FAIL", "0 (none of that partition and constraint)"),
+        ({"constraint": "gpuu", "cpus": 128, "gpus": 4}, 1, "FAIL", "0 (no node with this partition and constraint)"),
         ({"constraint": "gpu", "cpus": 128, "gpus": 8}, 1, "FAIL", "has 0 (2 of 128 CPUs, 4 GPUs, 256,000 MB"),
         ({"constraint": "gpu", "cpus": 1, "gpus": 1, "gres": "gpu:h100"}, 1, "FAIL", "0 GPUs"),
         ({"cpus": 256}, 1, "ok", "1 of 256 CPUs"),
@@ -205,7 +205,7 @@ esac""",
     for name, status, text in (
         ("new", "ok", "2 of 64 CPUs, 8 GPUs, partition new"),
         ("old", "FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs, 256,000 MB)"),
-        ("newer", "FAIL", "sinfo has 0 (none of that partition and constraint)"),
+        ("newer", "FAIL", "sinfo has 0 (no node with this partition and constraint)"),
     ):
         found = doctor.probe_nodes(Nodes(cpus=64, gpus=8, partition=name), 1)
         assert found.status == status and text in found.text
@@ -242,7 +242,7 @@ def test_a_default_partition(command: Callable[[str, str], None]) -> None:
     assert "--partition=cpu" in doctor.probe_partition(unnamed).text
     assert doctor.probe_partition(named).status == "ok"
     command("sinfo", "printf 'gpu\ncpu\n'")
-    assert doctor.probe_partition(unnamed) == Finding("partition", "ok", "none is the default")
+    assert doctor.probe_partition(unnamed) == Finding("partition", "ok", "no default partition")
 
 
 # ---- probes that break or hang -----------------------------------------------------------------------
@@ -437,7 +437,11 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     if kind == "prepared":
         assert found.status == "FAIL", "prepared files are read at every training"
     else:
-        assert found.status == "warn" and f"{one}: no such file" in found.text and "stays as it is" in found.text
+        assert (
+            found.status == "warn"
+            and f"{one}: no such file" in found.text
+            and "the dataset made from it is kept" in found.text
+        )
         assert probe.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
 
 

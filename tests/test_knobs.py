@@ -407,7 +407,7 @@ def test_evaluate_finds_what_the_training_found(
     assert out.startswith(f"p.r: {Path('results/plans/p/r/model.pt')}, 8 samples of valid") and "loss (L1)" in out
     (folder / "model_best.pt").unlink()
     assert stage("evaluate", "p.r", "--weights", "best") == 2
-    assert "model_best.pt: no weights there; train the run first, with training.keep_best" in said(capfd)
+    assert "model_best.pt: no such weights. Train the run first; training.keep_best keeps" in said(capfd)
     assert stage("evaluate", "p.s") == 2
     assert "p.s: no such run; expected PLAN.RUN, or a run's folder; there are: p.r" in said(capfd)
 

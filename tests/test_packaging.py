@@ -198,7 +198,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def test_init_writes_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "profiles").symlink_to("nowhere")
-    with pytest.raises(UserError, match="profiles: is there already"):
+    with pytest.raises(UserError, match="profiles: already exists"):
         init.write(tmp_path)
     (tmp_path / "profiles").unlink()
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
@@ -217,7 +217,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
     assert json.loads(done.stdout)[1:] == digests, "what a checkout made is made again by the same code, installed"
 
     laid = {path: path.read_text() for path in installed.study.rglob("*") if path.is_file()}
-    assert "Snakefile: is there already, and nothing was written" in installed.call("dlscale", "init", ".", status=2)
+    assert "Snakefile: already exists, and nothing was written" in installed.call("dlscale", "init", ".", status=2)
     assert laid == {path: path.read_text() for path in laid}
     links = [(path, link) for path, text in laid.items() for link in re.findall(r"\]\((\.[^)]*)\)", text)]
     assert links and not [link for path, link in links if not (path.parent / link).exists()]

@@ -146,8 +146,8 @@ def test_a_profiler_that_does_not_work_says_why(
         ("dlscale.train.step", "expected MODULE:NAME or MODULE:CLASS.NAME"),
         ("no.such:thing", "No module named 'no'"),
         ("dlscale.train.step:Step.gradient", "no attribute 'gradient'"),
-        ("math:sin", "of a function that is written in Python"),
-        ("exits_at_import:f", "profile.functions: exits_at_import:f: 0; expected what Python can import"),
+        ("math:sin", "MODULE:CLASS.NAME of a Python function"),
+        ("exits_at_import:f", "profile.functions: exits_at_import:f: 0; expected an importable name"),
     ],
 )
 def test_functions_are_found_by_their_names(

@@ -245,7 +245,7 @@ def test_what_is_no_report_is_one_message(
     (tmp_path / "a.nsys-rep").write_bytes(b"")
     monkeypatch.setenv("NSYS", "nosuch")
     for name, expected in {
-        none: "no step is in it",
+        none: "it contains no step",
         tmp_path / "nosuch.sqlite": "nosuch.sqlite: no such file",
         tmp_path / "a.nsys-rep": "export it where nsys is: nsys export --type=sqlite a.nsys-rep",
     }.items():

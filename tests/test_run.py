@@ -95,7 +95,7 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
         ("data_cosmo_dmo", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("study_cosmo_net", "no study is called 'cosmo_net' (did you mean 'cosmo_unet'?)"),
         ("al", "no target is called 'al' (did you mean 'all'?)"),
-        ("cosmo_demo.baseline", "a run, which is made with its plan: dlscale run cosmo_demo"),
+        ("cosmo_demo.baseline", "this is a run; only its plan can be a target. Run the plan: dlscale run cosmo_demo"),
         ("results/plans/cosmo_dmo/a/b.json", "no plan is called 'cosmo_dmo'"),
         ("results/data/cosmo_dmo/manifest.json", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("results/plans/cosmo_demo/baselin/a.json", "no run is called 'baselin' (did you mean 'baseline'?)"),
@@ -162,8 +162,12 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optimizer.lr=1"], "optimizer.lr=1: of which plan? Name it, as in dlscale run PLAN optimizer.lr=1; or write"),
-        (["plan.a.seed=1"], "plan.a.seed=1: of which plan? Name it, as in dlscale run PLAN plan.a.seed=1; or write"),
+        (
+            ["optimizer.lr=1"],
+            "optimizer.lr=1: a setting without a plan. Name the plan: dlscale run PLAN optimizer.lr=1; or write the "
+            "full key: plans.PLAN.settings.optimizer.lr=1",
+        ),
+        (["plan.a.seed=1"], "plan.a.seed=1: a setting without a plan. Name the plan: dlscale run PLAN plan.a.seed=1"),
         (["cosmo_demo", "optimiser.lr=1"], "configuration: plans.cosmo_demo.settings: unknown key 'optimiser' (did"),
         (["cosmo_demo", "seed=1", "optimizer.lr=fast"], "configuration: plans.cosmo_demo.settings.optimizer.lr: "),
         (["reslts=x", "cosmo_demo"], "configuration: plans.cosmo_demo.settings: unknown key 'reslts'"),

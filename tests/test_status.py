@@ -130,7 +130,7 @@ def test_what_runs_here_is_a_process(results: Path) -> None:
         assert "0.2500" in line and "1,234" in line and "1\u00a0min 30\u00a0s" in line
         process.kill()
     row = rows(results)["p.a"]
-    assert row.state == "silent" and row.error and row.error.startswith("no word since ")
+    assert row.state == "silent" and row.error and row.error.startswith("no status since ")
 
 
 @pytest.mark.parametrize(("age", "state"), [(5, "running"), (status.SILENT + 5, "silent")])

@@ -349,7 +349,7 @@ def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
     found = timed_in_turn(tmp_path / "own", cosmo_data, wrong)
     assert found.beside is None
     assert found.full is not None
-    assert "not timed in turn with the plan's first run: " in caplog.text
+    assert "no paired timing with the plan's first run: " in caplog.text
     assert "4096" in caplog.text
 
 

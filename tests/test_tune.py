@@ -241,7 +241,7 @@ def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
     text = tune.tuned(won(), "cosmo_unet")
     for said in (
         "# 1.50× ± 0.10 as fast as the run's own setting.",
-        "the learning rate may have to follow",
+        "adjust the learning rate",
         "#   snakemake it\n",
         "{from: mine_first_tuned.tuned}",
     ):
@@ -267,7 +267,7 @@ def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
 def test_where_nothing_was_gained_nothing_is_written() -> None:
     text = tune.tuned(won(duel=Duel(challenger=1, rates=[], ratio=1.05, low=0.98, high=1.12)), "cosmo_unet")
     assert yaml.safe_load(text) == {}
-    assert "# Nothing to gain: the best other setting is 1.05× ± 0.07 as fast as the run's own." in text
+    assert "# No significant speed-up: the best other setting is 1.05× ± 0.07 as fast as the run's own." in text
     assert "learning rate" not in text and "snakemake" not in text
 
 

@@ -33,15 +33,15 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
         (job(), ""),
         (job(known=False, missing=["results/metrics.jsonl", "results/model.pt"]), "never made"),
         (job(missing=["results/model.pt"]), "model.pt is gone"),
-        (job(missing=["results/model.pt"], failed=True), "its last try failed"),
+        (job(missing=["results/model.pt"], failed=True), "the last attempt failed"),
         (job(missing=["results/d/stats/"]), "stats/ is gone"),
         (job(missing=["results/metrics.jsonl", "results/model.pt"]), "metrics.jsonl, model.pt are gone"),
-        (job(forced=True), "asked for by force"),
+        (job(forced=True), "forced"),
         (job(interrupted=True, known=False, missing=["results/model.pt"]), "interrupted"),
         (job(known=False, missing=["results/model.pt"], newer=["data/a.h5"]), "never made"),
         (job(stage({"a": f"{'x' * 80}y"}), stage({"a": f"{'x' * 80}z"})), "a changed"),
         (job(newer=["data/b.h5", "data/a.h5"]), "changed: data/b.h5, data/a.h5"),
-        (job(inputs=True), "it reads other files than before"),
+        (job(inputs=True), "its list of input files changed"),
         (job(command=True), "the rule's command changed"),
         (job(stage({"training": {"epochs": 2}}), stage({"training": {"epochs": 50}})), "training.epochs 2 → 50"),
         (job(stage({"a": 1}), stage({"b": [1, None]})), "a 1 → none; b none → [1, null]"),
@@ -60,7 +60,7 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
         ),
         (
             job(stage({"a": 1}, beside='{"a": 1, "b": 1}'), stage({"a": 2}, beside='{"a": 2, "b": 2}')),
-            "a 1 → 2; of the plan's first run: b 1 → 2",
+            "a 1 → 2; in the plan's first run: b 1 → 2",
         ),
     ],
 )
@@ -90,8 +90,8 @@ def test_a_line_for_each_reason() -> None:
         "p.b (train): epochs 2 → 3",
         "q.a (train): epochs 2 → 3",
         "report (report): never made",
-        "and what follows from that: collect, report_plan 2",
-        "replaces the results of p.a, p.b, q.a (train, throughput); to keep them: a run of its own (from: p.a)",
+        "and jobs that depend on these: collect, report_plan (2 jobs)",
+        "replaces the results of p.a, p.b, q.a (train, throughput); to keep them: define a new run (from: p.a)",
     ]
     assert found(jobs, TABLES.get) == in_order
     assert found(reversed(jobs), TABLES.get) == in_order, "whatever the order in which Snakemake has them"
@@ -108,8 +108,8 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
         (tmp_path / file).touch()
     results, asked = str(tmp_path), (["p/a", "p/never"], ["d", "never"])
     run, data = f"{results}/plans/p/a", f"{results}/data/d/manifest.json"
-    stats = f"data d: stats/ is gone, and nothing asked for needs that; to make it again: snakemake --force {data}"
-    again = f"nothing asked for needs that; to make it again: snakemake --force {run}/metrics.jsonl"
+    stats = f"data d: stats/ is gone, and no target needs this; to make it again: snakemake --force {data}"
+    again = f"no target needs this; to make it again: snakemake --force {run}/metrics.jsonl"
     assert lost(results, *asked, []) == [f"p.a: model.pt is gone, and {again}", stats]
     shutil.rmtree(f"{run}/tensorboard")
     assert lost(results, *asked, [data]) == [f"p.a: model.pt, tensorboard/ are gone, and {again}"]
@@ -124,7 +124,7 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
 def test_what_is_replaced_is_told() -> None:
     """Of runs that have results, and get those of other settings: one line, the last."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
-    line = "replaces the results of p.r (train); to keep them: a run of its own (from: p.r)"
+    line = "replaces the results of p.r (train); to keep them: define a new run (from: p.r)"
     assert found([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]
     several = [job(one, other), job(one, other, "throughput", wildcards={"plan": "p", "run": "a"})]
     assert replaced(several).startswith("replaces the results of p.a, p.r (train, throughput); ")
@@ -140,5 +140,5 @@ def test_what_is_replaced_is_told() -> None:
     assert replaced(unharmed) == ""
     for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):  # this call makes them, or another did
         assert found([of_other_data], TABLES.get)[-1] == line.replace(
-            "a run of its own", "a run of its own, on a dataset of its own"
+            "define a new run", "define a new run, on a new dataset"
         )

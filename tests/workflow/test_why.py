@@ -31,18 +31,18 @@ def reasons(tree: Tree) -> list[str]:
 @pytest.mark.slow
 def test_what_changed_is_named(clone: Tree) -> None:
     """Settings by key, sources by file, both in one line; what is gone, and what was never there."""
-    kept = r"; to keep them: a run of its own{} \(from: era5\.vit\)"
+    kept = r"; to keep them: define a new run{} \(from: era5\.vit\)"
     model = f"{PACKAGE}/extensions/era5_vit/model.py"
     for edit, lines in (
         (
             configure("plans.era5.settings.training.epochs", 3),
-            r"era5\.vit \(train\): training\.epochs \d+ → 3\nand what follows from that: collect, report_plan\n"
+            r"era5\.vit \(train\): training\.epochs \d+ → 3\nand jobs that depend on these: collect, report_plan\n"
             rf"replaces the results of era5\.vit \(train\){kept.format('')}",
         ),
         (
             configure("datasets.years.source.days", 4),
             r"(.+\n)+replaces the results of era5\.vit \(train, throughput\)"
-            rf"{kept.format(', on a dataset of its own')}",
+            rf"{kept.format(', on a new dataset')}",
         ),
         (append(model), r"era5\.vit \(train, throughput\): extensions/era5_vit/model\.py changed\n.+"),
         (append(model, "\n# A comment.\n"), ""),
@@ -205,7 +205,7 @@ KINDS, STUDY = [Own()], Study()
     for name in ("mine.npz", "y.npy"):
         (tree.path / name).unlink()
     planned = tree.snakemake("--dry-run", "--", *targets)
-    assert planned.status == 0 and "what was made of it stays as it is" in planned.output and not why(planned.output)
+    assert planned.status == 0 and "the dataset made from it is kept" in planned.output and not why(planned.output)
     write(10, age=1000)
     (tree.path / "own.py").write_text(named.replace("np.load(paths[0])", "np.load('y.npy') + 0 * np.load('z.npy')"))
     np.save(tree.path / "z.npy", np.zeros(4))

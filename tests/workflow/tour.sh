@@ -72,7 +72,7 @@ ends 0 dlscale predict first.reference "${mine[@]}"
 ends 0 dlscale evaluate first.reference --weights last "${mine[@]}"
 ends 0 dlscale explain first.reference "${mine[@]}"
 ends 0 dlscale why "${mine[@]}"
-says 'Nothing would run: all is there, and as it was asked for.'
+says 'Nothing would run: all results are up to date.'
 sed -i 's/lr: 3.0e-3/lr: 4.0e-3/' mine.yaml
 ends 0 dlscale why "${mine[@]}"
 says 'first.faster (train): optimizer.lr 0.003 → 0.004'
@@ -134,7 +134,7 @@ is_there results/data/fields/manifest.json
 step 'A file that is not there'
 sed -i 's/fields.npz/absent.npz/g' own.yaml
 ends 2 snakemake "${mine[@]}" own.yaml
-says 'FAIL  data squares: absent.npz: no such file or folder; put it there, or name its place in datasets.squares.source'
+says 'FAIL  data squares: absent.npz: no such file or folder; put the file there, or correct datasets.squares.source'
 is_silent_about 'Nothing to be done'
 is_silent_about 'Traceback'
 sed -i 's/absent.npz/fields.npz/g' own.yaml

@@ -1,1 +1,1 @@
-"""Throughput trials, counting, peaks, profilers, telemetry, tuning."""
+"""Throughput trials, counts of FLOPs and bytes, device peaks, profilers, telemetry and tuning."""

@@ -1,4 +1,4 @@
-"""`dlscale evaluate RUN`: loss and metrics of a run's weights on its validation or test data."""
+"""`dlscale evaluate RUN`: compute loss and metrics of a run's weights on its validation or test data."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from dlscale.train.weight_files import load_weights
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: What `--weights` may name of a run's folder.
+#: Names that `--weights` accepts → file in the run's folder.
 KEPT = {"last": "model.pt", "best": "model_best.pt"}
 
 
 class Evaluation(Record):
-    """What `dlscale evaluate` found."""
+    """Result of `dlscale evaluate` for a run."""
 
-    weights: str  #: The file.
+    weights: str  #: File of the weights.
     split: str
     samples: int
-    loss: Number  #: Mean over the samples; so are the metrics.
+    loss: Number  #: Mean over the samples, as are the metrics.
     metrics: dict[str, Number] = {}
     loss_info: LossInfo = LossInfo()
     described: list[Metric] = []
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the scores of the runs `args.runs` (PLAN.RUN, or their folders); write them to `args.out`, if given."""
+    """Print the scores of the runs `args.runs` (PLAN.RUN or folders), and write them to `args.out` if given."""
     found = [
         evaluate(run_folder(name, configuration), args.weights, args.split, args.device, args.threads, args.manifest)
         for name in args.runs
@@ -61,23 +61,25 @@ def evaluate(
     threads: int | None = None,
     manifest: str | Path | None = None,
 ) -> Evaluation:
-    """Return the scores of the run in a folder on one device: those of its training, after the epoch of the weights.
+    """Compute the scores of the run in a folder on one device.
+
+    For `valid` they equal the scores of the training after the epoch of the weights.
 
     Parameters
     ----------
     weights
         `last`, `best`, or a file of weights.
     split
-        `valid` or `test`; of test data as many samples are used as the run validates on.
+        `valid` or `test`. The number of test samples is the run's number of validation samples.
     threads
-        CPU threads; absent: as many as it was trained with.
+        CPU threads (default: those of the training).
     manifest
-        Of the dataset; absent: the one beside the folder `plans` that holds the run.
+        Manifest of the dataset (default: data/DATASET/manifest.json in the run's results folder).
     """
     run = load_run(path / "config.yaml", "train")
     file = path / KEPT[weights] if weights in KEPT else Path(weights)
     if not file.is_file():
-        raise UserError(f"{file}: no weights there; train the run first, with training.keep_best for the best")
+        raise UserError(f"{file}: no such weights. Train the run first; training.keep_best keeps the best weights")
     above = path.resolve().parents
     manifest = manifest or above[min(2, len(above) - 1)] / "data" / run.dataset / "manifest.json"
     record = path / "provenance.json"
@@ -105,7 +107,9 @@ def evaluate(
 
 
 def alone(run: RunCore) -> RunCore:
-    """Return the run with a batch of one device, without what pays only over many steps.
+    """Return the run for one device, with the batch of one device, without compilation and CUDA graphs.
+
+    These would take longer than they save here.
 
     FSDP with `param_dtype` bf16 casts weights and inputs, as precision bf16_pure does.
     """
@@ -115,7 +119,7 @@ def alone(run: RunCore) -> RunCore:
 
 
 def lines(name: str, found: Evaluation) -> list[str]:
-    """Return scores as lines of text, each beside that of its naive answer."""
+    """Return the scores as lines of text, with the score of the best baseline without learning where it is known."""
     text = [f"{name}: {found.weights}, {found.samples} samples of {found.split}"]
     described = {metric.name: metric for metric in found.described}
     naive = {metric.naive for metric in found.described}

@@ -1,4 +1,4 @@
-"""Use of the machine by a tree of processes; it imports little, for the telemetry's process is to be small."""
+"""Resource use of a tree of processes. This module imports little, to keep the telemetry process small."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class Used(NamedTuple):
-    """Use of a tree of processes since it began."""
+    """Resource use of a tree of processes since its start."""
 
     cpu_seconds: float
-    #: Bytes that system calls asked to read, be it of files in memory or of pipes; not of mapped files.
+    #: Bytes read by system calls, including cached files and pipes; reads of mapped files are not included.
     read_chars: int
-    reads: int  #: System calls that read.
-    read_bytes: int  #: Fetched from disks, be it by a read or by touching a mapped file.
+    reads: int  #: Number of read system calls.
+    read_bytes: int  #: Bytes fetched from disks, by system calls or by access to mapped files.
     write_chars: int
-    rss: int  #: Bytes in memory now; what processes share counts in each.
+    rss: int  #: Bytes in memory now; shared memory counts once per process.
 
 
 def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
-    """Return the use of the tree of `root`; `psutil.NoSuchProcess` if there is no such process.
+    """Return the resource use of `root` and its descendants; `psutil.NoSuchProcess` if `root` does not exist.
 
-    A child that ended is in its parent's counters, once it was waited for; while one ends, all is read again.
+    The counters of a finished child are added to its parent's. If a process ends meanwhile, all are read again.
     """
     parent = psutil.Process(root)
     found = []
@@ -51,45 +51,45 @@ def _used(process: psutil.Process) -> Used:
     seconds = times.user + times.system + times.children_user + times.children_system
     try:
         io = process.io_counters()
-    except psutil.AccessDenied:  # another user's, such as Slurm's process above the ranks
+    except psutil.AccessDenied:  # a process of another user, such as Slurm's parent of the ranks
         return Used(seconds, 0, 0, 0, 0, rss)
     return Used(seconds, io.read_chars, io.read_count, io.read_bytes, io.write_chars, rss)
 
 
 def find_snakemake(process: int) -> int | None:
-    """Return the outermost Snakemake process above `process` that read the rules; None if there is none."""
+    """Return the outermost controller (Snakemake process) among the ancestors of `process`; None without any."""
     named = os.environ.get(SNAKEMAKES, "").split()
     above = [parent.pid for parent in psutil.Process(process).parents() if str(parent.pid) in named]
     return above[-1] if above else None
 
 
 def ranks_seen(root: int) -> int:
-    """Return the number of `root`'s children that run the command of this process's parent: ranks in this container."""
+    """Return the number of ranks in this container: children of `root` with the command of this process's parent."""
     command = psutil.Process(os.getppid()).cmdline()
     return sum(
         child.cmdline() == command
         for child in psutil.Process(root).children()
-        if child.status() != psutil.STATUS_ZOMBIE  # which has no command any more
+        if child.status() != psutil.STATUS_ZOMBIE  # a zombie has no command line
     )
 
 
 class Meter:
-    """Counter of the use of this process, its descendants, and all programs on their cores."""
+    """Counter of the resource use of this process and its descendants, and of all programs on their cores."""
 
     def __init__(self) -> None:
         self._cores, self._own = core_seconds(), used(os.getpid())
         self._begin, self._start = time.time(), time.perf_counter()
 
     def usage(self, world: World) -> Usage:
-        """Return the use since the start by all ranks of the first one's node; all ranks call it."""
+        """Return the use since the start by all ranks on the node of rank 0; all ranks must call it."""
         from dlscale.measure.records import Usage
 
         seconds = time.perf_counter() - self._start
         now, cores = used(os.getpid()), core_seconds()
-        # What a daemon took over is gone from the tree with all that it used before.
+        # A process adopted by a daemon leaves the tree with all its past use, so the sums may shrink.
         cpu = max(0.0, now.cpu_seconds - self._own.cpu_seconds)
         read = max(0, now.read_bytes - self._own.read_bytes)
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text()  # which containers on it share
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()  # equal in all containers of a machine
         ranks = world.gather((machine, os.sched_getaffinity(0), cpu, read))
         here = [rank for rank in ranks if rank[0] == ranks[0][0]]
         allowed = set().union(*(rank[1] for rank in here))
@@ -104,6 +104,6 @@ class Meter:
 
 
 def core_seconds() -> list[float]:
-    """Return the processor time that all programs have used of each core since the machine started, s."""
+    """Return the processor time of all programs on each core since the machine started, seconds."""
     times = psutil.cpu_times(percpu=True)
     return [each.user + each.nice + each.system + each.irq + each.softirq for each in times]

@@ -1,6 +1,6 @@
-"""Stage `profile`: the time and the memory of some steps, by one profiler after the other.
+"""Stage `profile`: measure time and memory of some steps with one profiler after the other.
 
-Each profiler has steps of its own, and plain ones just before and after, by which its cost is known.
+Each profiler gets separate steps. Plain steps just before and after them show the profiler's overhead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dlscale.train.around import entered, is_exhaustion
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch
 
-#: Rows of each profiler and kind that the record holds; the CSV file has all.
+#: Number of rows per profiler and kind in the record. The CSV file has all rows.
 TOP = 10
 
 
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     ):
         found = dict[str, Found]()
         for name, module in registry.profilers().items():
-            if name in settings.tools:  # its processes need the device's memory, and ours have no model yet
+            if name in settings.tools:  # before the model is opened: its processes need the device's memory
                 start = registry.load(module).profile
                 found[name] = start(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def write(record: Profile, rows: list[TopEntry], folder: Path) -> None:
-    """Write a profile's record, and all rows of its summary."""
+    """Write the record of a profile, and the CSV file with all rows of its summary."""
     record.write(folder / "profile.json")
     table = pd.DataFrame([row.model_dump() for row in rows], columns=list(TopEntry.model_fields))
     table.map(escape_formula).to_csv(folder / "profile_summary.csv", index=False, float_format="%.6g")
@@ -69,19 +69,19 @@ def write(record: Profile, rows: list[TopEntry], folder: Path) -> None:
 def measure(
     settings: Settings, session: Session, folder: Path, found: dict[str, Found] | None = None
 ) -> tuple[Profile, list[TopEntry]]:
-    """Profile steps of a session; all ranks call it.
+    """Profile steps of a session; all ranks must call it.
 
     Parameters
     ----------
     folder
-        For reports.
+        Folder for the profilers' reports.
     found
-        Results of profilers that look at processes of their own.
+        Results of profilers that started their own processes.
 
     Returns
     -------
     Profile
-        The record; the first rank alone knows all of it.
+        The record; it is complete only on rank 0.
     list of TopEntry
         All rows of the summary.
     """
@@ -94,7 +94,7 @@ def measure(
             tools["torch"] = TorchProfiler(folder, world.rank, world.device)
     with contextlib.closing(Window(settings, session)) as window:
         batch = window.batch()
-        used = _memory(session, batch)  # before any other step: what is set up is then all that there is
+        used = _memory(session, batch)  # before any other step, so that only the set-up is in memory
         window.run(settings.skip)
         seconds = list[float]()
         for name, tool in tools.items():
@@ -120,18 +120,18 @@ def measure(
 
 
 def _memory(session: Session, batch: Batch) -> Memory | None:
-    """Return the memory of a step; None, with the reason in the log, where fake tensors cannot follow the model."""
+    """Return the memory of a step; log the reason and return None if fake tensors cannot run the model."""
     try:
         return memory.measure(session, batch)
     except Exception as error:
-        if is_exhaustion(error) or isinstance(error, UserError):  # the step that it makes is one of all ranks
+        if is_exhaustion(error) or isinstance(error, UserError):  # all ranks make this step together
             raise
         logging.info("memory cannot be predicted: %s: %s", type(error).__name__, brief(error))
         return None
 
 
 def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[ProfiledTool], list[TopEntry]]:
-    """Return the tools as the first profiled rank saw them, with the files, problems and rows of all ranks."""
+    """Return the tools as recorded by the first profiled rank, with the files, problems and rows of all ranks."""
     tools, rows = list[ProfiledTool](), list[TopEntry]()
     for name in settings.tools:
         each = [every[rank][name] for rank in sorted(set(settings.ranks))]
@@ -152,7 +152,7 @@ def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[Pro
 
 @contextlib.contextmanager
 def _folder(out: Path, world: World) -> Iterator[Path]:
-    """Yield the folder in which all ranks write; it becomes `out` when all are done."""
+    """Yield a temporary folder for the files of all ranks; rename it to `out` when all ranks have finished."""
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(whole(out)) if world.main else None
         if mine is not None:
@@ -164,15 +164,15 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
 
 
 def _profile(name: str, tool: LineProfiler | TorchProfiler | None, window: Window) -> tuple[Found, list[float]]:
-    """Return a profiler's findings in a window of steps, and the seconds of the plain steps before and after.
+    """Return a profiler's results in a window of steps, and the seconds of the plain steps before and after.
 
-    All ranks make the steps, whatever fails.
+    All ranks make all steps, even if the profiler fails on some.
     """
     problems, seconds, before = list[str](), list[float](), window.run()
     with _noted(problems), tool.attached() if tool else contextlib.nullcontext():
         seconds = window.run()
     seconds = seconds or window.run()
-    after = window.run()  # at once: to read what a profiler found takes its time, in which a machine drifts
+    after = window.run()  # at once: reading results is slow, and the machine's speed may drift
     if tool and not problems:
         with _noted(problems):
             told, rows = tool.found(seconds)
@@ -183,7 +183,7 @@ def _profile(name: str, tool: LineProfiler | TorchProfiler | None, window: Windo
 
 @contextlib.contextmanager
 def _noted(problems: list[str]) -> Iterator[None]:
-    """Add why a profiler does not work to `problems`."""
+    """Append the message to `problems` if a profiler does not work."""
     try:
         yield
     except (Unavailable, OSError) as error:
@@ -191,7 +191,7 @@ def _noted(problems: list[str]) -> Iterator[None]:
 
 
 def first_rows(rows: list[TopEntry], rank: int) -> list[TopEntry]:
-    """Return the first rows of each profiler and kind, of one rank."""
+    """Return the `TOP` longest rows of each profiler and kind, of one rank."""
     mine = sorted((row for row in rows if row.rank == rank), key=lambda row: (row.tool, row.kind, -row.seconds))
     groups = itertools.groupby(mine, key=lambda row: (row.tool, row.kind))
     return [row for _, group in groups for row in itertools.islice(group, TOP)]

@@ -11,28 +11,28 @@ from dlscale.core.noise import interval
 from dlscale.core.record import Measured, Positive, Record
 from dlscale.parallel.records import Device, Links, MemoryUse
 
-#: The three throughput measurements, in the order in which tables and figures show them.
+#: The three throughput measurements (loading, computing, training), in the order of tables and figures.
 MODES = ("IO", "SYNTHETIC", "FULL")
 
-#: Units of a rate; the second one is that of another program whose batch size is unknown.
+#: Units of a rate; steps/s is used for an external program with unknown batch size.
 SAMPLE_RATE, STEP_RATE = "samples/s", "steps/s"
 
 
 class Usage(Record):
-    """Use of the machine by a measurement, on the node of the first process."""
+    """Resource use during a measurement, on the node of rank 0."""
 
-    begin: float | None = None  #: Seconds since 1970-01-01 UTC.
+    begin: float | None = None  #: Begin, seconds since 1970-01-01 UTC.
     seconds: float = Field(ge=0)
-    cores: int = Field(ge=1)  #: That its processes may use.
-    cpu_seconds: float  #: Processor time of the run's own processes there, those of its loader included.
-    cores_cpu_seconds: float  #: Processor time of all programs on these cores; other cores of the machine do not count.
-    read_bytes: int | None = None  #: That the run's processes fetched from disks, not from memory.
+    cores: int = Field(ge=1)  #: Number of cores that its processes may use.
+    cpu_seconds: float  #: Processor seconds of the run's processes on the node, including the loader's.
+    cores_cpu_seconds: float  #: Processor seconds of all programs on these `cores`.
+    read_bytes: int | None = None  #: Bytes that the run's processes fetched from disks; cached reads do not count.
 
 
 class Trials(Record):
     """One mode of a throughput measurement, in the form of romerojosh/benchy; rates are samples/s, times seconds.
 
-    `avg_iter_throughput` equals the trial's: single steps are not timed.
+    `avg_iter_throughput` equals `trial_throughput`, since single steps are not timed.
     """
 
     trial_throughput: list[float] = []
@@ -40,103 +40,105 @@ class Trials(Record):
     avg_iter_throughput: list[float] = []
     mean: Measured
     std: Measured = 0.0
-    rank_throughput: list[float] = []  #: Mean of each process's own samples/s, before it waits for the others.
-    usage: Usage | None = None  #: Of the counted trials.
+    rank_throughput: list[float] = []  #: Mean samples/s of each process, without its waits for other processes.
+    usage: Usage | None = None  #: Resource use of the counted trials.
 
 
 class SampleWork(Record):
-    """Work of a step for one sample, whatever device it runs on."""
+    """Work of a training step for one sample, independent of the device."""
 
-    forward_flops: float = Field(ge=0)  #: A multiplication and an addition are two.
+    forward_flops: float = Field(ge=0)  #: FLOPs of the forward pass; a multiply-add counts as two.
     backward_flops: float = Field(ge=0)
-    #: That the operators of forward, backward and update read and write, each for itself, as a step that is not
-    #: compiled does. What stays in a cache between two operators counts, too. None where they cannot be counted.
+    #: Bytes that the operators of forward pass, backward pass and update read and write without compilation. Data that
+    #: stay in a cache between two operators count, too. None if the bytes cannot be counted.
     bytes: float | None = None
-    operators: float | None = None  #: That a step calls, whatever its batch, if nothing fuses them.
-    source: Literal["formula", "counted"]  #: Of the FLOPs: the study's own formula, or the operators of a step.
+    operators: float | None = None  #: Operators that a step calls without fusion, for any batch size.
+    source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or the operators of a step.
 
     @property
     def flops(self) -> float:
-        """Of forward and backward pass."""
+        """FLOPs of forward and backward pass."""
         return self.forward_flops + self.backward_flops
 
 
 class OperatorWork(Record):
-    """Work and time of an operator in a module, forward and backward together, a step of one process."""
+    """Work and time per step of an operator in a module, forward and backward together, in one process."""
 
     operator: str
-    module: str  #: With its class; `*` stands for equal parts. Outside of modules the range of the step.
+    module: str  #: Module and its class (`*`: equal parts); outside of modules the range of the step.
     calls: float
-    seconds: float = Field(ge=0)  #: Of the device.
-    flops: float = Field(ge=0)  #: Of products and convolutions; 0 of other operators.
-    bytes: float = Field(ge=0)  #: Read and written.
+    seconds: float = Field(ge=0)  #: Time on the device.
+    flops: float = Field(ge=0)  #: FLOPs of products and convolutions; 0 for other operators.
+    bytes: float = Field(ge=0)  #: Bytes read and written.
 
 
 class Peaks(Record):
-    """What one device reaches at best, as measured in the same process."""
+    """Peak rates of one device, measured in the process of the run."""
 
-    dtype: str  #: In which the matrix product was computed: that of the run's precision.
-    flops: float = Field(gt=0)  #: FLOP/s of a large matrix product; of the run itself where it reached more.
-    bytes_per_second: float = Field(gt=0)  #: Of a copy in the device's memory, bytes read and written.
-    operator_seconds: float | None = None  #: To call an operator on a single number, forward and backward: the host.
+    dtype: str  #: Number format of the matrix product, from the run's precision.
+    flops: float = Field(gt=0)  #: FLOP/s of a large matrix product, or of the run if the run was faster.
+    bytes_per_second: float = Field(gt=0)  #: Bytes/s read and written by a copy in the device's memory.
+    operator_seconds: float | None = None  #: Host seconds per operator call, for single numbers.
 
 
 class Beside(Record):
-    """A run timed in turn with the first run of its plan, FULL."""
+    """Paired timing of a run and the first run of its plan, training (FULL)."""
 
-    compute: str  #: Of the first run: `dlscale.config.compute.compute_digest`.
-    #: Samples/s of this run and of the first one, by round; of each time that both were opened.
+    compute: str  #: `dlscale.config.compute.compute_digest` of the first run.
+    #: (Samples/s of this run, of the first run) by opening and round; in each opening both runs start anew.
     openings: list[Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]] = Field(min_length=1)
 
     @property
     def ratios(self) -> list[float]:
-        """Natural logarithms of the speed-up, by opening: of each the trimmed mean of its rounds."""
+        """Natural logarithm of the speed-up of each opening: the trimmed mean of its rounds."""
         return [interval([math.log(own / first) for own, first in rounds])[0] for rounds in self.openings]
 
 
 class Outside(Record):
-    """A program that knows nothing of dlscale, and how its steps were seen."""
+    """An external program, and the way in which its steps were measured."""
 
     command: list[str]
-    way: Literal["timed", "seen", "log", "rate"]  #: By itself, in PyTorch's functions, in its log, in what it prints.
-    samples: bool = True  #: Whether rates are samples/s; else steps/s.
-    steps: int  #: That count.
+    #: Source of the step times: the program itself, PyTorch's functions, its log, or a rate that it prints.
+    way: Literal["timed", "seen", "log", "rate"]
+    samples: bool = True  #: Whether rates are samples/s (else steps/s).
+    steps: int  #: Number of counted steps.
     status: int  #: Exit status.
-    seconds: float = Field(ge=0)  #: From its start to its end.
-    first_step_seconds: float = Field(ge=0)  #: From its start to the end of its first step.
-    waiting: float | None = Field(None, ge=0, le=1)  #: Share of FULL's time in which it waited for batches.
-    training: float = Field(ge=0, le=1)  #: Share of the time between first and last step that FULL is of.
-    gradient_bytes: int | None = None  #: Of one process.
-    stalled: float | None = None  #: Share of its time in which processes of the machine waited for memory.
-    queued: float | None = None  #: Share of its time in which threads of the machine waited for a core.
+    seconds: float = Field(ge=0)  #: Seconds from its start to its end.
+    first_step_seconds: float = Field(ge=0)  #: Seconds from its start to the end of its first step.
+    waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time spent waiting for batches.
+    training: float = Field(ge=0, le=1)  #: Fraction of the time from first to last step in FULL.
+    gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
+    stalled: float | None = None  #: Fraction of its time in which processes on the machine waited for memory.
+    queued: float | None = None  #: Fraction of its time in which threads on the machine waited for a core.
     rank_waiting: list[float] = []  #: `waiting` of each process.
-    rank_cores: list[float] = []  #: Cores that each process kept busy in these steps, without its loader's workers.
-    #: Whether profilers were at work in steps that FULL has, of which it would have none otherwise.
+    rank_cores: list[float] = []  #: Busy cores of each process in these steps, without its loader's workers.
+    #: Whether FULL includes steps under profilers, because no other steps were left.
     profiled: bool = False
-    trainings: int = 1  #: Number of trainings, one after the other; the longest counts.
+    trainings: int = 1  #: Number of trainings, one after the other; the longest one counts.
     stopped: str | None = None  #: Reason why dlscale stopped watching the steps before the program ended.
 
 
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
-    nranks: int = Field(1, ge=1)  #: Devices that compute, which are as many as processes but for `dp`.
-    batch_size: int | None = None  #: Samples a step over all processes.
+    #: Number of devices that compute; equal to the number of processes except with `parallel.kind: dp`.
+    nranks: int = Field(1, ge=1)
+    batch_size: int | None = None  #: Samples per step over all processes.
     device: Device = Device()
-    compute: str | None = None  #: Digest of all settings that decide how long a step takes (`dlscale.config.compute`).
+    compute: str | None = None  #: Digest of all settings that affect the step time (`dlscale.config.compute`).
     settings: dict[str, Any] = {}  #: The run's `throughput`: warm-up trials, trials, batches.
-    compile: dict[str, float] | None = None  #: `cold_seconds`, `warm_seconds` of compiling, if the run compiles.
-    io: Trials | None = Field(None, alias="IO")  #: Loading alone.
-    synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing alone, on a batch that stays on the device.
-    full: Trials | None = Field(None, alias="FULL")  #: Both.
-    beside: Beside | None = None  #: FULL, in turns with the plan's first run; of runs of one process.
-    alone: Trials | None = None  #: SYNTHETIC while no process waits for another's gradients; of several processes.
-    work: SampleWork | None = None  #: What a sample costs.
-    peaks: Peaks | None = None  #: Of one device.
-    peak_memory_bytes: int | None = None  #: Greatest memory of any process: the GPU's, or the process's on a CPU.
-    predicted: MemoryUse | None = None  #: Memory that a step was predicted to take on each device.
-    links: Links | None = None  #: Between several processes, if they were tested.
-    outside: Outside | None = None  #: Of another program; FULL is then of windows of its steps.
+    compile: dict[str, float] | None = None  #: Compile times `cold_seconds` and `warm_seconds`, if the run compiles.
+    io: Trials | None = Field(None, alias="IO")  #: Loading only.
+    synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing only, on a batch that stays on the device.
+    full: Trials | None = Field(None, alias="FULL")  #: Training: loading and computing.
+    beside: Beside | None = None  #: Paired timing of FULL with the plan's first run; only for runs of one process.
+    alone: Trials | None = None  #: SYNTHETIC without synchronised gradients; only for runs of several processes.
+    work: SampleWork | None = None  #: FLOPs and bytes per sample.
+    peaks: Peaks | None = None  #: Peak rates of one device.
+    peak_memory_bytes: int | None = None  #: Largest of all processes: GPU memory, or on a CPU main memory.
+    predicted: MemoryUse | None = None  #: Predicted memory of a step on each device.
+    links: Links | None = None  #: Links between processes, if they were tested.
+    outside: Outside | None = None  #: Only for an external program; FULL then has windows of its steps as trials.
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -145,19 +147,22 @@ class Throughput(Record):
         return SAMPLE_RATE if self.outside is None or self.outside.samples else STEP_RATE
 
     def mode(self, name: str) -> Trials | None:
-        """Return one of `MODES`, or what was measured `alone`."""
+        """Return the trials of one of `MODES`, or of `alone`."""
         trials: Trials | None = getattr(self, name.lower())
         return trials
 
     def mfu(self, mode: str = "FULL") -> float | None:
-        """Return the share of the devices' peak FLOP/s that a mode reaches (Chowdhery et al. 2022, appendix B)."""
+        """Return the model FLOPs utilisation of a mode: its fraction of the devices' peak FLOP/s.
+
+        See Chowdhery et al. 2022, appendix B.
+        """
         trials = self.mode(mode)
         if not (trials and self.work and self.peaks):
             return None
         return trials.mean * self.work.flops / (self.nranks * self.peaks.flops)
 
     def mbu(self, mode: str = "FULL") -> float | None:
-        """Return the share of the devices' peak memory bandwidth that a mode's operators move; caches may exceed 1."""
+        """Return the fraction of the devices' peak memory bandwidth that a mode uses; above 1 with good caching."""
         trials = self.mode(mode)
         if not (trials and self.work and self.work.bytes and self.peaks):
             return None

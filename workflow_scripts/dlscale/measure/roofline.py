@@ -1,13 +1,14 @@
-"""Both sides of a roofline: the work of a training step for one sample, and the peaks of a device.
+"""Roofline data: the work of a training step for one sample, and the peak rates of a device.
 
-Work is known from a study's formula, and by counting operators. Both count *model* FLOPs, of which MFU is made
-(Chowdhery et al. 2022, arXiv:2204.02311, appendix B): products and convolutions, a multiplication and an addition being
-two, without recomputation. A formula's backward pass is twice the forward pass; counted, it lacks the input's gradient.
+Work comes from a study's formula, and from counting operators. Both count *model* FLOPs, as MFU requires (Chowdhery et
+al. 2022, arXiv:2204.02311, appendix B): products and convolutions, two for a multiply-add, without recomputation. By
+formula the backward pass is twice the forward pass; the counted backward pass lacks the gradient of the input.
 
-`operator_work` has the work and the time of each operator of a step, by the module that calls it: points under a roof.
+`operator_work` returns the work and time of each operator of a step, by the module that calls it: points in a roofline
+diagram.
 
 Peaks are the rates of a large matrix product and of a copy in memory (Williams, Waterman and Patterson 2009,
-doi:10.1145/1498765.1498785), on a processor the sums over threads that work each for itself.
+doi:10.1145/1498765.1498785). On a CPU they are sums over threads that work independently.
 """
 
 from __future__ import annotations
@@ -45,23 +46,26 @@ from dlscale.train.step import Network
 aten = torch.ops.aten
 Found = TypeVar("Found")
 
-#: Beyond this share of the forward pass, which has one convention, the two ways of counting contradict each other.
+#: Largest relative difference between forward FLOPs by formula and counted ones; above it a warning is logged.
 TOLERANCE = 0.02
 
 
 def attempt(what: str, work: Callable[[], Found]) -> Found | None:
-    """Return the result of `work`; if it fails None, with `what` and the error in the log: no measurement is lost."""
+    """Return the result of `work`; if it fails, log `what` and the error, and return None.
+
+    So a failure does not end the stage, and its other measurements are kept.
+    """
     try:
         return work()
-    except Exception as error:  # a model may do anything
+    except Exception as error:  # a model may raise anything
         logging.info("%s: %s: %s", what, type(error).__name__, brief(error))
         return None
 
 
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
-    """Return the work of a sample, counted and by formula; None, with a line in the log, where that fails."""
+    """Return the work of a sample, counted and by formula; log a failure and return None for it."""
     work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
-    forward = attempt("the study's formula of FLOPs fails", lambda: session.study.flops(session.run, session.manifest))
+    forward = attempt("the study's FLOPs formula fails", lambda: session.study.flops(session.run, session.manifest))
     if forward is None:
         return work, None
     formula = SampleWork(
@@ -72,15 +76,15 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
         source="formula",
     )
     if work and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
-        message = "FLOPs of a forward pass: %.4g by the study's formula, %.4g counted; one is wrong"
+        message = "FLOPs of a forward pass: %.4g by the study's formula, %.4g counted. One of them is wrong"
         logging.warning(message, formula.forward_flops, work.forward_flops)
     return work, formula
 
 
 def counted(session: Session, batch: Batch) -> SampleWork:
-    """Return the work of the operators of a step, for each sample of the batch.
+    """Count the work of the operators of a step, per sample of the batch.
 
-    Of a model that devices share it is that of all of it, as on one device.
+    For a model that several devices share, count the complete model, as on one device.
     """
     run = session.run
 
@@ -105,7 +109,7 @@ def counted(session: Session, batch: Batch) -> SampleWork:
 
 
 class OperatorCount(TorchDispatchMode):
-    """Sum of the FLOPs and bytes of all operators within it, by phase."""
+    """Context that sums the FLOPs and bytes of all operators called in it, by phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +118,7 @@ class OperatorCount(TorchDispatchMode):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what is within for the phase `name`."""
+        """Attribute operators in this context to the phase `name`."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -132,27 +136,27 @@ class OperatorCount(TorchDispatchMode):
         return result
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operator returns."""
+        """Call an operator and return its result; subclasses may time it."""
         return func(*args, **kwargs)
 
     def key(self, func: Any) -> Any:
-        """Return what the work of an operator is counted by."""
+        """Return the key under which an operator is counted."""
         return self._phase
 
 
 # ---- work and time of each operator ------------------------------------------------------------------
 
-#: Steps that are timed, after one that is not.
+#: Number of timed steps, after one warm-up step.
 STEPS = 3
-#: Seconds for which a GPU is kept busy before a step, so that all of it waits in line.
+#: Seconds of work given to a GPU before a step, so that the operators of the step are queued before they run.
 AHEAD = 0.25
 
 
 def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
-    """Return the work and the time of a step's operators, means of some steps on a batch; all ranks call it.
+    """Return work and time of a step's operators, means of some steps on a batch; all ranks must call it.
 
-    Empty for steps whose operators nobody calls one by one (compiled, replayed as a graph), and where several
-    devices or threads share a model.
+    The list is empty if Python does not call the operators one by one (compiled steps, CUDA graphs), with strategies
+    other than DDP, and if several devices share a model.
     """
     run = session.run
     whole = run.compile.mode == "none" and not run.cuda_graph and isinstance(run.parallel, DDP)
@@ -170,9 +174,9 @@ def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
 
 
 class TimedOperators(OperatorCount):
-    """Work and time of all operators within it, by operator and module.
+    """Context that sums work and time of all operators called in it, by operator and module.
 
-    On a GPU the time is the device's, from event to event.
+    On a GPU the time is device time between CUDA events.
     """
 
     def __init__(self, network: Network, device: torch.device) -> None:
@@ -191,14 +195,17 @@ class TimedOperators(OperatorCount):
         return str(func._overloadpacket), (passing and self.modules.name) or self._phase
 
     def keep_busy(self) -> None:
-        """Give a GPU products to compute: an event would else be reached before the work that it stands before."""
+        """Queue matrix products on a GPU.
+
+        Otherwise the GPU would reach an event before the host has launched the operator, and time the host.
+        """
         if self._device.type == "cuda":
             x = torch.randn(4096, 4096, device=self._device)
             for _ in range(math.ceil(AHEAD / best_of(partial(torch.mm, x, x), self._device, 0.01))):
                 torch.mm(x, x)
 
     def work(self, steps: int) -> list[OperatorWork]:
-        """Return means over the steps of the operators that move anything, but those between processes."""
+        """Return means per step of all operators that move bytes, except communication between processes."""
         seconds, calls = Counter[Any](), Counter[Any]()
         for key, begin, end in self._times:
             seconds[key] += 1e-3 * begin.elapsed_time(end) if self._device.type == "cuda" else end - begin
@@ -226,16 +233,16 @@ class TimedOperators(OperatorCount):
 
 
 class ModuleAt:
-    """Which module of a network computes at the moment, in the forward pass and in the backward pass of its nodes."""
+    """Name of the module that computes at the moment, in the forward pass and in the backward pass."""
 
     def __init__(self, network: Network) -> None:
-        self.name = ""  #: Empty outside of the network's modules.
+        self.name = ""  #: Name of the module; empty outside of the network's modules.
         self._names = _names(network.model)
         self._outer, self._claimed = list[str](), set[Any]()
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow all modules within this context."""
+        """Keep `name` up to date within this context."""
         with (
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave),
@@ -243,11 +250,11 @@ class ModuleAt:
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._outer.append(self.name if self._outer else "")  # a backward pass leaves its last name behind
+        self._outer.append(self.name if self._outer else "")  # after a backward pass `name` still has its last module
         self.name = self._names.get(module, self._outer[-1])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Claim the nodes between the module's inputs and its outputs that no module within it has claimed."""
+        """Assign to the module the autograd nodes between its inputs and outputs, except those of inner modules."""
         seen: set[Any] = {None, *(tensor.grad_fn for tensor in _tensors(args))}
         nodes: list[Any] = [tensor.grad_fn for tensor in _tensors(output)]
         while nodes:
@@ -255,7 +262,7 @@ class ModuleAt:
                 seen.add(node)
                 nodes += [each for each, _ in node.next_functions]
                 if node not in self._claimed:
-                    self._claimed.add(node)  # alive, it keeps its identity
+                    self._claimed.add(node)  # a reference, so that its id is not reused
                     node.register_prehook(partial(self._at, self.name))
         self.name = self._outer.pop()
         if not self._outer:
@@ -266,7 +273,7 @@ class ModuleAt:
 
 
 def _names(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
-    """Return names of a module and of all within it, with their classes; equal parts of a container share one, `*`."""
+    """Return name and class of a module and of all modules in it; equal parts of a container share the name `*`."""
     kind = type(module).__name__
     found, parts = {module: f"{name} ({kind})" if name else kind}, dict(module.named_children())
     forms = {(type(part), *(p.shape for p in part.parameters())) for part in parts.values()}
@@ -276,7 +283,7 @@ def _names(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
     return found
 
 
-# ---- FLOPs of operators: PyTorch's formulas, and what they miss --------------------------------------
+# ---- FLOPs of operators: PyTorch's formulas and additional ones --------------------------------------
 
 
 def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any) -> int:
@@ -286,14 +293,14 @@ def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any
 def _attention_backward(
     gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any
 ) -> int:
-    """Return the FLOPs of four products, twice those of the forward pass; a fifth computes the scores again."""
+    """Return the FLOPs of four products, twice the forward pass; the recomputation of the scores is not counted."""
     return 2 * int(sdpa_flop_count(query, key, value))
 
 
 def _convolution_backward(
     gradient: torch.Size, x: torch.Size, weight: torch.Size, *rest: Any, out_shape: Any = None, **more: Any
 ) -> int:
-    """Return the FLOPs of a forward pass for each wanted gradient; PyTorch's own formula forgets groups."""
+    """Return the FLOPs of a forward pass for each requested gradient; PyTorch's formula ignores groups."""
     transposed, wanted = rest[4], rest[7]
     places = (x if transposed else gradient)[2:].numel() * x[0]
     return 2 * places * weight.numel() * (int(wanted[0]) + int(wanted[1]))
@@ -329,24 +336,24 @@ FORMULAS: dict[Any, Any] = {
 
 # ---- bytes of operators ------------------------------------------------------------------------------
 
-#: Operators that write their first argument and do not read it, beside `..._like` and `new_...`, which read its shape.
+#: Operators that write their first argument without reading it. (`..._like` and `new_...` read only its shape.)
 WRITE_ONLY = {
     "copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_",
     "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-#: Operators that read of their first argument, or of a table, only what they write.
+#: Operator → argument from which it reads only as many bytes as it writes.
 GATHER = {"gather": "self", "index": "self", "index_select": "self", "embedding": "weight"}
 
 
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the bytes that one call of an operator reads and writes: each of its tensors once, views for nothing.
+    """Return the bytes that one call of an operator reads and writes; views cost zero.
 
-    Tensors that change in place are read and written.
+    Each tensor counts once; a tensor that changes in place counts as read and written.
     """
     name = func._overloadpacket.__name__
     arguments, returns = func._schema.arguments, func._schema.returns
     if func.namespace != "aten" and not any(value is not None for value in _tensors(result)):
-        return 0  # a question, a range of a profiler
+        return 0  # a query, or a range of a profiler
     if name.startswith(("empty", "new_empty")) or name == "_unsafe_view":
         return 0
     if any(each.alias_info and not each.alias_info.is_write for each in returns):
@@ -359,7 +366,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         size = sum(_size(value) for value in _tensors(given.get(argument.name)))
         changed = bool(argument.alias_info and argument.alias_info.is_write)
         if argument.name == "grads" and name.startswith("_fused_") and given.get("grad_scale") is None:
-            changed = False  # as the schema says, but they change only with a loss scale
+            changed = False  # contrary to the schema, gradients change only with a loss scale
         if GATHER.get(name) == argument.name:
             size = written
         reads = not shape_alone and not (place == 0 and name in WRITE_ONLY)
@@ -372,26 +379,26 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's different elements: expanded dimensions count once."""
+    """Return the bytes of a tensor's distinct elements: expanded dimensions count once."""
     sizes = [size if stride or not size else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return math.prod(sizes) * tensor.element_size()
 
 
 # ---- peaks of a device -----------------------------------------------------------------------------
 
-#: Seconds of the products, and of the copies.
+#: Seconds of measurement of products, and of copies.
 PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
 COPY_SECONDS = 0.2
-#: Edges of the matrices; a size is left out where a call of it takes more than a quarter of the time.
+#: Edges of the square matrices; a size is skipped if one product would take more than a quarter of the time.
 EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-#: Bytes of a buffer, of a device or of all threads together, and of each thread at least: far more than caches hold. A
-#: thread's is copied piece by piece.
+#: Bytes of the copied buffer, per GPU or for all CPU threads together: much larger than caches. LEAST: minimum bytes
+#: per thread. PIECE: bytes of a single copy of a thread.
 BUFFER = {"cpu": 2**28, "cuda": 2**30}
 LEAST, PIECE = 2**24, 2**23
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
-    """Return the mean peaks of all of a run's devices, at work at once; None where a rank lacks the memory for it."""
+    """Measure all devices of a run at the same time; return mean peaks, or None if a rank lacks memory."""
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     world.barrier()
@@ -405,7 +412,7 @@ def common_peaks(precision: str, world: World) -> Peaks | None:
 
 
 def measure_peaks(precision: str, device: torch.device) -> Peaks:
-    """Return the peaks of a device in a run's precision."""
+    """Measure the peaks of a device in a run's precision."""
     return Peaks(
         dtype=precision.partition("_")[0],
         flops=product_rate(compute_dtype(precision), device),
@@ -415,23 +422,26 @@ def measure_peaks(precision: str, device: torch.device) -> Peaks:
 
 
 def at_least(peaks: Peaks, flops: float) -> Peaks:
-    """Return peaks that are not below the FLOP/s that the run itself reached on a device."""
+    """Raise the peak FLOP/s to the FLOP/s that the run reached on a device, if these are higher."""
     if flops <= peaks.flops:
         return peaks
-    logging.warning("the run reached %.4g FLOP/s on a device, more than a matrix product: this is the peak", flops)
+    logging.warning(
+        "the run reached %.4g FLOP/s on a device, more than a matrix product; this rate replaces the peak", flops
+    )
     return peaks.model_copy(update={"flops": flops})
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of square matrix products, of a device, or of all threads of this process."""
+    """Measure the FLOP/s of square matrix products, on a GPU or on all threads of this process."""
     work = partial(_best_product, dtype, device)
     return _at_once(work) if device.type == "cpu" else work()
 
 
 def _best_product(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of the best of all calls, of all sizes in turn; the best rate tells how long a size takes.
+    """Return the highest FLOP/s of all products, cycling through the sizes.
 
-    A slow first call, while threads and clocks wake, leaves a size out for a while, not for good.
+    The best rate so far predicts the time of a size. A slow first call, while threads and clocks speed up, skips a size
+    only for some cycles.
     """
     limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
     end = time.perf_counter() + limit
@@ -448,7 +458,7 @@ def _best_product(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes/s of copies, read and written, of a device, or of all threads of this process."""
+    """Measure the bytes/s read and written by copies, on a GPU or on all threads of this process."""
     if device.type == "cpu":
         return _at_once(partial(_own_copies, max(LEAST, BUFFER["cpu"] // _threads())))
     source, target = (torch.ones(BUFFER["cuda"], dtype=torch.uint8, device=device) for _ in range(2))
@@ -456,11 +466,11 @@ def copy_rate(device: torch.device) -> float:
 
 
 def _own_copies(size: int) -> float:
-    """Return the bytes/s that a thread copies while others do, by its own processor time.
+    """Return the bytes/s read and written by a thread, by its own processor time, while other threads copy, too.
 
-    The median: the best call is one in which the others paused.
+    It is the median of the copies: in the fastest copy the other threads paused.
     """
-    # Ones: of zeros that nobody has written a system has but one page.
+    # Ones, not zeros: Linux maps all unwritten zeros to the same page.
     source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
     rates, end = list[float](), time.perf_counter() + COPY_SECONDS
     for here, there in itertools.cycle(zip(source, target, strict=True)):
@@ -473,22 +483,22 @@ def _own_copies(size: int) -> float:
 
 
 def _at_once(work: Callable[[], float]) -> float:
-    """Return the sum of the results of all threads, each of which does this work by itself."""
+    """Do this work in all threads at the same time; return the sum of their results."""
     before, count = torch.get_num_threads(), _threads()
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return sum(each.result() for each in [pool.submit(work) for _ in range(count)])
     finally:
-        torch.set_num_threads(before)  # of threads to come, too
+        torch.set_num_threads(before)  # also for new threads
 
 
 def _threads() -> int:
-    """Return PyTorch's threads in this process, at most as many as there are cores."""
+    """Return the number of PyTorch's threads in this process, at most the number of its cores."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
 
 
 def operator_seconds(device: torch.device) -> float:
-    """Return the seconds of the host to call one operator, from a chain of products of numbers and its gradients."""
+    """Return the host's seconds per operator call, from a chain of products of single numbers and its gradients."""
     x = torch.ones(1, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -503,7 +513,10 @@ def operator_seconds(device: torch.device) -> float:
 
 
 def best_of(function: Callable[[], object], device: torch.device, limit: float) -> float:
-    """Return the least seconds of a call, after one to warm up, within `limit`, of three at least."""
+    """Return the shortest time of a call, seconds.
+
+    After a warm-up call, repeat within `limit` seconds, at least three times.
+    """
     start = time.perf_counter()
     times: list[float] = []
     while not times or time.perf_counter() - start + times[-1] < limit or len(times) < 4:
@@ -512,7 +525,7 @@ def best_of(function: Callable[[], object], device: torch.device, limit: float) 
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call and of its work on the device."""
+    """Return the seconds of a call, including its work on the device."""
     synchronize(device)
     begin = time.perf_counter()
     function()

@@ -1,8 +1,8 @@
-"""Telemetry of a run: `python -m dlscale.measure.telemetry PID RANKS GPUS`, a small process beside the stage.
+"""Telemetry of a run: `python -m dlscale.measure.telemetry PID RANKS GPUS`, a small process next to the stage.
 
-PID is the process that with its descendants is the run; RANKS are the run's processes on this node, GPUS the CUDA
-devices to look at. It writes the rows of `dlscale.core.telemetry` once a second, until its standard input ends or gets
-a byte, or its parent is gone.
+PID is the root process of the run, which includes its descendants. RANKS is the number of the run's ranks on this node,
+GPUS the number of CUDA devices to sample. The process writes the rows of `dlscale.core.telemetry` once a second, until
+its standard input closes or receives a byte, or until its parent ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dlscale.core import telemetry
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.measure import processes
 
-SECONDS = 1.0  #: Between two samples.
-LEAST = 0.1  #: Of the last one: Linux counts processor time in steps of 0.01 s.
-#: What holds clocks back, by bit of `nvmlClocksEventReasons` (nvml.h). Not here are what does so by wish: an idle GPU
-#: (0x1), clocks that were set (0x2, 0x100), GPUs that were told to go in step (0x10).
+SECONDS = 1.0  #: Seconds between two samples.
+LEAST = 0.1  #: Minimum seconds of the last sample: Linux counts processor time in steps of 0.01 s.
+#: Bit of `nvmlClocksEventReasons` (nvml.h) → cause of reduced clocks. Intended causes are left out: an idle GPU (0x1),
+#: clocks set by a user (0x2, 0x100), synchronised GPUs (0x10).
 REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -37,7 +37,7 @@ REASONS = {
 
 
 class Node:
-    """What has been used on this node since the last look."""
+    """Resource use on this node since the last sample."""
 
     def __init__(self, root: int, ranks: int, gpus: int) -> None:
         self._root, self._ranks, self._cores = root, ranks, psutil.cpu_count() or 1
@@ -47,12 +47,12 @@ class Node:
         self._call = self._call_seconds()
 
     def sample(self) -> Sample:
-        """Return what happened since the last call, or since this was made."""
+        """Return the resource use since the last call, or since the object was created."""
         now, machine, run, call = time.monotonic(), psutil.cpu_times(), self._used(), self._call_seconds()
         seconds = max(now - self._time, 1e-6)
-        busy = ("user", "nice", "system", "irq", "softirq")  # a guest's time is the user's already
+        busy = ("user", "nice", "system", "irq", "softirq")  # `user` includes the time of guests
         cpu = sum(getattr(machine, name) - getattr(self._machine, name) for name in busy) / seconds / self._cores
-        # What a daemon took over is gone from the tree with all that it used before; so growth may be negative.
+        # A process adopted by a daemon leaves the tree with all its past use, so the sums may shrink.
         rates = [max(0.0, after - before) / seconds for after, before in zip(run, self._run, strict=True)]
         cpu_run = rates[0] / self._cores
         jobs = None
@@ -81,7 +81,7 @@ class Node:
         return processes.used(self._root, without=(os.getpid(),))
 
     def _call_seconds(self) -> float | None:
-        """Return the processor time of all jobs of the call; None if it is unknown."""
+        """Return the processor seconds of all jobs of the workflow call; None if unknown."""
         try:
             return processes.used(self._caller, without=(os.getpid(),)).cpu_seconds if self._caller else None
         except psutil.Error:
@@ -89,26 +89,26 @@ class Node:
 
 
 def main() -> None:
-    """Write rows until the stage ends; signals to all processes of a job are the stage's."""
+    """Write rows until the stage ends; ignore signals, which the stage handles."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
         _watch(*map(int, sys.argv[1:]))
-    except Exception as error:  # a stage goes on without it
+    except Exception as error:  # the stage continues without telemetry
         print(f"telemetry ended: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _watch(root: int, ranks: int, gpus: int) -> None:
     parent, start = os.getppid(), time.monotonic()
     node = Node(root, ranks, gpus)
-    # A line in one go: whatever ends this process leaves whole lines.
+    # One write per line, so that a killed process leaves only complete lines.
     os.write(1, telemetry.header(len(node.gpus.handles)).encode())
     ended = False
     while not ended:
         wait = SECONDS - (time.monotonic() - start) % SECONDS
         if ended := bool(select.select([0], [], [], wait)[0]):
             time.sleep(max(0.0, LEAST - (time.monotonic() - start) % SECONDS))
-        if os.getppid() != parent:  # killed, and its own children may hold the other end of the pipe
+        if os.getppid() != parent:  # the stage was killed; its children may keep the pipe open
             return
         os.write(1, telemetry.line(node.sample()).encode())
 
@@ -117,10 +117,10 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
 
 
 class Energy:
-    """Energy since it was made: of the whole node where Cray counts it, else of processors and memory (RAPL).
+    """Counter of energy since its creation: of the full node on Cray, else of processors and memory (RAPL).
 
-    RAPL's counters are in microjoules, and begin anew at `max_energy_range_uj` (Linux, Documentation/power/powercap);
-    most systems let root alone read them. Cray's file reads `JOULES J MICROSECONDS us`.
+    RAPL's counters are in microjoules and restart at `max_energy_range_uj` (Linux, Documentation/power/powercap). On
+    most systems only root may read them. Cray's file contains `JOULES J MICROSECONDS us`.
     """
 
     def __init__(self, system: Path = Path("/sys")) -> None:
@@ -133,7 +133,7 @@ class Energy:
         self._before, self._joules = [_number(file) for file, _, _ in self._counters], 0.0
 
     def joules(self) -> float | None:
-        """Return the energy so far, J; None where nothing counts it, or may not be read."""
+        """Return the energy since the creation, J; None without a readable counter."""
         for place, (file, unit, most) in enumerate(self._counters):
             now, before = _number(file), self._before[place]
             if now is not None and before is not None:
@@ -146,7 +146,7 @@ class Energy:
 def _word(file: Path) -> str:
     try:
         return (file.read_text().split() or [""])[0]
-    except (OSError, ValueError):  # it may not be read, or is no text
+    except (OSError, ValueError):  # not readable, or not text
         return ""
 
 
@@ -159,9 +159,9 @@ def _number(file: Path) -> float | None:
 
 
 def bus_ids(count: int) -> list[str]:
-    """Return the PCI addresses of the first `count` devices that a CUDA program would see here, in its order.
+    """Return the PCI addresses of the first `count` devices that CUDA programs see here, in their order.
 
-    CUDA itself knows CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. No context is made, which would take memory.
+    The CUDA driver applies CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. No context is created, which would take memory.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -179,7 +179,7 @@ def bus_ids(count: int) -> list[str]:
 
 
 class Gpus:
-    """The first `count` CUDA devices; none where there is no driver."""
+    """The first `count` CUDA devices; empty without a driver."""
 
     def __init__(self, count: int) -> None:
         self.handles: list[Any] = []
@@ -192,12 +192,12 @@ class Gpus:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self.handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
-        # Where each process sees its own GPU alone, the energy of those of this one would pass for all of the run's.
+        # If each rank sees only its own GPU, this process's GPUs have only part of the run's energy: leave it out.
         self._whole = len(addresses) == count
         self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
 
     def sample(self) -> tuple[GpuSample, ...]:
-        """Return what each of them does now."""
+        """Return a sample of each GPU's activity."""
         return tuple(map(self._sample, self.handles, self._first))
 
     def _sample(self, handle: Any, first: float | None) -> GpuSample:
@@ -216,7 +216,7 @@ class Gpus:
         )
 
     def _ask(self, question: str, *words: Any) -> Any:
-        """Return an answer, None where this GPU or its driver has none."""
+        """Query NVML; return None if this GPU or its driver does not support the query."""
         try:
             return getattr(self._nvml, question)(*words)
         except self._nvml.NVMLError:

@@ -1,8 +1,8 @@
-"""Stage `throughput`: samples/s of loading alone, of computing alone, and of both together.
+"""Stage `throughput`: measure the samples/s of loading, of computing, and of training.
 
-IO takes batches from the loader and does nothing with them, SYNTHETIC trains on one batch that stays on the device, and
-FULL trains on the loader's batches. Trials and the keys of the JSON are those of romerojosh/benchy. A run of one
-process is timed once more, FULL, in turn with the first run of its plan (`dlscale.measure.turns`).
+Loading (IO) takes batches from the loader without using them. Computing (SYNTHETIC) trains on one batch that stays on
+the device. Training (FULL) trains on the loader's batches. Trials and JSON keys follow romerojosh/benchy. For a run of
+one process, paired timing then compares FULL with the first run of its plan (`dlscale.measure.turns`).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
 
-#: A trial is this much longer than it has to be, since single ones vary.
+#: Factor on the number of batches of a trial, since the duration of trials varies.
 MARGIN = 1.1
-#: A trial has at most so many times the batches of the one before it: what is made at first use takes long once.
+#: Largest growth factor of the number of batches from one trial to the next; a slow first use would mislead it.
 GROWTH = 16
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measure the run in `args.config` on the data of `args.manifest` and write `args.out`, one line of JSON."""
+    """Measure the run in `args.config` on the data of `args.manifest`; write one line of JSON to `args.out`."""
     run = load_run(args.config, "throughput")
     with contextlib.ExitStack() as stack:
         turns = None
-        if args.beside:  # before anything is computed: processes are copied
+        if args.beside:  # before any computation, since the timed processes are forks of this one
             own = Timed(args.config, args.manifest, args.device, args.threads)
             first = replace(own, config=args.beside, manifest=args.beside_manifest)
             turns = stack.enter_context(contextlib.closing(Turns(own, first)))
@@ -72,40 +72,40 @@ def main(args: argparse.Namespace) -> None:
 
 
 def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
-    """Return the run's speed in turns with the first of its plan; None, with the reason in the log, if that fails."""
+    """Return the paired timing with the plan's first run; if it fails, log the reason and return None."""
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what this process is done with: both runs shall have room
+        torch.cuda.empty_cache()  # free this process's memory for the two timed runs
     try:
         rounds = turns.rounds(settings.beside, settings.error)
     except Ended as ended:
-        logging.warning("not timed in turn with the plan's first run: %s", ended)
+        logging.warning("no paired timing with the plan's first run: %s", ended)
         return None
     found = Beside(compute=compute_digest(load_run(args.beside, "throughput").model_dump(mode="json")), openings=rounds)
     ratio, error = interval(found.ratios)
     logging.info(
-        "opened %d times beside the plan's first run: %.3f times as fast, -+ %.3f", len(rounds), math.exp(ratio), error
+        "paired timing, %d openings: %.3f times as fast as the first run, -+ %.3f", len(rounds), math.exp(ratio), error
     )
     return found
 
 
 def measure(settings: Settings, session: Session) -> Throughput:
-    """Return samples/s of all ranks together in each mode."""
+    """Return the samples/s of all ranks together in each mode."""
     step, world, run = session.step, session.world, session.run
     compiling: dict[str, float] | None = None
     modes: dict[str, Trials] = {}
     with contextlib.closing(session.loader("train")) as loader:
         x, y = next(loader.epoch(0))
         share = session.share()
-        cached = x.clone(), y.clone(), share.weight(0, loader.samples)  # the loader will use their memory again
+        cached = x.clone(), y.clone(), share.weight(0, loader.samples)  # the loader will reuse their memory
         if run.compile.mode != "none":
             compiling = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", compiling)
-            if loader.samples % run.batch_size:  # the last batch has code of its own, not to be made while we measure
+            if loader.samples % run.batch_size:  # compile for the smaller last batch before the trials
                 rest = len(share.indices(len(loader) - 1, loader.samples))
                 step.gradients(cached[0][:rest], cached[1][:rest])
-        # Epoch 0 gave the cached batch; the others start where no worker has looked ahead. What a rank's loss counts
-        # goes with its batches, as in training: by it all ranks decide alike what is recorded as a graph.
+        # Epoch 0 gave the cached batch; IO and FULL start with epoch 1, which no worker has prefetched. Batches include
+        # the weight of the rank's loss, as in training: by it all ranks decide alike what they record as a CUDA graph.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
             "IO": (training_batches(session, loader, 1), lambda *batch: None),
             "SYNTHETIC": (itertools.repeat(cached), step),
@@ -115,17 +115,17 @@ def measure(settings: Settings, session: Session) -> Throughput:
             modes[mode] = trials(mode, batches, consume, settings, world)
             logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
         if world.data_size > 1 and run.can_step_alone:
-            with step.strategy.unsynchronised():  # last: from here on the ranks' weights differ
+            with step.strategy.unsynchronised():  # as the last mode, since the ranks' weights differ afterwards
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
-            logging.info("SYNTHETIC without sums over ranks: %.2f samples/s", modes["alone"].mean)
-    peak_memory = int(*world.max(memory.peak(world.device)))  # before anything that is not the run's
+            logging.info("SYNTHETIC (computing) without synchronised gradients: %.2f samples/s", modes["alone"].mean)
+    peak_memory = int(*world.max(memory.peak(world.device)))  # before operators are counted and peaks measured
     counted, formula = sample_work(session, cached[:2]) if world.main else (None, None)
     work, peaks = formula or counted, common_peaks(run.arithmetic, world)
     if work and peaks:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
         peaks = at_least(peaks, fastest * work.flops / session.devices)
     known = run, session.manifest, world.device, cached[:2], step.attention
-    memory_use = attempt("memory is not predicted", lambda: memory.predict(*known)) if world.main else None
+    memory_use = attempt("memory cannot be predicted", lambda: memory.predict(*known)) if world.main else None
     return Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,
@@ -144,15 +144,15 @@ def measure(settings: Settings, session: Session) -> Throughput:
 def trials(
     mode: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Settings, world: World
 ) -> Trials:
-    """Run the warm-up and the counted trials over one unbroken stream of batches.
+    """Run warm-up and counted trials over one unbroken stream of batches.
 
-    All ranks begin together, and a trial ends with the last of them. Its number of batches is known from the last
-    uncounted one, which is repeated until it lasts half as long as asked.
+    All ranks begin a trial together, and it ends with the slowest rank. The last warm-up trial determines the number of
+    batches; warm-up trials are repeated until one takes half of `settings.seconds`.
     """
     size, warmed = settings.batches, 0
 
     def trial() -> tuple[int, float, float]:
-        """Return this rank's samples, and the seconds of a trial, of this rank and of the last one."""
+        """Return this rank's samples in a trial, its seconds, and the seconds of the slowest rank."""
         synchronize(world.device)
         world.barrier()
         count, alone = timed_steps(consume, batches, size, world.device)
@@ -161,7 +161,7 @@ def trials(
     with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials", part=True) as progress:
         lasted = 0.0 if settings.seconds else math.inf
         if settings.seconds:
-            run_steps(consume, batches, range(1))  # what is made at first use says nothing of those that follow
+            run_steps(consume, batches, range(1))  # one-time set-up
         while warmed < settings.warmup or lasted < settings.seconds / 2:
             lasted = trial()[2]
             enough = math.ceil(MARGIN * settings.seconds * size / max(lasted, 1e-6))
@@ -172,7 +172,7 @@ def trials(
         rates, times, own = list[float](), list[float](), list[float]()
         for number in range(settings.trials):
             count, alone, seconds = trial()
-            rates.append(sum(world.gather(count if world.lead else 0)) / seconds)  # who share a model: the same
+            rates.append(sum(world.gather(count if world.lead else 0)) / seconds)  # ranks of one model count once
             times.append(seconds)
             own.append(count / alone)
             progress.update(settings.warmup + number + 1)
@@ -188,9 +188,10 @@ def trials(
 
 
 def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, float]:
-    """Return the seconds of compiling the forward and backward pass of `step`; no weight is changed.
+    """Return the seconds to compile the forward and backward pass of `step`, without changing weights.
 
-    `cold_seconds` is with an empty cache on disk, `warm_seconds` with a filled one; an ordinary pass is taken off.
+    `cold_seconds`: with an empty cache on disk; `warm_seconds`: with a filled cache. The seconds of an ordinary pass
+    are subtracted.
     """
     from torch._inductor.utils import clear_caches, fresh_cache
 
@@ -202,10 +203,10 @@ def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, flo
         return time.perf_counter() - start
 
     firsts = []
-    with fresh_cache():  # in a folder of its own
+    with fresh_cache():  # a temporary cache on disk
         for _ in ("cold", "warm"):
             torch.compiler.reset()
-            clear_caches()  # those in memory
+            clear_caches()  # the caches in memory
             firsts.append(seconds())
         ordinary = min(seconds() for _ in range(3))
     cold, warm = (max(first - ordinary, 0.0) for first in firsts)

@@ -1,7 +1,7 @@
-"""Stage `tune`: the loader, threads and batch size with which a run is fastest, by successive halving and a duel.
+"""Stage `tune`: find the fastest loader, threads and batch size of a run, by successive halving and a duel.
 
-`tune.json` has all trials; `tuned.yaml` is a configuration file with a plan of the run and of the run with the winning
-setting, empty where the run's own was not beaten.
+`tune.json` has all trials. `tuned.yaml` is a configuration file with a plan that compares the run with the winning
+setting; it has no plan if the run's own setting was not beaten.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from dlscale.train.around import entered, is_exhaustion
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.loop import Hook, run_steps
 
-#: From a setting's number and the seconds to measure for, to its samples/s; None where it cannot be measured.
+#: Function (number of a setting, seconds to measure) → samples/s; None if the setting cannot be measured.
 Measure = Callable[[int, float], float | None]
 
-#: Samples/s of settings, turn by turn.
+#: Number of a setting → samples/s of each turn.
 Rates = dict[int, list[float]]
 
-#: Of each rung; even, so that what grows steadily cancels out.
+#: Number of turns per rung; even, so that a steady drift cancels.
 TURNS = 2
 
-#: Share of the time that is for the duel, where there is something to search before it.
+#: Fraction of the time for the duel, if a search precedes it.
 DUEL = 0.5
 
-#: Uncounted steps of a trial, beside one for each of the loader's workers: each has a batch ready when the first comes.
+#: Warm-up steps of a trial, plus one per worker of the loader, since each worker has a batch ready at the start.
 WARM_UP = 2
-#: And of the first trial of a step: compilation, choice of kernels, recording of a graph
+#: Warm-up steps of the first trial with a new model: compilation, choice of kernels, recording of a CUDA graph
 #: (`dlscale.train.step.EAGER_STEPS_OF_RANKS`).
 FIRST_WARM_UP = 12
 
 
 def main(args: argparse.Namespace) -> None:
-    """Tune the run in `args.config` on the data of `args.manifest`; write `tune.json`, `tuned.yaml` into `args.out`."""
+    """Tune the run in `args.config` on the data of `args.manifest`; write the results into `args.out`."""
     run = load_run(args.config, "tune")
     with entered(run, args.manifest, args.device) as (world, _):
         found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def write(found: Tuning, args: argparse.Namespace, study: str) -> None:
-    """Write `tune.json`, and `tuned.yaml` with the command that uses it, into `args.out`."""
+    """Write `tune.json`, and `tuned.yaml` with the command for its use, into `args.out`."""
     file = Path(args.out) / "tuned.yaml"
     if found.changes:
         flag = [] if "--configfile" in args.call else ["--configfile"]
@@ -75,7 +75,10 @@ def write(found: Tuning, args: argparse.Namespace, study: str) -> None:
 
 
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
-    """Return the trials of a run and their verdict, alike on every rank; `threads` are a node's."""
+    """Measure the candidate settings of a run; return the same record on every rank.
+
+    `threads`: CPU threads per node, shared by its processes.
+    """
     settings: Tune = run.tune
     began, devices = time.perf_counter(), run.processes.gpus_per_node
     cores = run.cpus or max(1, (threads or torch.get_num_threads() * devices) // devices)
@@ -105,7 +108,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
 
 
 def duel(best: int | None, rates: Rates) -> Duel | None:
-    """Return the outcome of the duel of a setting and the run's own; None where it was not measured."""
+    """Return the result of the duel between a setting and the run's own; None if it was not measured."""
     if not best or best not in rates:
         return None
     rounds = list(zip(rates[best], rates[0], strict=True))
@@ -115,12 +118,12 @@ def duel(best: int | None, rates: Rates) -> Duel | None:
 
 # ---- the search: successive halving, where every measurement is noisy --------------------------------
 #
-# Settings are measured in turns, every second turn backwards: the machine's drift cancels out of their ratios. The
-# search finds the luckiest of many as much as the best; hence the duel, which measures that setting and the run's anew.
+# Settings are measured in turns, every second turn in reverse order: the machine's drift cancels from their ratios. The
+# best setting of a search may be only lucky. Therefore a duel measures it and the run's own setting again.
 
 
 def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: float) -> Rates:
-    """Measure settings so many times, every second time in the opposite order; one that fails drops out."""
+    """Measure settings `turns` times, every second time in reverse order; drop settings that fail."""
     rates: Rates = {number: [] for number in numbers}
     for turn in range(turns):
         for number in list(rates) if turn % 2 == 0 else reversed(list(rates)):
@@ -133,15 +136,15 @@ def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: floa
 
 
 def rungs(others: int) -> list[int]:
-    """Return the number of settings beside the run's own in each rung; one that is alone is not measured."""
+    """Return the number of settings of each rung, without the run's own; a single setting needs no rung."""
     return [size for size in halved(others, 2) if size > 1]
 
 
 def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, list[Rates]]:
-    """Return the best of settings 1 … `count` - 1, if any can be measured, and the rates of each rung.
+    """Return the best of settings 1 … `count` - 1 (None if all fail), and the rates of each rung.
 
-    All rungs take the same share of the seconds. Setting 0, the run's own, goes through all of them, of the others the
-    better half goes on. Within a turn they come in the order of their numbers.
+    All rungs take the same time. Setting 0, the run's own, takes part in all rungs; of the other settings the faster
+    half is promoted. Within a turn settings are measured in the order of their numbers.
     """
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others))
@@ -154,27 +157,27 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
     return next(iter(others), None), found
 
 
-# ---- what is tried ---------------------------------------------------------------------------------
+# ---- candidate settings ----------------------------------------------------------------------------
 
 
 def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the changes of each setting to the run, by dotted key; the first one, its own, changes nothing.
+    """Return the changes of each setting to the run, by dotted key; the first one, the run's own, is empty.
 
-    `cores` are those of a process. Prefetching is not varied without workers. Data lie where they do for the run.
+    `cores`: cores per process. Without workers prefetching is not varied. The staging of data is the run's.
     """
     space: Tune = run.tune
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
     workers = space.workers or [0, *doubled]
     threads = space.threads or ([cores, max(1, cores // 2)] if device.type == "cpu" else [])
-    # Those that share a batch size, and so a step, follow each other; the run's own first.
+    # Settings with the same batch size share a model, so they follow each other; the run's batch size comes first.
     batches = sorted(space.batch_size or [run.batch_size], key=lambda size: size != run.batch_size)
     kinds, counts = space.loaders or [run.loader.kind], threads or [run.threads]
-    # A loader of any kind reads the copy that is there, and has to ask for it where it is used.
+    # Loaders of all kinds read a staged copy of the data, but only with the setting `staging`.
     staging = getattr(run.loader, "staging", "none")
     staged: dict[str, Any] = {} if staging == "none" else {"staging": staging}
     found: list[dict[str, Any]] = [{}]
     for batch, kind, count, working, ahead in itertools.product(batches, kinds, counts, workers, space.prefetch):
-        # The keys of another kind of loader mean another thing, even if they are called the same.
+        # Keys of another kind of loader have another meaning, even with the same name.
         own = run.loader.model_dump() if kind == run.loader.kind else {}
         loader = {"kind": kind, "workers": working, **({"prefetch": ahead} if working else {}), **staged}
         known = {key: value for key, value in loader.items() if key in loader_classes()[kind].model_fields}
@@ -187,20 +190,20 @@ def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any
 
 
 def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
-    """Return the run with these changes; contradictory ones are a `UserError`."""
+    """Return the run with these changes; raise `UserError` if they contradict each other."""
     settings, over = run.model_dump(mode="json"), nested(changes)
     loader = over.pop("loader", {})
     settings["loader"] = loader if "kind" in loader else settings["loader"] | loader
     return validate(type(run), settings | over, where="tune")
 
 
-# ---- how it is tried -------------------------------------------------------------------------------
+# ---- measurement -----------------------------------------------------------------------------------
 
 
 class _Trials:
-    """Measures settings by number, as `Measure`: the same decisions on all ranks.
+    """Measure settings by number, as a `Measure`; all ranks make the same decisions.
 
-    Settings that share a batch size share a step; the loader is opened for each trial.
+    Successive trials with the same batch size share a model. Each trial opens a new loader.
     """
 
     def __init__(
@@ -219,35 +222,35 @@ class _Trials:
         self._epoch = 0
 
     def __call__(self, number: int, seconds: float) -> float | None:
-        """Return FULL samples/s of all ranks together; None, and a problem noted, if the setting cannot be measured.
+        """Return FULL samples/s of all ranks together; note the problem and return None if the setting fails.
 
-        A problem of the run's own setting is raised. A rank that fails while the others wait for it ends the stage.
+        A failure of the run's own setting is raised. A rank that fails while other ranks wait for it ends the stage.
         """
         rate, error, problem = 0.0, None, ""
         try:
             rate = self._trial(changed(self._run, self._changes[number]), seconds)
-        except Exception as raised:  # whatever it is, the other settings do not depend on it
+        except Exception as raised:  # the other settings may still work
             error = raised
             problem = "out of memory" if is_exhaustion(error) else brief(error) or type(error).__name__
-            self.close()  # a step that failed on its way may be of no more use
+            self.close()  # after a failed step the model may be unusable
         problem = next(filter(None, self._world.gather(problem)), "")
         if problem and number == 0:
-            raise error or UserError(f"another process failed: {problem}")
+            raise error or UserError(f"another rank failed: {problem}")
         if problem:
             self.problems[number] = problem
-            logging.info("%s is left out: %s", self._changes[number], problem)
+            logging.info("%s: setting skipped: %s", self._changes[number], problem)
         self._progress.update(self._progress.done + 1)
         return None if problem else rate
 
     def close(self) -> None:
-        """Free the memory of the step."""
+        """Free the memory of the model."""
         self._session = None
         gc.collect()
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _trial(self, run: RunCore, seconds: float) -> float:
-        """Return samples/s of steps that take about so long; each trial has samples of its own."""
+        """Return the samples/s of about `seconds` of steps; each trial uses another epoch."""
         warm_up = WARM_UP + getattr(run.loader, "workers", 0)
         if self._session is None or self._session.run.batch_size != run.batch_size:
             self.close()
@@ -266,36 +269,36 @@ class _Trials:
             world.barrier()
             start, elapsed, done = time.perf_counter(), 0.0, 0
             while elapsed < 0.9 * seconds or not done:
-                # Two steps tell how many there is time for.
+                # The first two steps show how many fit into the time.
                 steps = max(1, round((seconds - elapsed) * done / elapsed)) if done else 2
                 run_steps(session.step, batches, range(done, done + steps), [count])
                 done += steps
                 synchronize(world.device)
                 (elapsed,) = world.max(time.perf_counter() - start)
-        return sum(world.gather(sum(counts) if world.lead else 0)) / elapsed  # who share a model: the same samples
+        return sum(world.gather(sum(counts) if world.lead else 0)) / elapsed  # ranks of one model count once
 
 
-# ---- what is written -------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------
 
 
 def tuned(found: Tuning, study: str) -> str:
-    """Return YAML for `--configfile`: a plan of the run's own setting and of the winner, if there is one."""
+    """Return YAML for `--configfile`, with a plan that compares the run's own setting and the winner, if any."""
     comments, plans = [f"Written by the stage tune of {found.run}.", found.verdict()], {}
     if found.changes:
         plans[found.plan] = {
             "study": study,
             "title": f"{found.run}, tuned",
             "from": found.run,
-            # The run's own setting is timed beside the other; whether it trains, too, is its own plan's to say.
+            # The run's own setting is only timed here; its own plan decides whether it trains.
             "only": {"train": ["tuned"]},
             "runs": {"own": {"use": found.run}, "tuned": {"label": "tuned", **nested(found.changes)}},
         }
         if "batch_size" in found.changes:
-            comments.append("Another batch size changes what is learnt: the learning rate may have to follow.")
+            comments.append("Another batch size changes the training: adjust the learning rate if necessary.")
         comments += [
-            "To train with it, and time it beside the run's own setting:",
+            "To train with it, and compare its speed with the run's own setting:",
             f"  {found.command}",
-            f"In another plan, with this file among its --configfile: {{from: {found.plan}.tuned}}",
+            f"To use it in another plan, add this file to --configfile, and to the plan: {{from: {found.plan}.tuned}}",
         ]
     content = yaml.safe_dump({"plans": plans} if plans else {}, sort_keys=False)
     return "".join(f"# {line}\n" for line in comments) + content

@@ -1,4 +1,4 @@
-"""Records of tuning: what stage `tune` writes as `tune.json`."""
+"""Records of stage `tune`, the content of `tune.json`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dlscale.core.record import Record
 class Tried(Record):
     """A setting that was tried."""
 
-    changes: dict[str, Any]  #: What it changes of the run's own setting, by dotted key; of that one itself nothing.
-    rates: list[list[float]] = []  #: Samples/s of its trials, by rung; the duel is not among them.
-    problem: str | None = None  #: Why it was dropped, if not for its speed.
+    changes: dict[str, Any]  #: Changes to the run, by dotted key; empty for the run's own setting.
+    rates: list[list[float]] = []  #: Samples/s of its trials, by rung, without the duel.
+    problem: str | None = None  #: Reason if it could not be measured.
 
 
 class Duel(Record):
-    """The best of the other settings (`challenger`) against the run's own, measured in turns."""
+    """Paired timing of the best other setting (`challenger`) and the run's own."""
 
-    challenger: int  #: Its place among the settings that were tried.
+    challenger: int  #: Index of the challenger in `Tuning.candidates`.
     rates: list[tuple[float, float]]  #: Samples/s of the challenger and of the run's own setting, by round.
-    ratio: float  #: How many times as fast the challenger is.
-    low: float  #: Of the 95 % interval of the ratio (`dlscale.core.noise.ratio_interval`).
-    high: float
+    ratio: float  #: Speed of the challenger / speed of the run's own setting.
+    low: float  #: Lower end of the ratio's 95 % interval (`dlscale.core.noise.ratio_interval`).
+    high: float  #: Upper end of the interval.
 
     @property
     def won(self) -> bool:
-        """Whether the challenger is faster beyond the noise."""
+        """Whether the challenger is significantly faster: the interval is above 1."""
         return self.low > 1
 
 
@@ -36,14 +36,14 @@ class Tuning(Record):
     """`tune.json`: the trials of a run's settings, and the duel."""
 
     run: str = ""  #: PLAN.RUN.
-    seconds: float = 0.0  #: That all of it took.
-    candidates: list[Tried] = Field(min_length=1)  #: The first one is the run's own setting.
-    duel: Duel | None = None  #: None where no other setting could be measured.
-    command: str = ""  #: That trains with what won; nothing if nothing did.
+    seconds: float = 0.0  #: Duration of the tuning.
+    candidates: list[Tried] = Field(min_length=1)  #: All settings; the first one is the run's own.
+    duel: Duel | None = None  #: None if no other setting could be measured.
+    command: str = ""  #: Command that trains with the winner; empty without a winner.
 
     @property
     def plan(self) -> str:
-        """The plan that `tuned.yaml` adds."""
+        """Name of the plan in `tuned.yaml`."""
         return f"{self.run.replace('.', '_')[-58:].lstrip('_-')}_tuned"  # a name has at most 64 letters
 
     @property
@@ -52,10 +52,10 @@ class Tuning(Record):
         return self.candidates[self.duel.challenger].changes if self.duel and self.duel.won else {}
 
     def verdict(self) -> str:
-        """Return what came of it, in a sentence."""
+        """Return the result in a sentence."""
         if self.duel is None:
-            return "Nothing to gain: no other setting could be measured."
+            return "No speed-up found: no other setting could be measured."
         ratio = f"{self.duel.ratio:.2f}× ± {(self.duel.high - self.duel.low) / 2:.2f}"
         if self.duel.won:
             return f"{ratio} as fast as the run's own setting."
-        return f"Nothing to gain: the best other setting is {ratio} as fast as the run's own."
+        return f"No significant speed-up: the best other setting is {ratio} as fast as the run's own."

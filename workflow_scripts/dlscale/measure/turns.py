@@ -1,8 +1,8 @@
-"""A run and the first run of its plan, timed in turn: their ratio, from which the machine's drift cancels.
+"""Paired timing: time a run and the first run of its plan alternately, so that the machine's drift cancels.
 
-Each run is a process of its own, which is stopped in the other's turn. Two processes that do the same differ by up to
-4 % for as long as they live, by where their memory is: so both are opened several times, and each opening is one
-measurement (Kalibera and Jones 2013, doi:10.1145/2464157.2464160).
+Each run is a separate process, which is paused during the other's turn. Two identical processes differ in speed by up
+to 4 % as long as they live, because of their placement in memory. Therefore both runs are opened (started anew) several
+times, and each opening is one measurement (Kalibera and Jones 2013, doi:10.1145/2464157.2464160).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
 
-#: Seconds of a turn: many slices of the system's scheduler, and less than most of what others do lasts.
+#: Seconds of a turn: many time slices of the scheduler, but shorter than most disturbances by other programs.
 TURN = 0.25
 
-#: Times that both runs are opened.
+#: Number of openings of both runs.
 OPENINGS = 4
 
-#: Rounds of an opening before its turns may end early.
+#: Minimum rounds of an opening before it may end early.
 LEAST = 8
 
-#: Where an opening's ratio is not known to so many times the error that is asked for, its turns go on so many times as
-#: long.
+#: ROUGH: multiple of the requested error; above it an opening is prolonged. LONGER: its longest duration, as a multiple
+#: of the planned one.
 ROUGH, LONGER = 3, 3
 
-#: Seconds that a run may take to open, or for a turn. A step takes less: the stage has timed some before.
+#: Timeout of an opening or a turn, seconds. Steps are shorter: the stage has timed some before.
 PATIENCE = 600.0
 
-#: Samples/s of a run, and of the first of its plan.
+#: Samples/s of a run, and of its plan's first run.
 Round = tuple[float, float]
 
 
@@ -53,71 +53,71 @@ Round = tuple[float, float]
 class Timed:
     """A run to be timed."""
 
-    config: str  #: Its `config.yaml`, or settings as JSON.
+    config: str  #: Path of its `config.yaml`, or settings as JSON.
     manifest: str
-    device: str  #: As of `--device`.
+    device: str  #: Value of `--device`.
     threads: int | None  #: CPU threads.
 
 
 class Ended(Exception):
-    """A timed run could not be opened, or ended."""
+    """A timed run could not be opened, or ended early."""
 
 
 class Player(Protocol):
-    """A run that waits for its turns: a study's, or another program."""
+    """A timed run between its turns: of a study, or an external program."""
 
     def send(self, message: Any) -> None:
-        """Have it open."""
+        """Send a message, such as the request to open the run."""
 
     def receive(self) -> float:
-        """Wait until it is open and warm; `Ended` where it cannot be."""
+        """Wait for an answer: opened and warmed up, or samples/s; raise `Ended` if the run failed."""
 
     def stop(self) -> None:
-        """Stop it, with all that it has started."""
+        """Pause the run and all processes that it has started."""
 
     def turn(self) -> float:
-        """Let it go on for a turn; return samples/s."""
+        """Resume the run for a turn; return its samples/s."""
 
     def close(self) -> None:
-        """End it, with all that it has started."""
+        """End the run and all processes that it has started."""
 
 
 class Turns:
-    """Both runs, in processes that wait. Make it before the stage computes anything: processes are copied."""
+    """The processes of both runs. Create it before the stage computes anything, since they are forks."""
 
     def __init__(self, own: Timed, first: Timed) -> None:
-        # Who is made and opened first was found to be 1 % slower: each is so in every second opening.
+        # The run that was created and opened first was found to be 1 % slower, so the order alternates.
         self._couples = [
             (_player(own), _player(first)) if number % 2 else (_player(first), _player(own))[::-1]
             for number in range(OPENINGS)
         ]
 
     def close(self) -> None:
-        """End both runs, and all that they have started."""
+        """End both runs and all processes that they have started."""
         for couple in self._couples:
             for player in couple:
                 player.close()
 
     def rounds(self, seconds: float, error: float) -> list[list[Round]]:
-        """Return the samples/s of both runs, opening by opening; each has an even number of rounds.
+        """Return the samples/s of both runs by opening and round; each opening has an even number of rounds.
 
         Parameters
         ----------
         seconds
-            Time of all turns together; each opening has at least two rounds. No further opening, beyond the second,
-            begins after opening alone took so long.
+            Time of all turns together; each opening has at least two rounds. After the second opening, no further one
+            begins if starting the runs has already taken this long.
         error
-            Reach of the ratio's 95 % interval, relative, at which an opening's turns end early. Where it is more than
-            three times as far they go on, for up to three times as long.
+            Relative half-width of the ratio's 95 % interval at which an opening ends early. Above three times this
+            value an opening is prolonged, up to three times its planned duration.
 
         Raises
         ------
         Ended
-            One of them cannot be timed, and why.
+            One of the runs cannot be timed; the message has the reason.
         """
         found: list[list[Round]] = []
         opening = 0.0
-        what = "timing this run and the plan's first one in turn"
+        what = "paired timing with the plan's first run"
         with Progress(what, len(self._couples), "openings", part=True) as progress:
             for number, couple in enumerate(self._couples):
                 if number < 2 or opening < seconds:
@@ -129,7 +129,7 @@ class Turns:
 
 
 def _open(couple: Sequence[Player], order: tuple[int, int]) -> float:
-    """Open both runs in this order, stop them, and return the seconds."""
+    """Open both runs in this order, pause them, and return the seconds."""
     start = time.monotonic()
     for number in order:
         couple[number].send("open")
@@ -141,7 +141,7 @@ def _open(couple: Sequence[Player], order: tuple[int, int]) -> float:
 
 
 def _rounds(couple: Sequence[Player], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
-    """Time both runs in turn, and end them."""
+    """Time both runs alternately, and end them."""
     found: list[Round] = []
     start = time.monotonic()
     while len(found) < 2 or not _enough(found, time.monotonic() - start, seconds, error):
@@ -154,7 +154,7 @@ def _rounds(couple: Sequence[Player], order: tuple[int, int], seconds: float, er
 
 
 def _enough(rounds: list[Round], passed: float, seconds: float, error: float) -> bool:
-    """Return whether the turns of an opening have lasted long enough."""
+    """Return whether an opening may end."""
     reach = interval([math.log(own / first) for own, first in rounds])[1]
     if passed < seconds:
         return len(rounds) >= LEAST and reach <= error
@@ -162,7 +162,7 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
 
 
 def _player(timed: Timed) -> Player:
-    """Return a run that waits."""
+    """Start the process of a run, which waits to be opened."""
     if read_settings(timed.config)[0].get("program"):
         found: Player = registry.load("dlscale.extensions.programs.turns").Program(timed)
         return found
@@ -170,31 +170,31 @@ def _player(timed: Timed) -> Player:
 
 
 class _Study:
-    """A run of a study in a process group of its own, which can be stopped with all that it has started."""
+    """A run of a study in its own process group, so that all its processes can be paused together."""
 
     def __init__(self, timed: Timed) -> None:
-        # As loaders' processes are: what this process has imported is there, and nothing that it would compute with.
+        # A fork, as for loaders: modules are already imported, and no CUDA context or thread pool exists yet.
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_play, args=(other, self._pipe, timed, os.getpid()))
         self._process.start()
         other.close()
         self._group = self._process.pid or 0
-        with contextlib.suppress(OSError):  # it does the same
+        with contextlib.suppress(OSError):  # the child does the same
             os.setpgid(self._group, self._group)
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and `receive` says why
+        with contextlib.suppress(BrokenPipeError):  # the process ended; `receive` raises the reason
             self._pipe.send(message)
 
     def receive(self) -> float:
-        if not self._pipe.poll(PATIENCE):  # a loader that waits for ever, or somebody has stopped it
-            raise Ended(f"its process {self._group} did not answer for {PATIENCE:.0f} s")
+        if not self._pipe.poll(PATIENCE):  # a loader hangs, or a user stopped the process
+            raise Ended(f"process {self._group} of a run did not answer for {PATIENCE:.0f} s")
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
-            raise Ended(f"its process ended with status {self._process.exitcode}") from None
+            raise Ended(f"the process of a run ended with status {self._process.exitcode}") from None
         if isinstance(answer, str):
             raise Ended(answer)
         return float(answer)
@@ -219,13 +219,13 @@ class _Study:
 
 
 def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> None:
-    """Wait to be asked, open the run, and send samples/s of each turn; a failure is sent as text."""
+    """Wait for a request, open the run, and send the samples/s of each turn; send a failure as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    machine.with_parent(parent)  # those that this process started the system then wakes and ends
+    machine.with_parent(parent)  # if the parent dies, Linux ends this process, then wakes and ends its children
     others.close()
-    logging.getLogger().setLevel(logging.WARNING)  # what there is to say of a run its own stage says
-    with contextlib.suppress(EOFError):  # it is not asked
+    logging.getLogger().setLevel(logging.WARNING)  # each run's own stage already logs its details
+    with contextlib.suppress(EOFError):  # the parent closed the pipe
         pipe.recv()
         try:
             for rate in _rates(timed):
@@ -238,13 +238,13 @@ def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> No
 
 
 def _rates(timed: Timed) -> Iterator[float]:
-    """Yield once when the run is open and warm, then samples/s of each turn."""
+    """Yield 0 once the run is open and warmed up, then the samples/s of each turn."""
     run = load_run(timed.config, "throughput")
     with join(run.processes, timed.device) as world:
         session = open_session(run, timed.manifest, world, timed.threads)
         with contextlib.closing(session.loader("train")) as loader:
             batches = training_batches(session, loader, 0)
-            timed_steps(session.step, batches, 1, world.device)  # what is made at first use
+            timed_steps(session.step, batches, 1, world.device)  # one-time set-up
             steps = 1
             while (seconds := timed_steps(session.step, batches, steps, world.device)[1]) < TURN / 2:
                 steps *= 2

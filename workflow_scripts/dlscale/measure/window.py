@@ -1,4 +1,4 @@
-"""Steps of a training that are timed, or that profilers look at."""
+"""Training steps that are timed or profiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlscale.train.loop import Batch, Hook, run_steps
 
 
 class Window:
-    """An unbroken stream of steps, from the epoch that the settings name. Close it at the end: it holds the loader."""
+    """An unbroken stream of training steps from `settings.epoch` on. Close it at the end: it owns the loader."""
 
     def __init__(self, settings: Settings, session: Session) -> None:
         self.settings, self.session, self.number = settings, session, 0
@@ -25,20 +25,21 @@ class Window:
         self._batches = training_batches(session, self._loader, settings.epoch - 1)
 
     def batch(self) -> Batch:
-        """Return the next batch, of which no step is made: input and target."""
+        """Return input and target of the next batch, which is not used in a step."""
         x, y, _ = next(self._batches)
         return x, y
 
     def run(self, steps: int | None = None) -> list[float]:
-        """Make `steps` steps (default: as many as the settings say); return the seconds of each.
+        """Make `steps` steps (default: `settings.steps`); return the seconds of each.
 
-        The host waits for the device at the end only. On a GPU a step's time is from the last step's end to its own.
+        The host waits for the device only after the last step. On a GPU a step's time is from the end of the previous
+        step to its own end.
         """
         device, ticks = self.session.world.device, list[Any]()
         cuda = device.type == "cuda"
 
         def tick() -> None:
-            if cuda:  # when the GPU comes to what the host gave it
+            if cuda:  # the event is timed when the GPU reaches it
                 ticks.append(torch.cuda.Event(enable_timing=True))
                 ticks[-1].record()
             else:
@@ -60,7 +61,7 @@ class Window:
 def timed_steps(
     consume: Callable[..., object], batches: Iterator[Batch], steps: int, device: torch.device
 ) -> tuple[int, float]:
-    """Return the samples and the seconds of some steps, until the device has done them."""
+    """Return the samples and the seconds of some steps, until the device has finished them."""
     counts = list[int]()
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
     start = time.perf_counter()
@@ -71,7 +72,7 @@ def timed_steps(
 
 
 def training_batches(session: Session, loader: Loader, first_epoch: int) -> Generator[Batch]:
-    """Yield batches of a training, epoch after epoch: input, target and the weight of this rank's loss."""
+    """Yield training batches of all epochs from `first_epoch`: input, target and weight of this rank's loss."""
     share = session.share()
     for epoch in itertools.count(first_epoch):
         for number, (x, y) in enumerate(loader.epoch(epoch)):

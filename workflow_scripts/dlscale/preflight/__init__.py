@@ -1,1 +1,1 @@
-"""Before anything runs: what it will cost, and whether the site is ready."""
+"""Checks before jobs run: their cost, and whether the site is ready."""

@@ -1,7 +1,7 @@
-"""`dlscale cost`: the time of jobs before they run, the nodes that they take, and the charge.
+"""`dlscale cost`: estimate the time, nodes and charge of jobs before they run.
 
-An estimate stands on a rate in samples/s, measured or published, of the same work on the same device (docs/sites.md).
-Where there is none the time limit bounds it, which «≤» marks. Retries are in no figure.
+An estimate is based on a rate in samples/s, measured or published, of the same work on the same device (docs/sites.md).
+Without such a rate the job's time limit is used as an upper bound, marked «≤». No estimate includes retries.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from dlscale.measure.records import SAMPLE_RATE, Throughput
 
 Basis = Literal["measured", "published", "settings", "limit"]
 
-#: FLOP/s that a device is trusted to do where nothing was measured: a twentieth of an A100's peak in fp32
-#: (19.5 TFLOP/s, NVIDIA's data sheet); of a process on some cores a tenth of what one core of today does in fp32.
+#: Assumed FLOP/s without a measurement. cuda: a twentieth of an A100's fp32 peak (19.5 TFLOP/s, NVIDIA's data sheet);
+#: cpu, per process: a tenth of the fp32 rate of one current core.
 TRUSTED = {"cuda": 1e12, "cpu": 1e10}
-#: Seconds that a step takes beside its products, and that a process takes to load a sample. Judgements: thousands of
-#: launches and a collective take some 0.01 s; one core decodes about a hundred photographs a second.
+#: Assumed seconds of a step in addition to its products, and of a process to load a sample. Rough upper bounds:
+#: thousands of launches and a collective take some 0.01 s; one core decodes about a hundred photographs per second.
 STEP_SECONDS, LOADING_SECONDS = 0.25, 0.01
-#: Bytes/s at which a data stage is trusted to simulate and preprocess: less than a tenth of what the simulators of the
-#: demo's datasets made on a core of a shared AMD EPYC, 4 to 32 MB/s.
+#: Assumed bytes/s of a data stage that simulates and preprocesses: less than a tenth of the 4 to 32 MB/s that the
+#: simulators of the demo datasets reached on a core of a shared AMD EPYC.
 DATA_RATE = 0.3e6
 Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
 
-#: Seconds from a job's start to its first step: interpreter, libraries, data, first batches; on a site, and here.
+#: Seconds from a job's start to its first step (interpreter, libraries, data, first batches): on a site, and here.
 START_UP, START_UP_HERE = 120.0, 5.0
-#: Seconds of compiling a model, as a bound: a time limit has them, an estimate does not.
+#: Upper bound on the seconds to compile a model. Time limits include them; estimates do not.
 COMPILING = 600.0
-#: Paired timing takes up to so many times `throughput.beside` on a busy machine (`measure/turns.py`).
+#: Longest duration of paired timing on a busy machine, as a multiple of `throughput.beside` (`measure/turns.py`).
 BUSY = 3
 WORDS: dict[Hours, str] = {
     "node_hours": "node-hours",
@@ -63,26 +63,26 @@ WORDS: dict[Hours, str] = {
 
 @dataclass(frozen=True)
 class Work:
-    """A job that would run, or several alike."""
+    """A job that would run, or several identical ones."""
 
-    stage: Job  #: `data` stands for all stages that make a dataset.
-    plan: str  #: For data the dataset.
-    run_name: str  #: For data `data`.
+    stage: Job  #: The stage; `data` for all stages that make a dataset.
+    plan: str  #: The plan; for data the dataset.
+    run_name: str  #: The run; for data `data`.
     run: Run | None = None  #: None for data.
     jobs: int = 1  #: Number of jobs.
-    dataset: DatasetSettings | None = None  #: That is made, or that the run has.
+    dataset: DatasetSettings | None = None  #: The dataset that is made, or that the run reads.
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one job, None where its time `limit` alone is known, and the basis."""
+    """Estimated seconds of one job, and their basis; None if only the time limit is known."""
 
     seconds: float | None = None
     basis: Basis = "limit"
 
 
 def device_kind(scheduler: Scheduler | None) -> Literal["cuda", "cpu"]:
-    """Return what runs compute on: on the site's nodes or, without a scheduler, here."""
+    """Return the device kind of runs, on the site's nodes or, without a scheduler, on this machine."""
     return "cuda" if (gpus() if scheduler is None else scheduler.gpu_nodes.gpus) else "cpu"
 
 
@@ -90,7 +90,7 @@ def device_kind(scheduler: Scheduler | None) -> Literal["cuda", "cpu"]:
 
 
 def read_measured(folder: Path) -> Throughput | None:
-    """Read the throughput of a run; None where none was measured."""
+    """Read the throughput record of a run; None if it does not exist."""
     path = folder / "throughput.json"
     return _read(path, path.stat().st_mtime_ns) if path.exists() else None
 
@@ -101,11 +101,14 @@ def _read(path: Path, changed: int) -> Throughput:
 
 
 def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
-    """Return the run's own rate with its compute settings on devices as the site's, or else the slowest of others."""
+    """Return a rate, samples/s, that was measured with the run's compute settings on the site's kind of device.
+
+    The run's own rate comes first, else the slowest rate of other runs; None without any.
+    """
     digest, kind = compute_digest(run.model_dump(mode="json")), device_kind(scheduler)
     gpu, alike = scheduler.gpu_nodes.gpu_name.lower() if scheduler else "", dict[Path, float]()
     for path in results.glob("plans/[!.]*/[!.]*/throughput.json"):
-        with contextlib.suppress(UserError):  # torn: it tells no rate
+        with contextlib.suppress(UserError):  # skip incomplete records
             found = read_measured(path.parent)
             here = found and found.device.kind == kind and gpu in found.device.name.lower()
             if found and here and found.full and found.unit == SAMPLE_RATE and found.compute == digest:
@@ -114,13 +117,16 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
 
 
 def _published(plan: str, name: str, run: Run) -> float | None:
-    """Return the slowest samples/s published for a shipped run, for all its devices; None if it was changed."""
+    """Return the slowest rate published for a shipped run, in samples/s over all its devices.
+
+    None if no rate is published, or if the run's settings differ from the shipped ones.
+    """
     study = study_files()[run.study]
     figures = [figure for figure in study.published if figure.speed_of(f"{plan}.{name}")]
     shipped = _shipped(plan).get(name) if figures and plan in study.plans else None
     if shipped is None or _size(run) != _size(shipped.run):
         return None
-    # A demo stands beside the figure of a larger model.
+    # A demo lists the published figure of a larger model.
     published = [each.split(".") for figure in figures for each in figure.runs]
     models = [_shipped(plan)[name].run.model.model_dump() for plan, name in published]
     if models and run.model.model_dump() not in models:
@@ -130,12 +136,12 @@ def _published(plan: str, name: str, run: Run) -> float | None:
 
 @functools.cache
 def _shipped(plan: str) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan as its study's file has them."""
+    """Return the runs of a plan with the settings of its study's file."""
     return load({"targets": [plan]}).plans[plan]
 
 
 def _size(run: Run) -> dict[str, Any]:
-    """Return the settings that decide how much a sample computes and loads."""
+    """Return the settings that determine the computing and loading work of a sample."""
     samples = {key for key, info in type(run.samples).model_fields.items() if key not in ("train", "valid")}
     return run.model_dump(include={"dataset": True, "model": True, "samples": samples})
 
@@ -144,7 +150,10 @@ def _size(run: Run) -> dict[str, Any]:
 
 
 def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Manifest | None:
-    """Return a dataset's manifest; before it is made what its settings say of it, or None."""
+    """Return a dataset's manifest.
+
+    Before the dataset is made, derive an outline of the manifest from its settings; None if these do not suffice.
+    """
     try:
         return Manifest.read(Results(results).manifest(name))
     except UserError:
@@ -174,7 +183,7 @@ def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Ma
 def samples_of(
     run: Run, split: Literal["train", "valid"], results: Path, dataset: DatasetSettings | None = None
 ) -> int | None:
-    """Return the samples of a split in an epoch: those asked for, at most those of the files."""
+    """Return the number of samples per epoch of a split: the requested number, limited by the files."""
     asked: int | None = getattr(run.samples, split, None)
     manifest = manifest_of(run.dataset, dataset, results)
     files = manifest.splits.get(split) if manifest else None
@@ -185,18 +194,18 @@ def samples_of(
     return asked if there is None else min(asked or there, there)
 
 
-# ---- how long it may take at most ------------------------------------------------------------------
+# ---- upper bounds on the time ----------------------------------------------------------------------
 
 
 def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Scheduler) -> float | None:
-    """Return an upper bound, s, on computing so many training samples; None without a formula of FLOPs or data.
+    """Return an upper bound on the seconds to train on `samples`; None without a FLOPs formula or data.
 
-    steps · `STEP_SECONDS` + samples · (`LOADING_SECONDS` + F / `TRUSTED`) / devices, with F the FLOPs of a training
-    sample: three forward passes, four with activation checkpointing.
+    The bound is steps · `STEP_SECONDS` + samples · (`LOADING_SECONDS` + F / `TRUSTED`) / devices. F, the FLOPs of a
+    training sample, is three forward passes, or four with activation checkpointing.
     """
     try:
         forward = registry.study(run.study).flops(run, manifest) if manifest else None
-    except Exception:  # a dataset that does not fit, or is not there yet: the stage will say so
+    except Exception:  # the dataset does not fit the model, or does not exist yet: the stage will report it
         forward = None
     if forward is None:
         return None
@@ -206,28 +215,28 @@ def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Schedu
 
 
 def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | None:
-    """Return an upper bound, s, on a data stage: all bytes simulated or stored at `DATA_RATE`; None if unknown."""
+    """Return an upper bound on the seconds of a data stage: all bytes at `DATA_RATE`; None if unknown."""
     if outline := parts.kind_of(dataset).outline(dataset):
         return 4 * outline.values / DATA_RATE
     manifest = manifest_of(name, None, results)
     return sum(file.bytes for files in manifest.splits.values() for file in files) / DATA_RATE if manifest else None
 
 
-# ---- how long --------------------------------------------------------------------------------------
+# ---- estimates -------------------------------------------------------------------------------------
 
 
 def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, start_up: float = START_UP) -> Estimate:
-    """Return the time of one job: training samples ÷ rate + `start_up` (s) a start + what it takes by the clock.
+    """Estimate the time of one job: samples ÷ rate + `start_up` (s) for each start + its fixed seconds.
 
-    The table of stages says how many samples and starts; a stage without samples needs no rate. Compilation is left
-    out. Data stages have no estimate.
+    The table of stages defines the number of training samples, the starts and the fixed seconds; a stage without
+    samples needs no rate. Compilation is not included. Data stages have no estimate.
 
     Parameters
     ----------
     results
         Folder with earlier measurements and manifests.
     scheduler
-        Its nodes tell what a rate has to be measured on. None: this machine.
+        Its nodes define the device on which a rate must have been measured. None: this machine.
     """
     samples, aside = _demand(work, results, start_up)
     if work.run is None or not samples:
@@ -239,10 +248,10 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, star
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
-    """Return the time limit to ask for: 1.5 × the estimate + 10 minutes, at least 15; None if nothing is known.
+    """Return the time limit of a job in minutes: 1.5 × the estimate + 10, at least 15; None if unknown.
 
-    Without an estimate it is an upper bound (`bound`), at most the site's own limit. Compiling is in, and turns that
-    last three times as long, as they may on a busy machine.
+    Without an estimate, the upper bound (`bound`) replaces it, and the result is at most the site's own limit. The
+    limit includes compilation, and paired timing that takes three times as long, as on a busy machine.
     """
     more = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
     more += (BUSY - 1) * turns_seconds(work.run) if work.run and work.stage == "throughput" else 0.0
@@ -263,7 +272,7 @@ def _limit(seconds: float) -> int:
 
 
 def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, float]:
-    """Return the training samples of a job, None for data and where they are unknown, and the seconds beside them."""
+    """Return the training samples of a job (None if unknown, or for data), and its fixed seconds, starts included."""
     run, stage = work.run, STAGES.get(work.stage)
     if run is None or stage is None or stage.work is None:
         return None, start_up
@@ -276,9 +285,9 @@ def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, f
 class Expected:
     """Time of jobs on this machine, s."""
 
-    seconds: float = 0.0  #: Of a job that was never timed here, only what it takes by the clock.
-    untimed: int = 0  #: Jobs that were never timed here.
-    busy: float = 0.0  #: Further seconds of paired timing on a busy machine.
+    seconds: float = 0.0  #: Expected time; of a job that never ran here only its fixed seconds.
+    untimed: int = 0  #: Number of jobs that never ran on this machine.
+    busy: float = 0.0  #: Additional seconds of paired timing on a busy machine.
 
     def __str__(self) -> str:
         least = "at least" if self.untimed else "about"
@@ -287,12 +296,12 @@ class Expected:
 
     @property
     def note(self) -> str:
-        """Return how many jobs the time leaves out, in words; empty if none."""
+        """Number of jobs that the time does not include, in words; empty for zero jobs."""
         return f"{many(self.untimed, 'job')} never timed here" if self.untimed else ""
 
 
 def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> Expected:
-    """Return the time of a job on this machine, by its measured rate or its last `benchmark`."""
+    """Return the time of a job on this machine, from its measured rate or its last `benchmark`."""
     known, busy = Estimate(), 0.0
     if work:
         benchmark = Path(Results(results).benchmark(stage, work.plan, work.run_name))
@@ -307,7 +316,7 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
 
 
 def in_all(jobs: Iterable[tuple[Expected, float]]) -> Expected:
-    """Return the time of jobs together, from the time of each and its share of the machine."""
+    """Return the total time of jobs, from the time of each and the fraction of the machine that it uses."""
     jobs = list(jobs)
     together = sum(job.seconds * share for job, share in jobs)
     return Expected(
@@ -318,18 +327,21 @@ def in_all(jobs: Iterable[tuple[Expected, float]]) -> Expected:
 
 
 def threads(stage: str, run: Run, on_gpus: bool) -> int | None:
-    """Return the cores of one machine that a run's job takes; None for all, which a training on CPUs may not need."""
-    # Of runs that name their CPUs each takes the machine's first ones.
+    """Return the cores that a run's job uses; None: all cores.
+
+    Only a training on CPUs with a number of threads uses less than all.
+    """
+    # Runs with `cpus` all use the machine's first CPUs, so they cannot run at the same time.
     alone = stage != "train" or on_gpus or run.cpus
     return None if alone or not run.threads else run.threads * run.processes.gpus_per_node
 
 
 def share(threads: int | None, cores: int) -> float:
-    """Return the share of a machine that a job with so many threads takes: all of it where it does not say."""
+    """Return the fraction of a machine that a job with this number of threads uses; None: all of it."""
     return min(threads or cores, cores) / cores
 
 
-# ---- what would run --------------------------------------------------------------------------------
+# ---- jobs to run -----------------------------------------------------------------------------------
 
 
 def data_work(configuration: Configuration, name: str, jobs: int) -> Work:
@@ -338,7 +350,7 @@ def data_work(configuration: Configuration, name: str, jobs: int) -> Work:
 
 
 def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> Work:
-    """Return the job of one of a run's stages; of a later rung a training has the epochs since the one before."""
+    """Return the job of one of a run's stages; a training of a later rung has only the epochs since the last rung."""
     runs = configuration.plans[plan]
     resolved, run = runs[name], runs[name].run
     if resolved.rung:
@@ -351,9 +363,9 @@ def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> 
 def works(
     configuration: Configuration, plans: Iterable[str] = (), again: Collection[tuple[str, str | None]] = ()
 ) -> list[Work]:
-    """Return the jobs that lack their results, of these plans or the targets; each run once.
+    """Return the jobs without results, of these plans or the targets; each run once.
 
-    Changed settings or sources do not count. `again`: plan and name of trials that train anew, with all their rungs.
+    Changed settings or sources are ignored. `again`: plan and name of trials that are trained again, on all rungs.
     """
     workflow = configuration.workflow
     results, paths = Path(workflow.results), Results(workflow.results)
@@ -373,7 +385,10 @@ def works(
 
 
 def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
-    """Return the runs that will be: of a rung of successive halving as many as it will have."""
+    """Return the runs of a plan, with only as many trials per rung as the rung will have.
+
+    Which trials reach a later rung of successive halving is unknown in advance, but their number is known.
+    """
     trained = {name: Results(results).run("provenance.json", run.plan, run.name) for name, run in runs.items()}
     done = {name for name, file in trained.items() if Path(file).exists()}
     left = Counter({run.rung: run.rung_size for run in runs.values()})
@@ -387,24 +402,24 @@ def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, Reso
 
 
 def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
-    """Return the number of jobs that make a dataset: acquire, preprocess by piece, assemble by part, describe."""
+    """Return the number of jobs that make a dataset: acquire files, preprocess pieces, assemble parts, describe."""
     made = [] if parts.kind_of(dataset).prepared(dataset) else parts.parts(dataset)
     acquired = [raw for raw in parts.raws(dataset).values() if parts.acquired(dataset, raw)]
     if scheduler and scheduler.acquire == "here" and parts.fetched(dataset):
-        acquired = []  # no job
+        acquired = []  # fetched on the controller's machine, not in a job
     return len(acquired) + len(made) * (dataset.pieces + 1) + 1
 
 
-# ---- what it costs ---------------------------------------------------------------------------------
+# ---- costs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """Cost of one `work`, all its jobs together."""
+    """Cost of one `Work`, the sum over its jobs."""
 
     work: Work
     basis: Basis
-    geometry: str  #: In words.
+    geometry: str  #: Geometry in words.
     hours: dict[Hours, float]
     qos: str | None
 
@@ -412,8 +427,8 @@ class Row:
 def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Row]:
     """Return the cost of works on the site's nodes and queues.
 
-    Node-hours = hours × nodes × part of a node (by GPUs, or by CPUs); the QOS for whole nodes costs all of a node.
-    Charged hours = node-hours × charge of the QOS. A geometry that the site cannot hold is a `UserError`.
+    Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 for the QOS for full nodes).
+    Charged hours = node-hours × charge of the QOS. A geometry that does not fit the site is a `UserError`.
     """
     rows = []
     for work in works:
@@ -442,14 +457,14 @@ def total(rows: Iterable[Row], kind: Hours) -> float:
 
 
 def bound_mark(rows: Iterable[Row]) -> str:
-    """Return the mark of an upper bound, if time limits are among the rows."""
+    """Return «≤» if a row is based on a time limit, else an empty text."""
     return "≤" if any(row.basis == "limit" for row in rows) else ""
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """Return rows as aligned text, with a total."""
     if not rows:
-        return ["Nothing to run: all results are there."]
+        return ["Nothing to run: all results exist."]
     cells = [["run", "stage", "geometry", "QOS", "basis", *WORDS.values()]]
     for row in rows:
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
@@ -457,12 +472,12 @@ def lines(rows: Sequence[Row]) -> list[str]:
         cells.append([name, row.work.stage, row.geometry, row.qos or "-", row.basis, *hours])
     mark = bound_mark(rows)
     cells.append(["total", *[""] * 4, *(_hours(total(rows, kind), mark) for kind in WORDS)])
-    note = ["≤: the whole time limit, for want of an estimate"] if mark else []
+    note = ["≤: upper bound; without an estimate, the full time limit is counted"] if mark else []
     return aligned(cells, right=range(5, len(cells[0]))) + note
 
 
 def outlook(rows: Sequence[Row], jobs: int, here: Expected | None) -> str:
-    """Return the sum of a dry run: jobs, their cost on a site, or the time that they take `here`."""
+    """Return the summary of a dry run: number of jobs, and their cost on a site or their time `here`."""
     if here is not None:
         if here.untimed >= jobs:
             return f"{many(jobs, 'job')}, never timed here: the time is not known"
@@ -476,30 +491,29 @@ def _hours(value: float, mark: str) -> str:
 
 
 def over(rows: Sequence[Row], budget: Budget) -> str | None:
-    """Return the message where the estimate exceeds a cap, or None."""
+    """Return a message if the estimate exceeds a cap of the budget, else None."""
     caps = budget.model_dump(exclude_none=True)
     exceeded = {kind: hours for kind in WORDS if (hours := total(rows, kind)) > caps.get(kind, math.inf)}
     if not exceeded:
         return None
     mark = bound_mark(rows)
     what = [
-        f"{_hours(hours, mark)} {WORDS[kind]} where budget.{kind} allows {caps[kind]:,g}"
-        for kind, hours in exceeded.items()
+        f"{_hours(hours, mark)} {WORDS[kind]}, but budget.{kind} is {caps[kind]:,g}" for kind, hours in exceeded.items()
     ]
-    limits = "; ≤ counts jobs at their time limit (site.scheduler.minutes)" if mark else ""
+    limits = " (≤: jobs without an estimate count at their time limit, site.scheduler.minutes)" if mark else ""
     return (
-        f"budget: what would run is estimated at {' and '.join(what)}{limits}; raise that, drop runs or "
+        f"budget: the jobs need an estimated {' and '.join(what)}{limits}. Raise the budget, drop runs or "
         "plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
     )
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the cost of `args.plans`, or the targets; more than the budget is a `UserError`."""
+    """Print the cost of `args.plans` or the targets; refuse a cost above the budget with a `UserError`."""
     plans = check_plans(args.plans, configuration)
     assert configuration
     workflow = configuration.workflow
     if workflow.site.scheduler is None:
-        raise UserError("this site has no queue that charges hours; name one that has, as --profile perlmutter")
+        raise UserError("this site has no scheduler, so nothing is charged. Name a site, such as --profile perlmutter")
     rows = price(works(configuration, plans), workflow.site.scheduler, Path(workflow.results))
     print("\n".join(lines(rows)))
     if message := over(rows, workflow.budget):

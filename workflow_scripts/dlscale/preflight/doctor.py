@@ -1,7 +1,7 @@
-"""`dlscale doctor`: what the workflow needs, checked before the first job waits in a queue for it.
+"""`dlscale doctor`: check the requirements of the workflow before the first job is submitted.
 
-Container engine, image, the versions in it and its GPUs, a site's Slurm, data and disks. Without a configuration the
-environment alone is checked: a container image's HEALTHCHECK.
+It checks the container engine, the image with its versions and GPUs, the site's Slurm, data and disks. Without a
+configuration it checks only the environment and the disk: this is the HEALTHCHECK of the container images.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from dlscale.launch import launcher, slurm
 from dlscale.preflight import probe
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, probe_script, said
 
-#: Prints the versions where it runs, as one line of JSON. One process, since importing torch takes seconds.
+#: Program that prints the versions of its environment as one line of JSON. One process, since importing torch takes
+#: seconds.
 FACTS = """
 import json, os, platform, shutil, site
 if more := os.environ.get("DLSCALE_PACKAGES"):  # as the command line does
@@ -72,11 +73,11 @@ print(json.dumps(facts))
 
 Facts = dict[str, Any]
 
-#: Oldest versions that work: those of pyproject.toml's ranges. Early builds of a version count as it.
+#: Oldest supported versions, as in pyproject.toml. Early builds of a version, such as 2.11.0a0, count as that version.
 LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
-#: Seconds for which `squeue` must remember ended jobs: thrice the profiles' slurm-init-seconds-before-status-checks.
+#: Seconds for which `squeue` must list ended jobs: three times slurm-init-seconds-before-status-checks of the profiles.
 MIN_JOB_AGE = 120
-#: First and last cuDNN whose 3D convolutions in bf16 give wrong values.
+#: First and last cuDNN version whose 3D convolutions in bf16 return wrong values.
 BAD_CUDNN = 90_800, 91_099
 
 
@@ -86,11 +87,11 @@ BAD_CUDNN = 90_800, 91_099
 def probe_site(
     site: Site, runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False, devices: Path = Path("/dev")
 ) -> list[Finding]:
-    """Check the image, and the versions in it: by the words that start a stage."""
+    """Check the image and the versions in it, with the same command that starts a stage."""
     site, _ = launcher.resolve(site)
     image = probe_image(site)
     if image.status == "FAIL":
-        return [image, Finding("environment", "skip", "it is in the image, which is not here")]
+        return [image, Finding("environment", "skip", "not checked: it is in the image, which is missing")]
     here = any(devices.glob("nvidia[0-9]*"))
     folder, sources = str(Path.cwd()), launcher.sources(site)
     data = launcher.outside([sources / "dlscale"], folder)
@@ -98,29 +99,29 @@ def probe_site(
     words = launcher.launch(site, place, Geometry() if here else None)
     found = probe_python([*words[: 1 - len(launcher.PYTHON)]], runs, profilers, on_gpus)
     if here and site.gpu and any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found):
-        remedy = "see the engine's set-up for NVIDIA GPUs (nvidia-container-toolkit), and site.modules"
-        found.append(Finding("GPU", "FAIL", "this machine has one that stages do not see", remedy))
+        remedy = "check the engine's set-up for NVIDIA GPUs (nvidia-container-toolkit), and site.modules"
+        found.append(Finding("GPU", "FAIL", "this machine has GPUs, but stages do not see them", remedy))
     return [image, *found]
 
 
 def probe_image(site: Site) -> Finding:
     """Check the container engine and its image."""
 
-    def failed(text: str, remedy: str = "snakemake image, with your profile, builds or pulls it") -> Finding:
+    def failed(text: str, remedy: str = "run `snakemake image` with your profile to build or pull it") -> Finding:
         return Finding("image", "FAIL", text, remedy)
 
     if site.engine == "none":
-        return Finding("image", "skip", "no engine: commands run as they are")
+        return Finding("image", "skip", "no container engine: commands run directly")
     if not shutil.which(site.engine):
         return failed(f"{site.engine}: no such command here", "install it, or set site.engine")
     if not site.image:
-        return failed("the site names none", "set site.image")
-    if site.engine == "apptainer":  # its identity is the SHA-256 of the file, which takes too long here
+        return failed("site.image is not set", "set site.image")
+    if site.engine == "apptainer":  # computing its identity, the SHA-256 of the file, takes too long here
         if not Path(site.image).is_file():
-            return failed(f"{site.image}: no file", f"apptainer pull {site.image} docker://NAME")
+            return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
         return Finding("image", "ok", site.image)
     if (identity := images.identity(site.engine, site.image)) is None:
-        return failed(f"{site.image}: {site.engine} does not have it")
+        return failed(f"{site.image}: {site.engine} has no such image")
     if site.engine == "podman-hpc" and not images.migrated(site.image):
         return failed(f"{site.image}: not migrated, so compute nodes do not see it")
     return Finding("image", "ok", f"{site.image} ({identity.removeprefix('sha256:')[:12]})")
@@ -129,52 +130,56 @@ def probe_image(site: Site) -> Finding:
 def probe_python(
     python: list[str], runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False
 ) -> list[Finding]:
-    """Check the versions of an interpreter that is started by these words."""
+    """Check the versions of the interpreter that the command `python` starts."""
     try:
-        # As stages run: nothing is imported from the working folder. From a cold file system torch takes its time.
+        # -P, as for stages: nothing is imported from the working folder. Importing torch from a cold disk is slow.
         printed = said([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
-        remedy = "activate the environment, or see what the engine says"
-        return [Finding("python", "FAIL", f"does not run where the stages do: {error}", remedy)]
-    # An image may greet whoever enters it.
+        remedy = "activate the environment, or read the engine's message"
+        return [Finding("python", "FAIL", f"cannot be started where the stages run: {error}", remedy)]
+    # The entry point of an image may print a greeting first.
     return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
 
 
 def environment(
     facts: Facts, runs: Iterable[Run], profilers: Collection[str] = (), on_gpus: bool = False
 ) -> list[Finding]:
-    """Judge the versions where the stages run.
+    """Judge the versions of the environment in which the stages run.
 
     Parameters
     ----------
     profilers
         Profilers of the runs.
     on_gpus
-        Whether the site says that runs are on GPUs.
+        Whether the runs of the site use GPUs.
     """
     runs, findings = list(runs), list[Finding]()
     for name, least in LEAST.items():
         known, error = str(facts.get(name) or ""), facts.get("error") if name == "torch" else None
-        remedy = "install dlscale's requirements there (pip install dlscale), or build the image anew"
+        remedy = "install dlscale's requirements there (pip install dlscale), or rebuild the image"
         numbers = re.match(r"\d+(\.\d+)*", known)
-        wrong = f" does not import: {error}" if error else ""
+        wrong = f" cannot be imported: {error}" if error else ""
         if not numbers or tuple(map(int, numbers.group().split("."))) < least:
             wrong = f"{'' if known else 'not installed'}, expected at least {'.'.join(map(str, least))}"
         findings.append(Finding(name, "FAIL" if wrong else "ok", f"{known}{wrong}", remedy))
     dali, nsys = any(run.loader.kind == "dali" for run in runs), "nsys" in profilers
     wanted: list[tuple[str, bool, Status, str]] = [
-        ("dali", dali, "FAIL", "pip install 'dlscale[dali]', or leave loader.kind dali"),
-        ("nsys", nsys, "warn", "install Nsight Systems there, set NSYS in site.environment, or leave nsys out"),
+        ("dali", dali, "FAIL", "pip install 'dlscale[dali]', or set another loader.kind"),
+        ("nsys", nsys, "warn", "install Nsight Systems there, set NSYS in site.environment, or leave out nsys"),
     ]
     for name, _, status, remedy in [each for each in wanted if each[1]]:
         found = facts.get(name)
-        findings.append(Finding(name, "ok" if found else status, found or "not found there; runs use it", remedy))
+        findings.append(
+            Finding(
+                name, "ok" if found else status, found or "not installed where the stages run, but runs use it", remedy
+            )
+        )
     if cudnn := facts.get("cudnn"):
         version = f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
         bf16 = [run for run in runs if run.precision.startswith("bf16")]
         conv3d = any("conv3d" in registry.study(run.study).operations for run in bf16)
         if conv3d and BAD_CUDNN[0] <= cudnn <= BAD_CUDNN[1]:
-            remedy = "take an environment with cuDNN 9.11 or later or 9.7 or earlier, or another precision"
+            remedy = "use cuDNN 9.7 or earlier, cuDNN 9.11 or later, or another precision"
             text = f"{version}: 3D convolutions in bf16 give wrong values"
             findings.append(Finding("cuDNN", "FAIL", text, remedy))
         else:
@@ -183,19 +188,22 @@ def environment(
 
 
 def _cuda(facts: Facts, on_gpus: bool) -> Finding:
-    """Judge whether torch can compute on GPUs: with compat libraries it may see them by an older driver, too."""
+    """Judge whether torch can compute on GPUs.
+
+    With CUDA's compat libraries torch may see GPUs in spite of an old driver: an old driver alone does not fail.
+    """
     cuda, driver, seen = facts.get("cuda"), facts.get("driver"), facts.get("gpus", 0)
     if not cuda:
-        remedy = "install a PyTorch for CUDA there, take the image gpu, or set site.gpu: false"
-        return Finding("CUDA", "FAIL" if on_gpus else "skip", "this torch computes on CPUs only", remedy)
+        remedy = "install PyTorch with CUDA there, use the gpu image, or set site.gpu: false"
+        return Finding("CUDA", "FAIL" if on_gpus else "skip", "this PyTorch supports CPUs only", remedy)
     if driver and not seen and (old := too_old(driver, cuda)):
-        remedy = "take a newer driver, an image of an older CUDA, or CUDA's compat libraries (docs/sites.md)"
+        remedy = "install a newer driver, or use an image with an older CUDA or CUDA's compat libraries (docs/sites.md)"
         return Finding("CUDA", "FAIL" if on_gpus else "warn", old, remedy)
     return Finding("CUDA", "ok", f"{cuda}{f' on driver {driver}' if driver else ''}, {seen} GPUs seen by torch")
 
 
 def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
-    """Return what runs (by name) lack on this machine, which has `devices` GPUs; quick: torch is not imported."""
+    """Check the needs of runs (by name) on this machine, which has `devices` GPUs; do not import torch."""
     findings = []
     for name, run in runs.items():
         what = f"run {name}"
@@ -204,11 +212,13 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
             ("loader.kind", "dali", run.loader.kind == "dali", "another loader"),
         ):
             if wanted and (lacking := missing([need])):
-                remedy = f"install it, take {instead}, or write needs: [{need}], which leaves the run out without it"
-                findings.append(Finding(what, "FAIL", f"{key}: needs {lacking[0]}, not here", remedy))
+                remedy = f"install it, use {instead}, or write needs: [{need}], which skips the run where it is missing"
+                findings.append(Finding(what, "FAIL", f"{key}: needs {lacking[0]}, which this machine lacks", remedy))
         if run.cuda_graph and not devices:
-            remedy = "set it to false, or run where there is a GPU"
-            findings.append(Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and none is here", remedy))
+            remedy = "set it to false, or run on a machine with a GPU"
+            findings.append(
+                Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and this machine has no GPU", remedy)
+            )
     return findings
 
 
@@ -216,7 +226,7 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
 
 
 def probe_slurm() -> Finding:
-    """Check that a controller is up."""
+    """Check that Slurm's controller is up."""
     remedy = "wait until the site's Slurm is back"
     if not shutil.which("sbatch"):
         return Finding("Slurm", "FAIL", "sbatch: no such command here", "run this on a login node of the site")
@@ -224,35 +234,37 @@ def probe_slurm() -> Finding:
         text = " ".join(said(["scontrol", "ping"]).split())
     except FailedError as error:
         return Finding("Slurm", "FAIL", str(error), remedy)
-    return Finding("Slurm", "ok" if re.search(r"\bis UP\b", text) else "FAIL", text or "no answer", remedy)
+    return Finding(
+        "Slurm", "ok" if re.search(r"\bis UP\b", text) else "FAIL", text or "`scontrol ping` printed nothing", remedy
+    )
 
 
 def probe_queue() -> Finding:
-    """Check that `squeue` remembers ended jobs for as long as the workflow's Slurm plugin needs."""
+    """Check that `squeue` lists ended jobs for as long as Snakemake's Slurm plugin needs."""
     found = re.search(r"^MinJobAge\s*=\s*(\d+)", said(["scontrol", "show", "config"]), re.MULTILINE)
     if not found:
         return Finding("MinJobAge", "warn", "not in the output of `scontrol show config`", "ask the site's staff")
     if (age := int(found[1])) < MIN_JOB_AGE:
-        text = f"{age} s, expected at least {MIN_JOB_AGE} s: a job cancelled by hand would seem to run forever"
+        text = f"{age} s, expected at least {MIN_JOB_AGE} s: a job cancelled with scancel would seem to run forever"
         remedy = f"in profile.yaml set slurm-init-seconds-before-status-checks: {max(1, age // 3)}"
         return Finding("MinJobAge", "warn", text, remedy)
     return Finding("MinJobAge", "ok", f"{age} s")
 
 
 def probe_partition(scheduler: Scheduler) -> Finding:
-    """Check for a default partition, which the workflow's Slurm plugin requests for jobs that name none."""
+    """Warn of a default partition: Snakemake's Slurm plugin requests it for jobs without a partition."""
     partitions = said(["sinfo", "-aho", "%P"]).split()
     default = next((name.removesuffix("*") for name in partitions if name.endswith("*")), None)
     named = all(nodes.partition for nodes in (scheduler.cpu_nodes, scheduler.gpu_nodes))
     if named or default is None:
-        return Finding("partition", "ok", "named by the site" if named else "none is the default")
-    text = f"{default} is the default: Snakemake's Slurm plugin adds --partition={default} to jobs that name none"
-    remedy = "if the site chooses partitions by QOS or constraint, set partition in *_nodes of site.scheduler"
+        return Finding("partition", "ok", "set by the site" if named else "no default partition")
+    text = f"{default} is the default: Snakemake's Slurm plugin adds --partition={default} to jobs without a partition"
+    remedy = "if the site selects partitions by QOS or constraint, set partition in *_nodes of site.scheduler"
     return Finding("partition", "warn", text, remedy)
 
 
 def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[Job]) -> Finding:
-    """Check accounts and QOS of the jobs that would be submitted by those of the user."""
+    """Check that the user may use the accounts and QOS of the jobs that would be submitted."""
     jobs: list[tuple[Job, Geometry | None]] = [("data", None)] if "data" in stages else []
     jobs += [(stage, run.geometry) for stage in stages if stage != "data" for run in runs]
     requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]
@@ -262,27 +274,27 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
     except FailedError as error:
         if "accounting_storage" not in str(error):
             raise
-        return Finding("account", "skip", "this Slurm keeps none")
+        return Finding("account", "skip", "this Slurm has no accounting database")
     mine = dict[str, set[str]]()
     for name, _, queues in (line.partition("|") for line in listed.split()):
         mine.setdefault(name, set()).update(filter(None, queues.split(",")))
-    remedy = f"export SBATCH_ACCOUNT=PROJECT, or set site.scheduler.account; yours: {', '.join(sorted(mine))}"
+    remedy = f"export SBATCH_ACCOUNT=PROJECT, or set site.scheduler.account; your accounts: {', '.join(sorted(mine))}"
     if not wanted:
-        return Finding("account", "warn", "none is set; Slurm takes your default, if you have one", remedy)
+        return Finding("account", "warn", "no account is set; Slurm uses your default account, if you have one", remedy)
     for name, queue in sorted(wanted):
-        allowed = mine.get(name.lower())  # Slurm's database is in lower case
+        allowed = mine.get(name.lower())  # Slurm's database stores lower-case names
         if allowed is None:
-            return Finding("account", "FAIL", f"{name}: not yours", remedy)
-        # A site's submit filter may give a QOS another name: gpu_shared for shared.
+            return Finding("account", "FAIL", f"{name}: not one of your accounts", remedy)
+        # A site's submit filter may rename a QOS: shared to gpu_shared.
         if queue and allowed and not any(queue == other or queue in other.split("_") for other in allowed):
-            remedy = f"use one of its QOS: {', '.join(sorted(allowed))} (site.scheduler)"
+            remedy = f"use a QOS of this account: {', '.join(sorted(allowed))} (site.scheduler)"
             return Finding("account", "FAIL", f"{name} may not use QOS {queue}", remedy)
     return Finding("account", "ok", ", ".join(sorted({name for name, _ in wanted})))
 
 
 def probe_nodes(kind: Nodes, most: int) -> Finding:
-    """Check that there are `most` nodes as the site says: else a job waits for ever."""
-    # Features, CPUs, generic resources, number and memory of each group of nodes.
+    """Check that Slurm has `most` nodes like those in the site's settings; else jobs would wait forever."""
+    # Each group of nodes: features, CPUs, generic resources, number of nodes, memory (MB).
     text = said(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
     constraint = kind.constraint or ""
     features = set(filter(None, constraint.split("&"))) if not set(constraint) & set("|[*(") else set()
@@ -297,8 +309,8 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
     what = _has(*asks) + "".join(f", {word} {name}" for word, name in which.items() if name)
     if fitting >= most:
         return Finding(_name(kind), "ok", f"{fitting} of {what}")
-    there = "; ".join(dict.fromkeys(seen)) or "none of that partition and constraint"
-    remedy = "set *_nodes of site.scheduler to what is there, or take fewer geometry.nodes"
+    there = "; ".join(dict.fromkeys(seen)) or "no node with this partition and constraint"
+    remedy = "correct *_nodes of site.scheduler, or reduce geometry.nodes"
     text = f"{many(most, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
     return Finding(_name(kind), "FAIL", text, remedy)
 
@@ -306,9 +318,9 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
 def _count_gpus(listed: str, gres: str) -> int:
     """Return the number of `gres` in a node's list, such as `gpu:a100:4(S:0-1),shard:8`."""
     total = 0
-    for each in re.sub(r"\([^)]*\)", "", listed).split(","):  # sockets and indices are in brackets
+    for each in re.sub(r"\([^)]*\)", "", listed).split(","):  # drop sockets and indices, which are in brackets
         name, _, count = each.rpartition(":")
-        if not count.isdigit():  # Slurm's short form of one
+        if not count.isdigit():  # Slurm's short form of a single one
             name, count = each, "1"
         total += int(count) if name == gres or name.startswith(f"{gres}:") else 0
     return total
@@ -322,11 +334,11 @@ def _has(cpus: int, gpus: int, memory: int) -> str:
     return ", ".join([many(cpus, "CPU"), many(gpus, "GPU"), *([f"{memory:,} MB"] if memory else [])])
 
 
-# ---- all of it -------------------------------------------------------------------------------------
+# ---- all checks ------------------------------------------------------------------------------------
 
 
 def probe_scripts(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
-    """Report each run whose program's script is missing; those of a repository are fetched later."""
+    """Report each run whose external program lacks its script; programs from a repository are fetched later."""
     workflow = configuration.workflow
     return [
         found
@@ -343,9 +355,9 @@ def check(
     plans: Collection[str] | None = None,
     datasets: Collection[str] = (),
 ) -> list[Finding]:
-    """Check what these stages of plans (by default the targets) and datasets need on this site.
+    """Check the needs of these stages of plans (default: the targets) and datasets on this site.
 
-    This neither raises nor hangs.
+    It never raises or hangs.
     """
     results = Path(configuration.workflow.results) if configuration else Path()
     space: Probe = ("space", functools.partial(probe.probe_space, results))

@@ -1,4 +1,4 @@
-"""`dlscale init FOLDER`: a folder of one's own, whose Snakefile includes the workflow that the package brings along."""
+"""`dlscale init FOLDER`: write a folder for own studies, with a Snakefile that includes the installed workflow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlscale.core.files import remove, write_text
 from dlscale.core.fingerprint import DOCS, ROOT, WORKFLOW
 
 SNAKEFILE = """\
-# The workflow of dlscale, from where that is installed; config.yaml says what it runs. Rules of your own may follow.
+# dlscale's workflow, from the installed package. config.yaml selects the targets. You may add rules below.
 from importlib.resources import files
 
 
@@ -26,15 +26,15 @@ rule default:
 """
 
 NEXT = {
-    "dlscale run -n": "what would run, and how long it takes",
-    "dlscale run": "the targets of config.yaml, and their page",
-    "dlscale run PLAN": "one plan, and its page",
-    "dlscale new-study NAME": "a study of your own model",
+    "dlscale run -n": "list the jobs, and the time that they take",
+    "dlscale run": "run the targets of config.yaml, and write their page",
+    "dlscale run PLAN": "run one plan, and write its page",
+    "dlscale new-study NAME": "write a study for your own model",
 }
 
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
-    """Write the folder `args.folder`, and say what to do next."""
+    """Write the folder `args.folder`, and print the next commands."""
     folder = Path(args.folder)
     write(folder)
     print(f"{folder}: Snakefile, config.yaml, profiles", "", "Next:", sep="\n")
@@ -45,14 +45,14 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 
 def write(folder: Path) -> None:
-    """Write Snakefile, configuration and profiles into `folder`, over nothing that is there."""
+    """Write Snakefile, configuration and profiles into `folder`; refuse to overwrite any of them."""
     made = [folder / name for name in ("Snakefile", "config.yaml", "profiles")]
     for path in made:
         if os.path.lexists(path):
-            raise UserError(f"{path}: is there already, and nothing was written; choose another folder")
+            raise UserError(f"{path}: already exists, and nothing was written; choose another folder")
     try:
         _fill(folder)
-    except BaseException:  # the next call would find a part there
+    except BaseException:  # incomplete files would block the next call
         for path in made:
             remove(path)
         raise
@@ -63,5 +63,5 @@ def _fill(folder: Path) -> None:
     for file in sorted(file for file in shipped if file.parent.name != "default"):
         text = file.read_text(encoding="utf-8").replace("workflow_scripts/dlscale", str(ROOT))
         write_text(folder / file.relative_to(WORKFLOW), text.replace("../../docs/", DOCS))
-    (folder / "profiles/default").symlink_to("local")  # which Snakemake reads by itself
+    (folder / "profiles/default").symlink_to("local")  # Snakemake's default profile
     write_text(folder / "Snakefile", SNAKEFILE)

@@ -1,7 +1,7 @@
-"""Progress of a call of the workflow while it runs, as a line or drawn with a bar.
+"""Progress of a running workflow call, as a line of text or with a progress bar.
 
-It is read from benchmarks and from the status files that stages write every ten seconds (`dlscale.core.progress`).
-Snakemake's logger plugin of dlscale shows it.
+The data come from benchmarks and from the status files that stages write every ten seconds (`dlscale.core.progress`).
+dlscale's logger plugin for Snakemake shows the progress.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from dlscale.preflight.status import Row, alive, left_words, progress_of, read
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-#: Rest of a job that takes longer than expected, as a share of its time so far.
+#: Assumed remaining time of a job that is overdue, as a fraction of its time so far.
 OVERDUE = 0.1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the call."""
+    """A job of a workflow call."""
 
-    name: str  #: PLAN.RUN, or what else it makes.
+    name: str  #: PLAN.RUN, or another product such as `data NAME`.
     rule: str
     log: str
     benchmark: str
-    seconds: float  #: Expected time.
-    timed: bool  #: False: the job was never timed here, and `seconds` is a part of its time.
-    share: float  #: Of the machine, while it runs.
+    seconds: float  #: Expected duration.
+    timed: bool  #: False if the job never ran on this machine; then `seconds` is a lower bound.
+    share: float  #: Fraction of the machine that the job uses.
 
 
 @dataclass
 class CallProgress:
-    """Progress of a call; times are seconds since 1970-01-01 UTC."""
+    """Progress of a workflow call; times are seconds since 1970-01-01 UTC."""
 
     began: float
     jobs: list[Job] = field(default_factory=list)
-    done: dict[Job, float] = field(default_factory=dict)  #: Seconds that they took.
-    running: dict[Job, tuple[float, Doing]] = field(default_factory=dict)  #: Begin and status.
-    failed: int = 0  #: Number of jobs that failed and were not started again.
+    done: dict[Job, float] = field(default_factory=dict)  #: Finished job → duration, seconds.
+    running: dict[Job, tuple[float, Doing]] = field(default_factory=dict)  #: Running job → begin, and status.
+    failed: int = 0  #: Number of jobs that failed and were not restarted.
 
     def look(self, now: float) -> None:
-        """Look for jobs that run and that are done."""
+        """Update the running and the finished jobs."""
         for job in [job for job in self.jobs if job not in self.done]:
             benchmark = Path(job.benchmark)
             since, _ = self.running.pop(job, (now, None))
@@ -56,7 +56,10 @@ class CallProgress:
                 self.running[job] = since, doing
 
     def left_of(self, job: Job, now: float) -> cost.Expected:
-        """Return the time that a job takes yet; jobs that are done show how much longer than expected."""
+        """Return the remaining time of a job.
+
+        Its expected time is scaled by actual / expected time of the finished jobs.
+        """
         timed = [other for other in self.done if other.timed]
         expected = sum(other.seconds for other in timed)
         takes = job.seconds * (sum(self.done[other] for other in timed) / expected if expected else 1.0)
@@ -69,24 +72,24 @@ class CallProgress:
         return cost.Expected(max(takes - (now - since), overdue), not job.timed)
 
     def left(self, now: float) -> cost.Expected:
-        """Return the time that all jobs take yet."""
+        """Return the remaining time of all jobs."""
         return cost.in_all((self.left_of(job, now), job.share) for job in self.jobs if job not in self.done)
 
     def share(self, now: float) -> float:
-        """Return the fraction of the time that has passed; of the jobs that are done, if some were never timed."""
+        """Return the elapsed fraction of the total time, or the fraction of finished jobs if some were never timed."""
         if not all(job.timed for job in self.jobs):
             return len(self.done) / len(self.jobs)
         passed = now - self.began
         return passed / (passed + self.left(now).seconds) if passed > 0 else 0.0
 
     def total(self, now: float) -> list[str]:
-        """Return the progress of all jobs in words: per cent, time left, number, failures."""
+        """Return the progress of all jobs as texts: per cent, time left, number of jobs, failures."""
         left, count = left_words(self.left(now)), f"{len(self.done)} of {many(len(self.jobs), 'job')}"
         failed = [f"{self.failed} failed"] if self.failed else []
         return [percent(self.share(now)), *left, count, *failed]
 
     def each(self) -> list[list[str]]:
-        """Return the progress of each job that runs in words: name, stage, count, samples/s, time left."""
+        """Return texts on each running job: name, stage, count, samples/s, time left."""
         rows = []
         for job, (_, doing) in self.running.items():
             done = progress_of(Row(job.name, job.rule, "running", doing)) if doing.unit else doing.what
@@ -97,7 +100,7 @@ class CallProgress:
 
 
 def line(progress: CallProgress, now: float) -> str:
-    """Return the progress of a call in a line."""
+    """Return the progress of a call as one line."""
     total, *further = progress.total(now)
     told = [f"{total} after {duration(now - progress.began)}", *further]
     for name, rule, *words in progress.each()[:3]:
@@ -106,7 +109,7 @@ def line(progress: CallProgress, now: float) -> str:
 
 
 def drawn(progress: CallProgress, now: float) -> RenderableType:
-    """Return a bar for the call, and a line for each job that runs."""
+    """Return a progress bar for the call, and a line for each running job."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Probes, which ask commands and file systems, and their findings: of any kind, of datasets, and of disks."""
+"""Checks that query commands and file systems: shared code, and the checks of datasets and disks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Status = Literal["ok", "warn", "FAIL", "skip"]
 
 #: Timeout of a command, s.
 LIMIT = 20.0
-#: Timeout of a probe, which may ask several commands, s.
+#: Timeout of a check, which may run several commands, s.
 PROBE_LIMIT = 3 * LIMIT
-#: Free bytes below which nothing can run, and below which a warning is given.
+#: Free bytes below which a check fails, and below which it warns.
 LEAST, LITTLE = 0.5e9, 20e9
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check; `remedy` says how to mend it."""
+    """Result of one check; `remedy` is the advice if it is not ok."""
 
     name: str
     status: Status
@@ -44,25 +44,25 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        """Return one line: status, check, finding, and the remedy of what is not fine."""
+        """Return one line: status, name, finding, and for warnings and failures the remedy."""
         remedy = f"; {self.remedy}" if self.remedy and self.status in ("warn", "FAIL") else ""
         return f"{self.status:4}  {self.name}: {self.text}{remedy}".replace("\n", " ").rstrip()
 
 
 class AbsentError(Exception):
-    """A command that is not here: nothing to check."""
+    """A command is not installed, so its check is skipped."""
 
 
 class FailedError(UserError):
-    """A command that failed, or took too long."""
+    """A command failed or timed out."""
 
 
-#: Name of a check, and its function.
+#: Name and function of a check.
 Probe = tuple[str, Callable[[], "Finding | list[Finding]"]]
 
 
 def _started(probe: Callable[[], Finding | list[Finding]]) -> Future[Finding | list[Finding]]:
-    """Run a probe in a daemon thread, which a file system that hangs cannot keep from ending."""
+    """Run a check in a daemon thread, so that a hanging file system cannot keep this process alive."""
     future: Future[Finding | list[Finding]] = Future()
 
     def run() -> None:
@@ -76,7 +76,7 @@ def _started(probe: Callable[[], Finding | list[Finding]]) -> Future[Finding | l
 
 
 def ask(probes: list[Probe]) -> list[Finding]:
-    """Run all probes at once and return their findings in order; this neither raises nor hangs."""
+    """Run all checks at once and return their findings in order; never raise or hang."""
     answers = [(name, _started(probe)) for name, probe in probes]
     end = time.monotonic() + PROBE_LIMIT
     findings = list[Finding]()
@@ -87,8 +87,8 @@ def ask(probes: list[Probe]) -> list[Finding]:
             found = Finding(name, "skip", f"{absent}: no such command here")
         except Exception as error:
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            why = why if answer.done() else f"no answer within {PROBE_LIMIT:.0f} s; does a file system hang here?"
-            found = Finding(name, "warn", f"cannot be checked: {why}", "ask it by hand")
+            why = why if answer.done() else f"no answer within {PROBE_LIMIT:.0f} s; a file system may hang"
+            found = Finding(name, "warn", f"cannot be checked: {why}", "check it by hand")
         findings += found if isinstance(found, list) else [found]
     return findings
 
@@ -102,7 +102,7 @@ def said(words: list[str], limit: float = LIMIT) -> str:
     except (FileNotFoundError, PermissionError):
         raise AbsentError(words[0]) from None
     except subprocess.TimeoutExpired:
-        raise FailedError(f"{words[0]} gives no answer within {limit:.0f} s") from None
+        raise FailedError(f"{words[0]}: no answer within {limit:.0f} s") from None
     if done.returncode:
         printed = (done.stderr or done.stdout).strip().splitlines()
         why = printed[-1].removeprefix(f"{words[0]}: ") if printed else done.returncode
@@ -114,7 +114,7 @@ def said(words: list[str], limit: float = LIMIT) -> str:
 
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
-    """Check a dataset's raw files, its own files, and that they have samples for each run's `samples`."""
+    """Check a dataset's raw files and its own files, and that each of the runs finds samples in them."""
     manifest, kind = Path(Results(results).manifest(name)), parts.kind_of(dataset)
 
     def found(status: Status, text: str, remedy: str = "") -> Finding:
@@ -129,23 +129,27 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     except UserError as error:
         return found("FAIL", str(error))
     files = [(described.path(file), file.bytes) for split in described.splits.values() for file in split]
-    # What is gone is made again.
+    # The workflow makes missing files again.
     changed = [path for path, bytes_ in files if path.is_file() and path.stat().st_size != bytes_]
     if changed:
-        text = f"{changed[0]}: of another size than when it was described ({len(changed)} of {len(files)} files)"
+        text = f"{changed[0]}: has another size than in the manifest ({len(changed)} of {len(files)} files)"
         own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
-        remedy = f"delete {changed[0]} and run the workflow again" if own else "go on: it is described again"
+        remedy = (
+            f"delete {changed[0]} and run the workflow again"
+            if own
+            else "nothing to do: the workflow describes the files again"
+        )
         return found("FAIL" if own else "warn", text, remedy)
     for split in ("train", "valid"):
         rows = [file.rows for file in described.splits[split]]
         if any(kind.available(each, rows) == 0 for each in samples):
-            text = f"{split}: no sample as a run's `samples` asks for, in files of {', '.join(map(str, rows))} "
-            return found("FAIL", text + kind.rows, "change samples of the plan, or give the dataset more")
-    return found("ok", f"{len(files)} files, {size(sum(bytes_ for _, bytes_ in files), ' ')}, as described")
+            text = f"{split}: no sample fits a run's `samples` settings, in files of {', '.join(map(str, rows))} "
+            return found("FAIL", text + kind.rows, "change `samples` in the plan, or add data to the dataset")
+    return found("ok", f"{len(files)} files, {size(sum(bytes_ for _, bytes_ in files), ' ')}, as in the manifest")
 
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
-    """Check the raw files that a dataset still needs, or watches for changes; None if they are there."""
+    """Check the raw files that a dataset still needs or watches for changes; None if they are fine."""
     paths, kind = Results(results), parts.kind_of(dataset)
     made, recorded = Path(paths.manifest(name)).exists(), Path(paths.dataset_settings(name))
     read_once = made and kind.acquirer(dataset) is not None
@@ -153,18 +157,18 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     try:
         if (read_once and not watched) or not (trouble := _trouble(dataset)):
             return None
-    except UserError as error:  # its files cannot be named
+    except UserError as error:  # the settings do not yield file names
         return Finding(f"data {name}", "FAIL", str(error))
     source = read_yaml(recorded).get("source") if made and recorded.exists() else None
     of_these = source == dataset.model_dump(mode="json")["source"] and not kind.prepared(dataset)
     if read_once or (made and of_these):
-        text = f"{trouble}; what was made of it stays as it is"
-        return Finding(f"data {name}", "warn", text, "if that is meant, go on; else put it back")
-    return Finding(f"data {name}", "FAIL", trouble, f"put it there, or name its place in datasets.{name}.source")
+        text = f"{trouble}; the dataset made from it is kept"
+        return Finding(f"data {name}", "warn", text, "put the file back, unless you removed it on purpose")
+    return Finding(f"data {name}", "FAIL", trouble, f"put the file there, or correct datasets.{name}.source")
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:
-    """Return the fault of the first local raw file that has one."""
+    """Return a message on the first local raw file that cannot be read; None if all can."""
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else kind.origins(dataset)
     for raw in parts.raws(dataset).values():
@@ -180,7 +184,7 @@ def _trouble(dataset: DatasetSettings) -> str | None:
 
 
 def probe_script(run: str, key: str, program: Program, contained: bool) -> Finding | None:
-    """Check that the script of a run's program is there; `key` is that of the command."""
+    """Check that the script of a run's external program exists; `key` is the configuration key of its command."""
     script = missing_script(program, contained)
     remedy = f"correct {key}, or get the program's files"
     return Finding(f"run {run}", "FAIL", f"{script}: no such file", remedy) if script else None
@@ -190,17 +194,20 @@ def probe_script(run: str, key: str, program: Program, contained: bool) -> Findi
 
 
 def probe_space(folder: Path) -> Finding:
-    """Check the room where a folder is, or will be."""
+    """Check the free disk space for a folder, which may not exist yet."""
     folder = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
     usage = shutil.disk_usage(folder)
     little = usage.free < LITTLE or usage.free < usage.total / 10
     status: Status = "FAIL" if usage.free < LEAST else "warn" if little else "ok"
     text = f"{size(usage.free, ' ')} of {size(usage.total, ' ')} free at {folder}"
-    return Finding("space", status, text, "free some, or choose a larger place for `results`")
+    return Finding("space", status, text, "free some space, or set `results` to a folder on a larger disk")
 
 
 def probe_quota() -> Finding:
-    """Check the user's shares in use by the table of NERSC's `showquota`: per cent in cells, a file system a row."""
+    """Check the used fractions of the user's quotas, from the table that NERSC's `showquota` prints.
+
+    The table has a row for each file system; cells with `%` are used fractions.
+    """
     used = {}
     for line in said(["showquota"]).splitlines():
         name, *cells = line.strip(" |").split("|")

@@ -1,7 +1,7 @@
-"""`dlscale run WORD …`: a call of Snakemake, from words that are checked here: targets, and settings as `seed=2`.
+"""`dlscale run WORD …`: check targets and settings (`seed=2`), then start Snakemake with them.
 
-dlscale never imports Snakemake. A command that asks it for a dry run names a file in the environment, into which the
-rules write the answer.
+This module never imports Snakemake. A command that needs the result of a dry run names a file in an environment
+variable, and the workflow writes the result there.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from dlscale.core.settings import Raw, nested, typed
 HELP = """\
 usage: dlscale run [WORD ...] [-n] [-p] [--profile NAME] [--configfile FILE ...] [SNAKEMAKE'S OPTIONS ...]
 
-Run plans, or make data or files, with settings from the command line.
+Run plans, or make datasets or files, with settings from the command line.
 
 A WORD is
-  PLAN, or plan_PLAN     a plan, with its own page; without any target: the targets of the configuration
+  PLAN or plan_PLAN      a plan, with its own page (default: the targets of the configuration)
   data_NAME              a dataset, with its description and preview
   study_NAME             the target plans of a study
-  FILE                   a file in the folder of results
-  all, image             the targets; the image of the site
-  KEY=VALUE              a setting of the named plans, as optimizer.lr=1e-3, or any key of the configuration by its
-                         whole path, as plans.mine.runs.large.batch_size=64. Values are YAML.
+  FILE                   a file in the results folder
+  all, image             all targets; the container image of the site
+  KEY=VALUE              a setting of the named plans, such as optimizer.lr=1e-3, or any key of the configuration with
+                         its full path, such as plans.mine.runs.large.batch_size=64. Values are YAML.
 
 options:
-  -n, --dry-run          show what would run, why, and its cost; exit with 1 if it could not start
+  -n, --dry-run          show the jobs that would run, the reasons and the cost; exit with 1 if they could not start
   -p, --printshellcmds   print the commands of jobs; in a dry run also the requests to Slurm
   --profile NAME         site: profiles/NAME, or its path (also --workflow-profile)
-  --configfile FILE ...  YAML files, over config.yaml
+  --configfile FILE ...  YAML files that override config.yaml
 
-The first other option, and all words after it but --configfile and --config, are Snakemake's (`snakemake --help`):
-dlscale run PLAN --cores 4
+Other options are Snakemake's (`snakemake --help`). Write them last: all words after the first one, except --config and
+--configfile with their values, go to Snakemake. Example: dlscale run PLAN --cores 4
 """
 
-#: A setting: a dotted key, and its value. A file of that name has a slash before it.
+#: A setting KEY=VALUE with a dotted key. A file path with `=` does not match: its slash comes before the `=`.
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
-#: Options of ours.
+#: Options of `dlscale run` itself.
 OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|(workflow-)?profile(=.*)?)")
-#: Snakemake's options that settings follow, or files of them.
+#: Snakemake's options for settings and for settings files.
 SETTINGS = {"--config", "-C", "--configfile", "--configfiles"}
-#: Ends of the names of files of settings, of which several may follow `--configfile`.
+#: Suffixes of settings files. Several such files may follow `--configfile`.
 ENDS = (".yaml", ".yml", ".json")
-#: Begins of a target's name, and their kinds in words.
+#: Prefix of a target's name → kind of target, in words.
 KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
-#: Variable with the file to which a dry run writes its answer.
+#: Environment variable with the file to which a dry run writes its result.
 ASKED = "DLSCALE_ASKED"
-#: Program that is Snakemake, but for what it says of a mistaken option.
+#: Snakemake's command line, with one-line errors for wrong options.
 SNAKEMAKE = (
     "from dlscale.core.interrupt import end_at_once; end_at_once('dlscale run'); import argparse; "
     "from dlscale.preflight import run; from snakemake import cli; "
@@ -76,15 +76,15 @@ SNAKEMAKE = (
 
 @dataclass(frozen=True)
 class Target:
-    """A target, with the plans and datasets that it names or is a part of."""
+    """A target, with the plans and datasets that it names or belongs to."""
 
-    name: str  #: As Snakemake knows it.
+    name: str  #: Name or path of Snakemake's target.
     plans: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
 
 
 def studies(configuration: Configuration) -> dict[str, list[str]]:
-    """Return the target plans of each study that has any."""
+    """Return the target plans of each study; studies without a target plan are absent."""
     found: dict[str, list[str]] = {}
     for plan in configuration.workflow.targets:
         found.setdefault(configuration.workflow.plans[plan].study, []).append(plan)
@@ -92,9 +92,13 @@ def studies(configuration: Configuration) -> dict[str, list[str]]:
 
 
 def read_target(word: str, configuration: Configuration) -> Target | None:
-    """Return the target that a word names: a file of results, or plan_NAME, data_NAME, study_NAME; None if neither.
+    """Return the target for a results file, plan_NAME, data_NAME or study_NAME; None for other words.
 
-    An unknown name, also of a run, or a plan without any run for this machine, is a `UserError` with the nearest name.
+    Raises
+    ------
+    UserError
+        The plan, run, dataset or study is unknown (the message has the nearest name), or this machine can run none of
+        the plan's runs.
     """
     results, path = Path(configuration.workflow.results), Path(word)
     if path.is_absolute() and path.is_relative_to(results.resolve()):
@@ -119,12 +123,12 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
         return Target(word, plans=tuple(studies(configuration)[name]))
     if not configuration.plans[name]:
         lacking = "; ".join(f"{run}: {what}" for run, what in configuration.left_out[name].items())
-        raise UserError(f"{word}: no run of it can be on this machine ({lacking})")
+        raise UserError(f"{word}: every run of the plan needs something that this machine lacks ({lacking})")
     return Target(word, plans=(name,))
 
 
 def refuse_late_words(targets: Iterable[str], configuration: Configuration) -> None:
-    """Refuse plans and settings among Snakemake's targets: `dlscale run` reads them before Snakemake's options only."""
+    """Refuse plans and settings among Snakemake's targets: they must precede Snakemake's options."""
     for word in targets:
         if (word in configuration.plans or SETTING.fullmatch(word)) and not Path(word).exists():
             example = f"dlscale run {word}" if word in configuration.plans else f"dlscale run PLAN {word}"
@@ -132,20 +136,20 @@ def refuse_late_words(targets: Iterable[str], configuration: Configuration) -> N
 
 
 def typed_target(word: str, configuration: Configuration) -> Target:
-    """Return the target that a user's word names: also a plan by its name alone, `all` or `image`."""
+    """Return the target that a word on the command line names, also PLAN, `all` or `image`."""
     if word in ("all", "image"):
         return Target(word)
     if found := read_target(f"plan_{word}" if word in configuration.plans else word, configuration):
         return found
     plan, _, run = word.partition(".")
     if run in configuration.plans.get(plan, {}):
-        raise UserError(f"{word}: a run, which is made with its plan: dlscale run {plan}")
+        raise UserError(f"{word}: this is a run; only its plan can be a target. Run the plan: dlscale run {plan}")
     names = [*configuration.plans, "all", "image", *(f"data_{name}" for name in configuration.workflow.datasets)]
     raise UserError(f"{word}: {unknown('target', word, names)}")
 
 
 def _check(word: str, what: str, name: str, configuration: Configuration) -> None:
-    """Refuse a name that is not known; where it has results, the message says where those are from."""
+    """Refuse an unknown name; if it has results, the message adds that another configuration made them."""
     workflow = configuration.workflow
     kinds: dict[str, Collection[str]] = {
         "plan": configuration.plans,
@@ -164,23 +168,26 @@ def _check(word: str, what: str, name: str, configuration: Configuration) -> Non
 
 @dataclass
 class Typed:
-    """What a user typed: the words of a call, sorted."""
+    """The words of a command line, sorted by meaning."""
 
     targets: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)  #: KEY=VALUE
     files: list[str] = field(default_factory=list)
     profile: str | None = None
     dry: bool = False
-    commands: bool = False  #: Whether the commands of jobs are printed.
+    commands: bool = False  #: Whether to print the commands of jobs.
     help: bool = False
-    rest: list[str] = field(default_factory=list)  #: Snakemake's.
+    rest: list[str] = field(default_factory=list)  #: Snakemake's words.
 
 
 def sort(words: Iterable[str]) -> Typed:
-    """Sort words: from the first option that is not one of ours on, all but settings are Snakemake's."""
+    """Sort the words of a command line.
+
+    From the first option that is not in `OURS`, all words except settings are Snakemake's.
+    """
     all_ = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in SETTINGS else [word])]
     ours, rest, settings, files = list[str](), list[str](), list[str](), list[str]()
-    foreign = follows = False  # whether the word is Snakemake's, or follows an option with settings
+    foreign = follows = False  # whether the word is Snakemake's; whether it follows an option of SETTINGS
     for word in all_:
         is_setting = SETTING.fullmatch(word) is not None
         follows = word in SETTINGS or (follows and (is_setting or word.endswith(ENDS)))
@@ -199,7 +206,7 @@ def sort(words: Iterable[str]) -> Typed:
     parser.add_argument("-p", "--printshellcmds", action="store_true", dest="commands")
     parser.add_argument("--profile", "--workflow-profile")
     parser.add_argument("words", nargs="*")
-    try:  # `--` Snakemake alone needs
+    try:  # only Snakemake needs `--`
         args = parser.parse_intermixed_args([word for word in ours if word != "--"])
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}") from None
@@ -207,25 +214,25 @@ def sort(words: Iterable[str]) -> Typed:
 
 
 def is_whole(word: str) -> bool:
-    """Return whether a setting's key is one of the whole configuration, not of a run."""
+    """Return whether a setting's key starts at the top of the configuration, not in a run."""
     return typed(word)[0].partition(".")[0] in Workflow.model_fields
 
 
 def placed(word: str, plans: Sequence[str]) -> Raw:
-    """Return a setting as configuration: where its key says, or of the plans that are named."""
+    """Return a setting as nested configuration, at its full key or in the settings of the named plans."""
     key, value = typed(word)
     if is_whole(word):
         return nested({key: value})
     if not plans:
         raise UserError(
-            f"{word}: of which plan? Name it, as in dlscale run PLAN {word}; or write the key from its beginning, "
+            f"{word}: a setting without a plan. Name the plan: dlscale run PLAN {word}; or write the full key: "
             f"plans.PLAN.settings.{word}"
         )
     return {"plans": {plan: {"settings": nested({key: value})} for plan in plans}}
 
 
 def configured(call: Typed) -> tuple[Configuration, list[Target], Raw]:
-    """Return the configuration, validated, the targets, and what was typed over the files."""
+    """Return the validated configuration, the targets, and the settings of the command line."""
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
     whole = [placed(word, ()) for word in call.settings if is_whole(word)]
     configuration = load_files(*files, site=call.profile, over=whole)
@@ -241,7 +248,7 @@ def configured(call: Typed) -> tuple[Configuration, list[Target], Raw]:
 
 
 def site_words(profile: str | None) -> list[str]:
-    """Return the words that name a site to Snakemake, from its name, folder or `site.yaml`."""
+    """Return Snakemake's options for a site, from the site's name, folder or `site.yaml`."""
     if not profile:
         return []
     folder = Path(profile if "/" in profile else f"profiles/{profile}")
@@ -252,7 +259,7 @@ def site_words(profile: str | None) -> list[str]:
 
 
 def ask(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
-    """Return status, words and, with success, answer of a dry run, with the profile and settings that `args` names."""
+    """Make a dry run with the profile and settings of `args`; return exit status, output, and result or None."""
     command = [sys.executable, "-P", "-m", "snakemake", "--dry-run", *site_words(args.profile)]
     for option in ("configfile", "config"):
         command += [f"--{option}", *values] if (values := getattr(args, option)) else []
@@ -272,7 +279,7 @@ def ask(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
 
 
 def answer(reasons: Any) -> bool:
-    """Write the answer for the process that asked; return whether one did."""
+    """Write the result of a dry run for `ask`; return False if no process waits for it."""
     if ASKED in os.environ:
         write_json(os.environ[ASKED], reasons)
     return ASKED in os.environ
@@ -281,7 +288,7 @@ def answer(reasons: Any) -> bool:
 def in_turn(first: Callable[..., object], method: Callable[..., object]) -> Callable[..., object]:
     """Return a function that calls `first` with the keywords of `method`, then `method`.
 
-    (Of an error, Snakemake shows the line of each function of the Snakefile that it passes.)
+    It is not defined in the Snakefile: Snakemake's error messages list each function of the Snakefile on the stack.
     """
 
     def both(*args: object, **named: object) -> object:
@@ -303,29 +310,29 @@ def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
 
 
 def print_without_profile(*values: object, **named: Any) -> None:
-    """Print what Snakemake prints, except the line on the profile that it uses."""
+    """Print Snakemake's output without the line that names its profile."""
     if not str(values[0] if values else "").startswith("Using "):
         print(*values, **named)
 
 
 def refuse_option(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """End with a line on a mistaken option, with the nearest one, and without the usage of all of them."""
+    """Exit with a one-line message on a wrong option and the nearest valid one, without the usage."""
     near = nearest(message.split()[2], parser._option_string_actions) if message.startswith("unrecognized") else ""
     parser.exit(2, f"dlscale run: {message}{near}; targets and settings come before Snakemake's options\n")
 
 
 def main(words: Sequence[str]) -> int:
-    """Check what was typed, and become the Snakemake that does it."""
+    """Check the words of the command line, then replace this process by Snakemake."""
     call = sort(words)
     if call.help:
         print(HELP, end="")
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
-        raise UserError("Snakefile: no such file here; call it in the repository, or in a folder of dlscale init")
+        raise UserError("Snakefile: no such file here. Run this in the repository, or in a folder of `dlscale init`")
     _, asked, over = configured(call)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # which stages ignore
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # stages ignore these signals
         signal.signal(number, signal.SIG_DFL)
     words = command(call, [target.name for target in asked], over)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(words[0], words, given())  # its status, and the signals that it gets, are its own
+    os.execve(words[0], words, given())  # the caller gets Snakemake's exit status, and signals reach Snakemake

@@ -1,7 +1,7 @@
 """`dlscale status`: progress of the runs of plans.
 
-It reads results, logs, benchmarks and the status files that stages write every ten seconds (`dlscale.core.progress`),
-and asks neither Snakemake nor the nodes.
+It reads results, logs, benchmarks and the status files that stages write every ten seconds (`dlscale.core.progress`).
+It contacts neither Snakemake nor the nodes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from dlscale.core.text import NONE, aligned, duration, number, percent
 from dlscale.launch import slurm
 from dlscale.preflight import cost
 
-#: In the order in which they are printed.
+#: States of a stage, in the order in which they are printed.
 State = Literal["running", "silent", "failed", "done", "waiting"]
 
-#: Seconds without a status after which a stage on another machine, or in a container, counts as ended: as many as the
-#: watchdog waits between epochs. A validation, a compilation, or a profile tells none meanwhile.
+#: Seconds without a new status after which a stage on another machine or in a container counts as ended, equal to the
+#: watchdog's limit between epochs. Validation, compilation and profiling write no status.
 SILENT = 60 * LINE_SECONDS
-#: Seconds between two looks of `--watch`.
+#: Seconds between two updates of `--watch`.
 EVERY = 5.0
-#: Seconds without a job after which a failure ends `--watch`.
+#: Seconds without a running or queued job after which `--watch` ends if a stage failed.
 IDLE = 60.0
 
 
@@ -51,18 +51,18 @@ class Row:
     name: str
     stage: str
     state: State
-    doing: Doing | None = None  #: Of a stage that runs.
-    epoch: Epoch | None = None  #: The last one, of a training.
-    error: str | None = None  #: The last word of a stage that failed.
+    doing: Doing | None = None  #: Status of a running stage.
+    epoch: Epoch | None = None  #: Last epoch of a training.
+    error: str | None = None  #: Last message of a stage that failed.
 
     @property
     def of_data(self) -> bool:
-        """Whether it makes a dataset."""
+        """Whether the stage makes a dataset."""
         return self.name.startswith("data ")
 
 
 def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
-    """Return a row for each stage of each run of these plans, and for each job that makes their data."""
+    """Return a row for each stage of each run of these plans, and rows for their datasets."""
     results, rows = Path(configuration.workflow.results), list[Row]()
     for name in dict.fromkeys(run.run.dataset for plan in plans for run in configuration.plans[plan].values()):
         rows += _data(results, name)
@@ -76,9 +76,9 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
 
 
 def _data(results: Path, name: str) -> list[Row]:
-    """Return a row for each running job of a dataset; else one on its state."""
+    """Return a row for each running job of a dataset, or else one row with its state."""
     what = f"data {name}"
-    logs = {  # of all stages lie side by side, and a plan may be called as a dataset is
+    logs = {  # only logs of data stages: a plan may have the dataset's name
         log: stage
         for stage in DATA_STAGES
         for pattern in (f"{name}/**/*.log*", f"{name}.log*")
@@ -102,24 +102,27 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
     if doing and alive(doing):
         state = "running"
     elif doing:
-        state, error = "silent", f"no word since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
+        state, error = "silent", f"no status since {time.strftime('%H:%M:%S', time.localtime(doing.time))}"
     elif error := failure(log, stage):
         state = "failed"
     if stage == "train" and state != "waiting":
-        with contextlib.suppress(UserError):  # none is done
+        with contextlib.suppress(UserError):  # no epoch has finished
             epoch = read_epochs(Path(paths.run("metrics.jsonl", plan, run)))[-1]
     return Row(f"{plan}.{run}", stage, state, doing, epoch, error)
 
 
 def read(file: Path) -> Doing | None:
-    """Return a stage's status; None if it tells none."""
-    with contextlib.suppress(UserError):  # gone in the meantime
+    """Return a stage's status; None without a status file."""
+    with contextlib.suppress(UserError):  # absent, or just deleted
         return Doing.read(file)
     return None
 
 
 def alive(doing: Doing) -> bool:
-    """Return whether a process is at work: by its number on this machine, by its status's time on others."""
+    """Return whether a stage's process runs.
+
+    On this machine its process number decides, on other machines the age of its status.
+    """
     if doing.place == place():
         with contextlib.suppress(OSError):
             return b"dlscale" in Path(f"/proc/{doing.pid}/cmdline").read_bytes()
@@ -128,7 +131,7 @@ def alive(doing: Doing) -> bool:
 
 
 def last_word(log: Path, stage: str) -> str | None:
-    """Return the reason at the end of a log why its stage ended without its result; None if there is none."""
+    """Return the error message in the last line of a stage's log; None for any other line."""
     if not log.is_file() or log.name.endswith(SUFFIX):
         return None
     with log.open("rb") as file:
@@ -140,17 +143,17 @@ def last_word(log: Path, stage: str) -> str | None:
 
 
 def failure(log: Path, stage: str) -> str | None:
-    """Return the reason at the end of a log why its stage failed; None also if the stage was interrupted."""
+    """Return the error message in the last line of a stage's log; None also if the stage was interrupted."""
     return None if (word := last_word(log, stage)) == INTERRUPTED else word
 
 
-# ---- in words ----------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------
 
 
 def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | None = None) -> list[str]:
-    """Return totals, the rows as aligned text, the waiting stages by plan, and the jobs in the queue.
+    """Return lines of text: totals, a table of the rows, the waiting stages by plan, and the queued jobs.
 
-    `left`: the time until all is done.
+    `left`: the remaining time of all stages.
     """
     rows = sorted(rows, key=lambda row: get_args(State).index(row.state))
     counts = Counter(row.state for row in rows)
@@ -167,7 +170,7 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | N
             values = doing.values if doing else {}
             loss = values.get("loss", epoch.train_loss if epoch else None)
             rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
-            left_ = duration(doing.left if doing and not doing.part else None)  # further parts may follow
+            left_ = duration(doing.left if doing and not doing.part else None)  # a part: its stage takes longer
             figures = number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)
             cells.append((row.name, row.stage, row.state, progress_of(row), left_, *figures))
     text += ["", *aligned(cells)] if cells[1:] else []
@@ -189,9 +192,9 @@ def progress_of(row: Row) -> str:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the progress of `args.plans`, or the targets; with `--watch` until all is done.
+    """Print the progress of `args.plans`, or the targets; with `--watch` repeat until all stages are done.
 
-    Returns 1 if something failed, and `--watch` saw for a minute that nothing followed.
+    Return 0, or 1 if a stage failed and `--watch` saw no job for a minute.
     """
     plans = check_plans(args.plans, configuration)
     assert configuration
@@ -218,12 +221,12 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def left_words(left: cost.Expected) -> list[str]:
-    """Return the time left in words, and how many jobs it leaves out."""
+    """Return the remaining time in words, and the number of jobs that it does not include."""
     return [*([f"{left} left"] if left.seconds else []), *filter(None, [left.note])]
 
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> cost.Expected:
-    """Return the time until all is done on this machine."""
+    """Return the time until all stages are done on this machine."""
     workflow, cores = configuration.workflow, os.cpu_count() or 1
     rows = [row for row in rows if row.state != "done"]
     datasets = {row.name.removeprefix("data ") for row in rows if row.of_data}

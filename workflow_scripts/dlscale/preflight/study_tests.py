@@ -1,7 +1,7 @@
-"""Tests of any study, for the file of a study's tests: `from dlscale.preflight.study_tests import *`.
+"""Tests for any study; a study's test file contains `from dlscale.preflight.study_tests import *`.
 
-That file says what is tested: STUDY, a DATASET of the right shapes, and settings of a RUN. What a study leaves out is
-skipped; a function of the same name there takes the place of one of these.
+That file defines STUDY (name), DATASET (settings of a tiny dataset) and RUN (settings of a run). Tests of optional
+parts that a study lacks are skipped. A function in that file replaces the test of the same name.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dlscale.data import parts
 from dlscale.parallel.world import World
 from dlscale.train.build import Session, open_session
 
-#: Inputs and targets of a batch.
+#: Inputs and targets of a batch [batch, ...].
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def study_beside(test: str) -> str:
-    """Return the name of the study that a file `test_NAME.py` tests; make it known if it stands beside the test."""
+    """Return NAME, the study that `test_NAME.py` tests; register `NAME.py` if it is in the same folder."""
     name = Path(test).stem.removeprefix("test_")
     if (file := Path(test).with_name(f"{name}.py")).is_file():
         registry.add(name, file)
         if getattr(sys.modules.get(name), "__file__", "") is None:
-            del sys.modules[name]  # the folder, if it is called as the study: pytest took it for a package
+            del sys.modules[name]  # pytest imported a folder with the study's name as a package
     return name
 
 
 def tiny_session(study: str, dataset: dict[str, Any], run: dict[str, Any], folder: Path) -> Session:
-    """Return a study's model, loss and loaders, with the settings `run`, on a dataset that is made in `folder` once."""
+    """Return a study's model, loss and loaders with the settings `run`; make its dataset in `folder` if absent."""
     plan = {"study": study, "settings": {**run, "dataset": "tiny"}, "runs": {"run": {}}}
     read = resolve.load({"targets": ["tiny"], "datasets": {"tiny": dataset}, "plans": {"tiny": plan}})
     manifest = folder / "manifest.json"
@@ -49,13 +49,13 @@ def tiny_session(study: str, dataset: dict[str, Any], run: dict[str, Any], folde
 
 
 def make_dataset(dataset: DatasetSettings, manifest: Path) -> None:
-    """Bring a dataset's files into being, and last its manifest, by the stages that the workflow calls."""
+    """Make a dataset's files, then its manifest, with the stages of the workflow."""
     sources = make_parts(dataset, manifest.parent)
     _stage(dataset, "describe", source=sources, manifest=manifest, stats=manifest.parent / "stats")
 
 
 def make_parts(dataset: DatasetSettings, folder: Path) -> list[Path]:
-    """Bring all parts of a dataset into being; return raw files that are used as they are."""
+    """Make all parts of a dataset; return the raw files of a prepared dataset, which are used unchanged."""
     paths = {}
     for name, raw in parts.raws(dataset).items():
         acquired = parts.acquired(dataset, raw)
@@ -94,18 +94,18 @@ def batch(session: Session) -> Batch:
 
 
 def test_a_sample_is_predicted_alone(session: Session, batch: Batch) -> None:
-    """In evaluation it does not depend on the samples that are in its batch; of numbers it has its target's shape."""
+    """In evaluation a prediction is independent of the rest of its batch; it has the shape of a numeric target."""
     model, (x, y) = session.step.model.eval(), batch
     with torch.no_grad():
         together = model(x)
         alone = torch.cat([model(sample[None]) for sample in x])
-    if y.is_floating_point():  # else they are labels, of which it may say how likely each is
+    if y.is_floating_point():  # else targets are labels, and predictions may be scores of each class
         assert together.shape == y.shape, f"predictions {list(together.shape)}, targets {list(y.shape)}"
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_is_of_each_sample(session: Session, batch: Batch) -> None:
-    """One number each, which does not depend on the others of its batch, and is less where the prediction is better."""
+    """The loss is one number per sample, independent of the rest of its batch, and lower for a better prediction."""
     x, y = batch
     with torch.no_grad():
         prediction = session.step.model(x)
@@ -115,11 +115,11 @@ def test_the_loss_is_of_each_sample(session: Session, batch: Batch) -> None:
     assert losses.shape == (len(y),), f"losses {list(losses.shape)} of {len(y)} samples"
     torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
     if y.is_floating_point():
-        assert (loss((prediction + y) / 2, y) < losses).all(), "half-way to the targets it is not less"
+        assert (loss((prediction + y) / 2, y) < losses).all(), "the loss is not lower half-way to the targets"
 
 
 def test_the_metrics_are_described(session: Session, batch: Batch) -> None:
-    """Each number that they come to, and no other."""
+    """The metrics return exactly the numbers that they describe."""
     (x, y), metrics = batch, session.study.metrics(session.run, session.manifest, torch.device("cpu"))
     if not metrics.described:
         pytest.skip("the study has no metrics")
@@ -132,7 +132,7 @@ def test_the_metrics_are_described(session: Session, batch: Batch) -> None:
 
 
 def test_flops_are_those_of_the_operators(session: Session, batch: Batch) -> None:
-    """The formula against PyTorch's count of what really runs."""
+    """The FLOPs formula equals PyTorch's count of the operators that run."""
     formula = session.study.flops(session.run, session.manifest)
     if formula is None:
         pytest.skip("the study has no formula for FLOPs")
@@ -143,7 +143,7 @@ def test_flops_are_those_of_the_operators(session: Session, batch: Batch) -> Non
 
 
 def test_every_parameter_learns(session: Session, batch: Batch) -> None:
-    """Each gets a gradient that is finite and not zero."""
+    """Each parameter gets a finite, non-zero gradient."""
     session.step.gradients(*batch)
     for name, parameter in session.step.model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), f"{name}: no finite gradient"
@@ -151,7 +151,7 @@ def test_every_parameter_learns(session: Session, batch: Batch) -> None:
 
 
 def test_one_batch_can_be_learnt(session: Session, batch: Batch) -> None:
-    """By a plain loop over a single batch; what cannot do that has a mistake in its model or its loss."""
+    """A plain training loop learns a single batch; otherwise the model or the loss has a bug."""
     model, loss, (x, y) = session.step.model.train(), session.study.loss(session.run), batch
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     errors = []
@@ -161,4 +161,6 @@ def test_one_batch_can_be_learnt(session: Session, batch: Batch) -> None:
         error.backward()
         optimizer.step()
         errors.append(error.item())
-    assert errors[-1] < 0.3 * errors[0], f"a loss of {errors[0]:.4g} came to {errors[-1]:.4g} in {len(errors)} steps"
+    assert errors[-1] < 0.3 * errors[0], (
+        f"the loss fell only from {errors[0]:.4g} to {errors[-1]:.4g} in {len(errors)} steps"
+    )

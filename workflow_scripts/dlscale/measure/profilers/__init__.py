@@ -1,4 +1,4 @@
-"""Profilers, each a module: it starts one around some steps of a run, and reads its report. Here are their records."""
+"""Records of profilers. Each profiler is a module that runs it around some steps and reads its report."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from dlscale.parallel.records import Device, Memory
 class RangeTime(Record):
     """A range of a step (`dlscale.core.ranges`), means over the profiled steps."""
 
-    seconds: float  #: On the host, a step.
+    seconds: float  #: Host seconds per step.
     std: float = 0.0  #: Standard deviation over the steps.
-    device_seconds: float | None = None  #: Of the device's work that was given out within it, a step.
+    device_seconds: float | None = None  #: Device seconds per step of the work launched in the range.
 
 
 class Activity(Record):
-    """Means over the profiled steps; None or absent where a profiler cannot see it."""
+    """Means per profiled step; None or absent for values that a profiler cannot measure."""
 
-    launches: float | None = None  #: Kernels, copies and graphs that the host gave to the device.
-    syncs: float | None = None  #: Times that the host waited for the device.
-    sync_seconds: float | None = None  #: How long it waited.
-    items: float | None = None  #: Numbers that were read from tensors (`.item()`), which makes a host wait for a GPU.
-    device_busy: float | None = None  #: Share of the steps in which the device computed or copied.
-    #: Seconds a step for which the device did nothing, by the range that the host was in; in all (1 - device_busy) of
-    #: it. A record without them leaves them to other profilers' (`model_dump`).
+    launches: float | None = None  #: Kernels, copies and graphs that the host launched.
+    syncs: float | None = None  #: Number of waits of the host for the device.
+    sync_seconds: float | None = None  #: Seconds of these waits.
+    items: float | None = None  #: Numbers read from tensors (`.item()`); each read makes the host wait for a GPU.
+    device_busy: float | None = None  #: Fraction of the time in which the device computed or copied.
+    #: Idle seconds of the device, by the host's range at that time; their sum is (1 - device_busy) of a step. An empty
+    #: dict is left out of `model_dump`, so that it does not overwrite the value of another profiler.
     idle_seconds: dict[str, float] = Field({}, exclude_if=operator.not_)
-    copy_bytes: float | None = None  #: From the host to the device.
-    pageable_bytes: float | None = None  #: Of these, from memory that is not page-locked.
+    copy_bytes: float | None = None  #: Bytes copied from the host to the device.
+    pageable_bytes: float | None = None  #: Part of `copy_bytes` from memory that is not page-locked.
     copy_seconds: float | None = None
-    copy_overlap: float | None = None  #: Share of the copies' time in which kernels ran as well.
-    comm_seconds: float | None = None  #: Communication between processes.
-    comm_overlap: float | None = None  #: Share of that time in which anything else was computed as well.
+    copy_overlap: float | None = None  #: Fraction of the copies' time in which kernels ran, too.
+    comm_seconds: float | None = None  #: Seconds of communication between processes.
+    comm_overlap: float | None = None  #: Fraction of that time with other computing.
 
 
 class Overhead(Record):
-    """Cost of a profiler: its steps against plain ones just before and just after, by the same process."""
+    """Overhead of a profiler: its steps compared with plain steps just before and after, in the same process."""
 
-    ratio: float  #: 1.1: a step takes a tenth longer with it.
-    noise: float | None = None  #: Half of the 95 % interval of `ratio`; None where no spread is known: of one step.
+    ratio: float  #: Step time with the profiler / without it.
+    noise: float | None = None  #: Half-width of the 95 % interval of `ratio`; None for a single step.
 
     @property
     def words(self) -> str:
-        """What it comes to, for readers."""
+        """The overhead as a sentence for the page and the log."""
         if self.noise is None:
-            return f"a step took {percent(self.ratio)} of its time without it; of one step the noise is not known"
+            return f"a step took {percent(self.ratio)} of the time without it; the noise of a single step is unknown"
         if abs(self.ratio - 1) <= self.noise:
-            return f"with it a step takes as long as without, within the noise of ± {percent(self.noise)}"
+            return f"no significant overhead: steps take as long as without it, within ± {percent(self.noise)}"
         longer = percent(abs(self.ratio - 1))
         return f"a step takes {longer} {'longer' if self.ratio > 1 else 'less'} with it (± {percent(self.noise)})"
 
 
 class ProfiledTool(Record):
-    """What one profiler saw of a run."""
+    """Results of one profiler for a run."""
 
     name: str
     version: str = ""
     steps: int = 0
-    #: With the profiler at work: the median; of a GPU from the first step until all is done, over the steps.
+    #: Step time with the profiler: the median; for a GPU the time until the device has finished / number of steps.
     seconds_per_step: float | None = None
     overhead: Overhead | None = None
     ranges: dict[str, RangeTime] = {}
     activity: Activity = Activity()
-    files: dict[str, str] = {}  #: What it left, by title: names in the folder `profile` of the run.
-    problem: str | None = None  #: Why there is no profile.
+    files: dict[str, str] = {}  #: Title → file name in the run's folder `profile`.
+    problem: str | None = None  #: Reason for a missing profile.
 
 
-#: A number that is not always known; in a CSV file an empty cell stands for None.
+#: A number or None, which is an empty cell in a CSV file.
 Known = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
 
 
@@ -85,45 +85,45 @@ class TopEntry(Record):
 
     tool: str
     rank: int = 0
-    #: `function`, `worker`: of the main thread of a process that trains, and of those that work for it.
+    #: `function`: in the main thread of a training process; `worker`: in its worker processes.
     kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function", "worker"]
     name: str
-    calls: Known = None  #: A step; None where a profiler samples.
-    #: A step, on the device for kernels and copies, else on the host.
+    calls: Known = None  #: Calls per step; None for profilers that sample.
+    #: Seconds per step: device time for kernels and copies, else host time.
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
-    share: float = 0.0  #: Of the step's time.
-    total: Known = None  #: Of functions: share with all that they call.
+    share: float = 0.0  #: Fraction of the step's time.
+    total: Known = None  #: For functions: fraction of the step's time including the functions that they call.
     note: str = ""
 
 
 class Profile(Record):
-    """`profile.json`: what a run's profilers saw, each in steps of its own."""
+    """`profile.json`: the results of a run's profilers, each from separate steps."""
 
     device: Device = Device()
     nranks: int = 1
     batch_size: int | None = None
-    settings: dict[str, Any] = {}  #: The run's `profile`.
-    seconds_per_step: list[float] = []  #: Of steps with no profiler at work, before and after each profiler.
+    settings: dict[str, Any] = {}  #: The run's settings `profile`.
+    seconds_per_step: list[float] = []  #: Seconds of steps without a profiler, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
-    top: list[TopEntry] = []  #: The first rows of `profile_summary.csv`, for the page.
-    work: list[OperatorWork] = []  #: Of steps with no profiler at work; the longest first.
+    top: list[TopEntry] = []  #: First rows of each kind in `profile_summary.csv`, for the page.
+    work: list[OperatorWork] = []  #: Operators in steps without a profiler, the longest first.
 
 
-#: A profiler's record, and its rows of the summary.
+#: Record and summary rows of a profiler.
 Found = tuple[ProfiledTool, list[TopEntry]]
 
 
 class Unavailable(Exception):
-    """A profiler does not work here; the message says why, and what to do."""
+    """A profiler does not work here; the message has the reason and the remedy."""
 
 
 def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence[float]) -> Overhead:
-    """Return the ratio of step times with a profiler and without, from the seconds of steps.
+    """Return the ratio of step times with and without a profiler, from the seconds of steps.
 
-    It is a ratio of medians, one of which is the mean of those before and after, by which even drift cancels. The noise
-    is that of the steps' scatter, and half of the difference of the plain steps.
+    The ratio is the median with the profiler / the mean of the medians before and after, so that steady drift cancels.
+    The noise is the interval from the steps' scatter, plus half of the difference between the plain medians.
     """
     plain = [statistics.median(before), statistics.median(after)]
     usual = statistics.fmean(plain)
@@ -131,11 +131,11 @@ def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence
     fewest = min(map(len, (before, profiled, after)))
     if fewest < 2:
         return Overhead(ratio=ratio)
-    # Standard errors of medians of normal values.
+    # Standard errors of the medians, for normally distributed step times.
     errors = [
         math.sqrt(math.pi / 2) * statistics.stdev(each) / math.sqrt(len(each)) for each in (before, profiled, after)
     ]
     scatter = math.hypot(errors[1], ratio * errors[0] / 2, ratio * errors[2] / 2) / usual
     drift = ratio * abs(plain[0] - plain[1]) / 2 / usual
-    # No profiler makes a step faster: where it seems so, that much at least is noise.
+    # No profiler makes a step faster: a ratio below 1 shows at least this much noise.
     return Overhead(ratio=ratio, noise=max(standard_errors(fewest) * scatter + drift, 1 - ratio))

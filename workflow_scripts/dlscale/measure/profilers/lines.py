@@ -1,6 +1,6 @@
-"""`lines`: the time of each line of the hot functions, by line_profiler; their source is not touched.
+"""`lines`: measure the time of each line of the hot functions with line_profiler, without editing their source.
 
-Seen are Python's own lines in the thread of the steps.
+Only Python lines in the thread that makes the steps are timed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dlscale.measure.profilers import Found, ProfiledTool, TopEntry
 from dlscale.train import step as step_module
 from dlscale.train.build import Session
 
-ELSEWHERE = "read by this process, alone: while the steps run the loader's processes do it"
-#: Roots of modules that are no code of a study's.
+ELSEWHERE = "read by this process after the steps; during the steps the loader's processes read"
+#: Top-level modules that do not belong to a study.
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
 
 class LineProfiler:
-    """Make it before the loader is: functions get a copy of their code."""
+    """line_profiler on the hot functions. Create it before the loader, since it replaces the functions' code."""
 
     name = "lines"
 
@@ -43,7 +43,7 @@ class LineProfiler:
         self._samples = session.samples("train")
         loader: Any = session.run.loader
         self._steps = line_profiler.LineProfiler(*map(resolve, functions))
-        #: Where a loader's processes read, this process reads a batch for itself.
+        #: Profiler of reading; a separate one if the loader's processes read: then this process reads one batch itself.
         self._reads = line_profiler.LineProfiler() if loader.kind == "torch" and loader.workers else self._steps
         _add(self._steps, registry.load(registry.loader(loader.kind)))
         if session.run.compile.mode == "none":
@@ -51,7 +51,7 @@ class LineProfiler:
             while isinstance(loss, functools.partial):
                 loss = loss.func
             _add(self._steps, step_module, loss, *session.step.model.modules())
-        else:  # by its code the compiler knows a function, and none of the lines run
+        else:  # the compiler identifies functions by their code, and compiled lines do not run
             self._steps.add_class(step_module.Step, scoping_policy="children")
         _add(self._reads, reading, self._samples, getattr(self._samples, "boxes", None))
 
@@ -62,7 +62,7 @@ class LineProfiler:
             yield
 
     def found(self, seconds: list[float]) -> Found:
-        """Write all lines with their times; read a batch if the loader's processes read the samples."""
+        """Write all lines with their times; if the loader's processes read the samples, read one batch here."""
         step, rank = statistics.fmean(seconds), self._rank
         rows = line_rows(self._steps.get_stats(), len(seconds), step, rank)
         with self._path.open("w") as file:
@@ -86,10 +86,10 @@ class LineProfiler:
 
 
 def line_rows(stats: Any, steps: int, step_seconds: float, rank: int, note: str = "") -> list[TopEntry]:
-    """Return a row for each line that ran, of line_profiler's `LineStats`."""
+    """Return a row for each executed line in line_profiler's `LineStats`."""
     rows = []
     for (file, _, _), lines in stats.timings.items():
-        for number, hits, time in lines if Path(file).exists() else ():  # what `dataclass` has made has no source
+        for number, hits, time in lines if Path(file).exists() else ():  # generated code has no file
             seconds = time * stats.unit / steps
             text = linecache.getline(file, number).strip()
             name = f"{short(file)}:{number}: {text}"
@@ -100,27 +100,27 @@ def line_rows(stats: Any, steps: int, step_seconds: float, rank: int, note: str 
 
 
 def short(file: str) -> str:
-    """Return a file's path from the folder that Python imports it from."""
+    """Return a file's path relative to the folder in `sys.path` that contains it."""
     roots = [root for root in map(Path, sys.path) if root != Path() and Path(file).is_relative_to(root)]
     return str(Path(file).relative_to(max(roots, key=lambda root: len(root.parts)))) if roots else file
 
 
 def _add(profiler: line_profiler.LineProfiler, module: Any, *things: Any) -> None:
-    """Time the functions of a module, and of the modules in which functions and objects are written."""
+    """Time all functions of a module, and of the modules that define these functions or classes of objects."""
     kinds = [kind for thing in things for kind in ([thing] if inspect.isfunction(thing) else type(thing).__mro__)]
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES}
-    with warnings.catch_warnings(action="ignore"):  # of decorated functions the decorator is timed
+    with warnings.catch_warnings(action="ignore"):  # ignore: for decorated functions only the decorator is timed
         for each in {module, *(sys.modules[name] for name in names)}:
             profiler.add_module(each, scoping_policy="children")
 
 
 def resolve(name: str) -> FunctionType:
-    """Return the function that `profile.functions` calls `MODULE:NAME` or `MODULE:CLASS.NAME`."""
+    """Return the function for `MODULE:NAME` or `MODULE:CLASS.NAME` in `profile.functions`."""
     where = f"profile.functions: {name}"
     try:
         function = inspect.unwrap(pkgutil.resolve_name(name))
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-        raise UserError(f"{where}: {brief(error) or type(error).__name__}; expected what Python can import") from None
+    except (Exception, SystemExit) as error:  # a module may raise anything when it is imported
+        raise UserError(f"{where}: {brief(error) or type(error).__name__}; expected an importable name") from None
     if not isinstance(function, FunctionType):
-        raise UserError(f"{where}: expected MODULE:NAME or MODULE:CLASS.NAME of a function that is written in Python")
+        raise UserError(f"{where}: expected MODULE:NAME or MODULE:CLASS.NAME of a Python function")
     return function

@@ -21,22 +21,22 @@ from dlscale.measure.profilers import Found, Unavailable
 from dlscale.measure.profilers.trace import COLUMNS, DEVICE, summarise
 
 REFUSED = (
-    "PyTorch's profiler saw nothing of the GPU: CUPTI is refused, or another profiler has it; the log has its words. "
-    "The driver's option NVreg_RestrictProfilingToAdminUsers=0 allows it, or --cap-add SYS_ADMIN in a container"
+    "PyTorch's profiler recorded no GPU work: CUPTI is not permitted, or another profiler uses it (see the log). "
+    "Set the driver's option NVreg_RestrictProfilingToAdminUsers=0, or in a container --cap-add SYS_ADMIN"
 )
-#: Kinds of events by category of Chrome's trace event format, as Kineto writes it.
+#: Category in Chrome's trace event format, as Kineto writes it → kind of event.
 KINDS = {
     **{"user_annotation": "range", "cpu_op": "operator", "cuda_runtime": "call", "cuda_driver": "call"},
     **{"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"},
 }
 #: A row of `COLUMNS`.
 Row = tuple[str, str, int, int, int, int, int, int]
-#: Operations between processes, as the host names them.
+#: Host names of communication between processes.
 COMM = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")
 
 
 class TorchProfiler:
-    """PyTorch's profiler around some steps of this process; it makes none itself."""
+    """PyTorch's profiler around some steps of this process."""
 
     name = "torch"
 
@@ -46,14 +46,14 @@ class TorchProfiler:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Profile steps; the ranges of a step are PyTorch's `record_function`."""
-        with self._profiler():  # its first start loads the device's own profiler, which takes long
+        """Profile the steps in this context, with the ranges of a step as PyTorch's `record_function`."""
+        with self._profiler():  # the first start loads CUPTI, which is slow
             torch.zeros(1, device=self._device)
         with self._profiler() as self._profile, marking(record_function):
             yield
 
     def found(self, seconds: list[float]) -> Found:
-        """Write the trace, and read it."""
+        """Write the trace, and summarise it."""
         assert self._profile is not None
         self._profile.export_chrome_trace(str(self._path))
         try:
@@ -62,8 +62,8 @@ class TorchProfiler:
             tool, rows = summarise(events, self.name, self._rank)
         except (OSError, ValueError) as error:
             raise Unavailable(
-                f"PyTorch's profiler left no whole trace ({error}): is the disk full? Or profile fewer steps "
-                "(profile.steps)"
+                f"PyTorch's profiler wrote an incomplete trace ({error}). Check the free disk space, or profile fewer "
+                "steps (profile.steps)"
             ) from None
         device = events.kind.isin(DEVICE).any()
         if self._device.type == "cuda" and not device:
@@ -80,9 +80,10 @@ class TorchProfiler:
 
 
 def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return Kineto's events as a table of `dlscale.measure.profilers.trace`.
+    """Return Kineto's events as a table with `COLUMNS`.
 
-    A call of CUDA's API and its work share the number `correlation`, of a replayed CUDA graph all kernels.
+    A call of CUDA's API and the work that it launches have the same number `correlation`; so do all kernels of a
+    replayed CUDA graph.
     """
     whole = [e for e in trace if e.get("ph") == "X" and e.get("cat") in KINDS]
     zero = min((e["ts"] for e in whole), default=0.0)
@@ -94,7 +95,7 @@ def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
             if not COMM.match(name):
                 continue
             name = "comm"
-        # Whole nanoseconds from the first event, so that no digits are lost.
+        # Integer nanoseconds from the first event, to keep all digits.
         begin, end = round(1e3 * begin), round(1e3 * (begin + e["dur"]))
         thread = threads.setdefault((e.get("pid"), e.get("tid")), len(threads))
         rows.append((kind, name, begin, end, thread, args.get("correlation", 0), int(args.get("bytes", 0)), 0))
@@ -103,9 +104,9 @@ def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _nested(operators: list[Row]) -> list[Row]:
-    """Return the operators with each one's own time, without those within it on its thread.
+    """Return the operators with their own time, which excludes operators within them on the same thread.
 
-    An operator that calls itself, which is how PyTorch passes it on from autograd to the kernel, is one.
+    An operator that calls itself counts once: so PyTorch dispatches it from autograd to the kernel.
     """
     kept, own = list[Row](), list[int]()
     inside: dict[int, list[int]] = defaultdict(list)

@@ -1,8 +1,8 @@
-"""Events of some steps as one table, and its figures: time by range, device work, waits, idle times, overlaps.
+"""Summary of profiled events: time by range, device work, waits, idle times and overlaps.
 
 An event belongs to the step in which it began, device work to the step in which the host launched it. Device work
-belongs to the ranges that were open on the thread that launched it; autograd's threads work in those of the thread
-that makes the steps.
+belongs to the ranges that were open on the launching thread; for autograd's threads, to the ranges that were open on
+the thread that makes the steps.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ import pandas as pd
 from dlscale.core.ranges import RANGES
 from dlscale.measure.profilers import Activity, ProfiledTool, RangeTime, TopEntry
 
-#: Columns of a table of events; times are nanoseconds from any zero.
+#: Columns of a table of events; times are nanoseconds from an arbitrary zero.
 #:
 #: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), or one of `DEVICE`. `thread`:
-#: any number. `correlation`: what a call and the work that it launched share, 0 if none. `own`: time of an operator
-#: without that of those within it.
+#: any number. `correlation`: number that a call and its launched work have in common, or 0. `own`: time of an operator
+#: without the operators within it.
 COLUMNS = ("kind", "name", "begin", "end", "thread", "correlation", "bytes", "own")
 #: Kinds of work on the device.
 DEVICE = ("kernel", "copy", "memset")
-#: Calls in which the host waits for the device; copies that are not `Async` do, too.
+#: Calls in which the host waits for the device, including copies without `Async`.
 WAIT = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy(?!.*Async)|cuMemcpy(?!.*Async)")
-#: NCCL's kernels.
+#: Names of NCCL's kernels.
 NCCL = re.compile("nccl", re.IGNORECASE)
-#: Copies from the host to the device, and those of them from memory that is not page-locked.
+#: Names of copies from the host to the device, and of copies from memory that is not page-locked.
 TO_DEVICE, PAGEABLE = re.compile("HtoD|Host-to-"), re.compile(r"(HtoD|Host-to-\w+) \(pageable", re.IGNORECASE)
-#: Range of idle times in which the host was in no range.
+#: Name for idle times during which the host was outside of all ranges.
 OUTSIDE = "outside of ranges"
 UNKNOWN = -1
 SECOND = 1e9
 
-#: Begins and ends, float64 [n, 2], in any order, overlapping or not.
+#: Begin and end of intervals, float64 [n, 2], unordered; they may overlap.
 Intervals = np.ndarray
 
 
 def union(x: Intervals) -> Intervals:
-    """Return the disjoint intervals, in order, that cover the same time; those that touch are merged."""
+    """Return the ordered disjoint intervals that cover the same time; touching intervals are merged."""
     x = x[x[:, 1] > x[:, 0]]
     if not len(x):
         return x
     x = x[np.argsort(x[:, 0], kind="stable")]
     ends = np.maximum.accumulate(x[:, 1])
-    first = np.r_[True, x[1:, 0] > ends[:-1]]  # begins after all before it have ended
+    first = np.r_[True, x[1:, 0] > ends[:-1]]  # begins after the end of all previous intervals
     return np.stack([x[first, 0], ends[np.r_[first[1:], True]]], axis=1)
 
 
 def total(x: Intervals) -> float:
-    """Return the time that is covered; what several intervals cover counts once."""
+    """Return the covered time; overlapping parts count once."""
     return float(np.diff(union(x)).sum())
 
 
 def overlap(a: Intervals, b: Intervals) -> float | None:
-    """Return the share of the time of `a` that `b` covers, too; None if `a` is empty."""
+    """Return the fraction of the time of `a` that `b` covers, too; None if `a` is empty."""
     both = total(a) + total(b) - total(np.concatenate([a, b]))
     return both / total(a) if len(union(a)) else None
 
 
 def index_at(x: Intervals, times: np.ndarray) -> np.ndarray:
-    """Return for each time [m] the number of the interval that holds it, begin and end included, int64 [m]; else -1.
+    """Return the index of the interval that contains each time [m], int64 [m]; -1 outside.
 
-    The intervals are disjoint and in order.
+    The intervals must be disjoint and ordered; begin and end belong to them.
     """
     if not len(x):
         return np.full(len(times), -1)
@@ -83,12 +83,12 @@ def named(events: pd.DataFrame, pattern: re.Pattern[str]) -> pd.DataFrame:
 
 
 class Trace:
-    """The steps of one process, and what happened in them; events that began in no step are left out."""
+    """The steps of one process with their events; events that began outside of steps are dropped."""
 
     def __init__(self, events: pd.DataFrame) -> None:
         steps = events[(events.kind == "range") & (events.name == "step")].sort_values("begin")
         if steps.empty:
-            raise ValueError("no step is in it: the profiler did not see the ranges of the process")
+            raise ValueError("it contains no step: the profiler did not record the ranges of the process")
         self.starts, self.end, self.main = steps.begin.to_numpy(), int(steps.end.max()), int(steps.thread.iloc[0])
         self.count = len(steps)
         calls = events[(events.kind == "call") & (events.correlation > 0)].sort_values("begin")
@@ -104,12 +104,12 @@ class Trace:
         inside = (number >= 0) & (events.launch <= self.end)
         self.events = events.assign(step=number)[inside]
         self.ranges, self.work, self.operators = self.of("range"), self.of(*DEVICE), self.of("operator")
-        #: Ranges that nest on their thread; communication overlaps others.
+        #: Ranges that nest on their thread; ranges of communication overlap other ranges.
         self.pushed = self.ranges[self.ranges.name != "comm"]
         self.engine = self._engine()
-        #: From the first step until the last is done on host and device.
+        #: Begin of the first step, and end of the last step on host and device, ns.
         self.window = int(self.starts[0]), max([self.end, *self.work.end])
-        #: A step, of which the host may be ahead of the device.
+        #: Mean seconds per step in the window.
         self.step_seconds = (self.window[1] - self.window[0]) / self.count / SECOND
 
     def of(self, *kinds: str) -> pd.DataFrame:
@@ -118,8 +118,8 @@ class Trace:
     def _engine(self) -> set[int]:
         """Return autograd's threads.
 
-        Without operators, which name them, those that call the device in each range `backward` of the main thread and
-        nowhere else, and have no ranges.
+        Events of operators name these threads. Without operators, they are the threads without ranges that call the
+        device in every range `backward` of the main thread, and nowhere else.
         """
         if len(self.operators):
             return set(named(self.operators, re.compile("^autograd::engine")).thread)
@@ -132,11 +132,11 @@ class Trace:
         return found
 
     def device_seconds(self, name: str) -> float | None:
-        """Return the seconds a step of the device's work that was launched within a range; None without a device."""
+        """Return the device seconds per step of work launched in a range; None without device work."""
         if self.work.empty:
             return None
         work, ranges = self.work, self.ranges[self.ranges.name == name]
-        inside = np.full(len(work), name == "step")  # all work belongs to its step
+        inside = np.full(len(work), name == "step")  # all work is part of a step
         for thread in set(work.thread) - {UNKNOWN}:
             main = (ranges.thread == self.main) & (thread in self.engine) & (name != "comm")
             covered = spans(ranges[(ranges.thread == thread) | main])
@@ -144,26 +144,26 @@ class Trace:
         return float(work.length[inside].sum()) / self.count / SECOND
 
     def idle(self) -> pd.DataFrame:
-        """Return when the device did nothing as events, named by the innermost range that the main thread was in."""
+        """Return the idle times of the device as events, named by the innermost range of the main thread."""
         busy, rows = spans(self.work), self.pushed[self.pushed.thread == self.main]
         edges = np.unique(np.r_[self.window, rows.begin, rows.end, busy.ravel()]).clip(*self.window)
         begins, ends, names = edges[:-1], edges[1:], np.full(len(edges) - 1, OUTSIDE, object)
-        # An inner range begins later, or ends earlier: of those that are open the last one counts.
+        # Inner ranges begin later or end earlier, so they come last in this order and overwrite outer ranges.
         for row in rows.sort_values(["begin", "end"], ascending=[True, False]).itertuples():
             names[(begins >= row.begin) & (begins < row.end)] = row.name
-        # The last step's work may outlive it.
+        # Idle times after the end of the last step count for the last step, whose work may still run.
         step = np.searchsorted(self.starts, begins, "right") - 1
         pieces = pd.DataFrame({"name": names, "begin": begins, "end": ends, "length": ends - begins, "step": step})
         return pieces[(index_at(busy, (begins + ends) / 2) < 0) & (pieces.length > 0)]
 
 
 def summarise(events: pd.DataFrame, tool: str, rank: int = 0) -> tuple[ProfiledTool, list[TopEntry]]:
-    """Return what the events of a rank say, as `profile.json` and `profile_summary.csv` have it.
+    """Summarise the events of a rank, for `profile.json` and `profile_summary.csv`.
 
     Raises
     ------
     ValueError
-        No step is among them.
+        The events contain no step.
     """
     trace = Trace(events)
     idle = trace.idle() if len(trace.work) else None
@@ -214,9 +214,9 @@ def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
 
 
 def _items(trace: Trace, waits: pd.DataFrame) -> int:
-    """Return how many numbers were read from tensors and made the host wait.
+    """Return the number of reads from tensors (`.item()`) that made the host wait.
 
-    Without a device nothing tells them apart: all count but those that the loader and the optimiser read.
+    Without device work all reads count, except those of the loader and the optimiser.
     """
     reads = trace.operators[trace.operators.name == "aten::_local_scalar_dense"]
     if trace.work.empty:
@@ -229,11 +229,11 @@ def _items(trace: Trace, waits: pd.DataFrame) -> int:
 
 
 def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list[TopEntry]:
-    """Return the rows of the summary: ranges, then operators, kernels, copies and gaps, each the longest first."""
+    """Return the rows of the summary: ranges, then operators, kernels, copies and gaps by decreasing time."""
     found, kernels = list[TopEntry](), spans(trace.work[trace.work.kind == "kernel"])
 
     def add(kind: Literal["range", "operator", "kernel", "copy", "gap"], events: pd.DataFrame, times: Any) -> None:
-        """Add a row for each name; `times` are ns by name and step."""
+        """Add a row for each name; `times`: ns by name and step."""
         if events.empty:
             return
         table = times.unstack(fill_value=0).reindex(columns=range(trace.count), fill_value=0) / SECOND
@@ -251,7 +251,7 @@ def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list
     def lengths(events: pd.DataFrame) -> Any:
         return events.groupby(["name", "step"]).length.sum()
 
-    # In which a range was open on the host: those that overlap count once.
+    # Time in which a range was open on the host; overlapping ranges of the same name count once.
     opened = trace.ranges.groupby(["name", "step"])[["begin", "end"]].apply(lambda each: total(each.to_numpy(float)))
     add("range", trace.ranges, opened)
     add("operator", trace.operators, lengths(trace.operators))
@@ -267,5 +267,5 @@ def _note(trace: Trace, kind: str, events: pd.DataFrame, kernels: Intervals) -> 
         return f"longest {events.length.max() / 1e6:.4g} ms"
     if kind == "copy":
         beside, size = 100 * (overlap(spans(events), kernels) or 0.0), events.bytes.sum() / trace.count / 1e6
-        return f"{size:.4g} MB a step, {beside:.0f} % of the time beside kernels"
+        return f"{size:.4g} MB per step, {beside:.0f} % of the time overlapping with kernels"
     return ""
