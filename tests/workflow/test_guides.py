@@ -59,7 +59,7 @@ def test_a_stage_that_measures_a_run(clone: Tree) -> None:
         line for line in first.splitlines() if not line.endswith(("=RUNS.first_data,", "=RUNS.throughput_beside,"))
     )
     rule = first.replace("throughput", "sizes").replace("Measure sizes", "Count batches")
-    rules.write_text(f"{rules.read_text()}\n\n{rule.replace('samples/s: IO alone, SYNTHETIC, FULL', 'batches')}")
+    rules.write_text(f"{rules.read_text()}\n\n{rule.replace('samples/s: loading, computing and training', 'batches')}")
     assert clone.planned().names == []
     assert "Count the samples" in clone.shell("python -m dlscale sizes --help").stdout
     run = clone.config["plans"]["cosmo"]["settings"]

@@ -4,7 +4,7 @@ A call shows progress, warnings, and messages of the rules; a dry run also shows
 `--verbose` or `--debug-dag`, a call shows Snakemake's own messages instead of its progress. Snakemake's log file
 contains them in any case, with the commands only after `-p`.
 
-Snakemake imports every logger plugin at each start: it imports modules of dlscale only when it needs them.
+Snakemake imports every logger plugin at each start: this one imports modules of dlscale only when it needs them.
 """
 
 from __future__ import annotations

@@ -122,10 +122,10 @@ exec "$@" 3<&-"""
 
 
 def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[str]]:
-    """Return the command of the stage that runs an external program, and the words before the program's command.
+    """Return the command of an external program's stage, and the words before the program's own command.
 
-    Stage and program run in the same container, if any. The stage runs outside of a container if the program has its own
-    image, or if `srun`, `mpirun` or a command for several nodes starts the program.
+    Stage and program run in the same container, if any. The stage runs outside of one if the program has its own image,
+    or if `srun`, `mpirun` or a command for several nodes starts the program.
     """
     program, geometry = run.program, run.geometry
     assert program is not None
