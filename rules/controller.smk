@@ -107,7 +107,7 @@ def reason_to_run(job):
     return why.Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
-        # Snakemake deletes temporary files after use: the reason is that of the job that needs them again.
+        # Snakemake deletes temporary files after use: the reason is the job that needs them again.
         missing=[
             f"{file}/" if file.is_directory else str(file)
             for file in job.output  # in their order; Snakemake's reasons are a set

@@ -29,7 +29,7 @@ def be_the_only_controller():
     """Exit if another call runs in this folder; wait for queued jobs of an earlier call."""
     be_the_only_writer(".snakemake", "Another call of snakemake is at work: ")
     if HELD:
-        # In the main process, after the lock: queued jobs can only be those of an earlier call.
+        # Only the main process has the lock. All queued jobs now belong to an earlier call.
         try:
             slurm.wait_for_left_running(os.getcwd())
         except KeyboardInterrupt:

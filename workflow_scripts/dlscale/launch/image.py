@@ -31,9 +31,9 @@ def identity(engine: str, image: str) -> str | None:
 
 
 def inherited(engine: str, image: str, first: bool) -> str:
-    """Return the image's identity, or "" if there is none.
+    """Return the image's identity, or "" if the image is not here.
 
-    The first process of a workflow determines it, and passes it on to the others.
+    The first process of a workflow determines it, and passes it on to the processes of jobs.
     """
     told = Image.read()
     if not first and told and (told.engine, told.name) == (engine, image):

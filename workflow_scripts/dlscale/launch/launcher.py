@@ -217,7 +217,7 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
 def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None) -> list[str]:
     """Return the words that start a process in a container, or without one, in the site's environment.
 
-    `program` is the external program whose command the container runs, if any.
+    `program` is the external program that the container runs, if any.
     """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":

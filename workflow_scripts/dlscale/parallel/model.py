@@ -4,9 +4,8 @@ Between two modules (`Sharding.first`, `Sharding.last`) each device has 1 / (cp 
 they do not divide evenly: 4050 tokens on 8 devices become 4056. Tokens are gathered over tp before attention and MLP,
 keys and values over cp (Korthikanti et al. 2022, arXiv:2205.05198).
 
-Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of that of the forward
-pass. So the gradients are those of one device, once those of uncut weights are summed over tp, and all are averaged
-over dp x cp. Outside of the divided part, devices draw the same random numbers; within it, each device draws its own.
+Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of the forward exchange.
+So gradients equal the gradients on one device, after summing uncut weights over tp and averaging over dp x cp. Outside of the divided part, devices draw the same random numbers; within it, each device draws its own.
 """
 
 from __future__ import annotations

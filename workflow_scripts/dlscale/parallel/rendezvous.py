@@ -129,7 +129,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by hand with PyTorch's torchrun, whose process hosts the store
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by hand with PyTorch's torchrun: its process hosts the store
         return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,7 +1,7 @@
 """Self-test of a run's processes: check the values that they exchange, and measure their links.
 
-Values: each collective operation runs over all processes and over each group of the mesh, on small integers whose
-results are exact. A wrong result ends the run on all processes, with a message that names the processes at fault.
+Values: each collective operation runs over all processes and over each group of the mesh, on small integers, so
+that results are exact. A wrong result ends the run on all processes, with a message that names the processes at fault.
 
 Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Pairs of
 processes send a small and a large message to and fro, in O(log n) rounds. In each round all pairs measure at once, as
@@ -30,13 +30,13 @@ from dlscale.parallel.world import AXES, World, synchronize
 FEW, MANY = 5, 2**20
 
 
-#: Most processes of a node, or nodes, of which all pairs are measured; of more, pairs at distances 1, 2, 4, …
+#: Most processes of a node, or nodes, with all pairs measured; above it, pairs at distances 1, 2, 4, …
 ALL = 8
 
 SMALL = 8  #: Bytes of the small message: its time is only latency.
 LARGE = {"cpu": 2**22, "cuda": 2**24}  #: Bytes of the large message, by kind of device.
 TRIPS = {"cpu": 1, "cuda": 5}  #: Round trips per time measurement, by kind of device.
-SAMPLES = 9  #: Number of time measurements, of which the median counts.
+SAMPLES = 9  #: Number of time measurements; their median counts.
 
 SHOWN = 8  #: Most processes that a message names.
 
@@ -58,7 +58,7 @@ class Wrong(NamedTuple):
 
     what: str  #: Operation, its size and its group.
     ranks: tuple[int, ...]  #: Ranks that took part.
-    senders: tuple[int, ...]  #: Ranks whose part is wrong; empty for sums.
+    senders: tuple[int, ...]  #: Ranks that sent a wrong part; empty for sums.
     example: str  #: First wrong number, and the expected one.
 
 
@@ -86,7 +86,7 @@ def self_test(world: World, wanted: bool = True) -> Links | None:
         return None
     with ranges.part(ranges.REHEARSAL, ranges.REHEARSAL):
         links = _tested(world, world.gather(socket.gethostname().split(".")[0]))
-    if world.device.type == "cuda":  # the memory of the run is measured without that of the test
+    if world.device.type == "cuda":  # the memory of the test must not count in the run's measurement
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return links
@@ -96,7 +96,7 @@ def _tested(world: World, hosts: list[str]) -> Links:
     start = time.perf_counter()
     reports = world.gather([wrong for group in groups(world) for wrong in collected(world, group)])
     if any(reports):
-        world.barrier()  # rank 0 may host the store: it must not end before the others have the reports
+        world.barrier()  # rank 0 may host the store: all ranks need it until they have the reports
         raise PeerLost(verdict(hosts, reports))
     links = measure(world, schedule(world.size, per_node(hosts)))
     record = Links(

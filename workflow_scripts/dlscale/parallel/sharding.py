@@ -14,7 +14,7 @@ class Sharding:
     devices divide between `first` and `last`.
     """
 
-    units: Sequence[str] = ()  #: Modules whose weights FSDP gathers at once.
+    units: Sequence[str] = ()  #: Modules: FSDP gathers the weights of each at once.
     tokens: int = 0  #: Number of tokens, N.
     first: str = ""  #: Module that returns all tokens; devices divide them after it.
     last: str = ""  #: Module that computes one output per token; its outputs are gathered.

@@ -258,7 +258,7 @@ class Gradients:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
         self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
-        #: Process groups whose devices have different shards: `tp` of cut layers only, `fsdp` of all weights.
+        #: Process groups of devices with different shards: `tp` for cut layers only, `fsdp` for all weights.
         self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
         for p in parameters.values():
             if isinstance(p, DTensor):
@@ -272,7 +272,7 @@ class Gradients:
     def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
         """Scale the gradients down to `clip_norm`, and return their norm before.
 
-        `updated` are the updated parameters, in the order of names. The norm is that of all gradients together,
+        `updated` are the updated parameters, in the order of names. The norm is taken over all gradients together,
         float32, as in `torch.nn.utils.clip_grad_norm_`.
         """
         assert self._clip_norm is not None

@@ -32,7 +32,7 @@ from dlscale.parallel.world import BACKGROUND
 
 BEAT = 1.0  #: Seconds between two heartbeats.
 LONGER = 10.0  #: Multiple of the longest recent range of steps that a range may take, if more than `Limits.stuck`.
-WINDOW = 200  #: Number of recent ranges of steps of which the longest is taken.
+WINDOW = 200  #: Number of recent ranges of steps that `LONGER` considers.
 GRACE = 1800.0  #: Seconds allowed without progress during opening, or if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
@@ -119,7 +119,7 @@ class Watchdog:
         self._mates = [other for other in range(first, min(first + per_node, size)) if other != rank]
         self._known = (
             range(size) if rank == 0 else sorted({0, 1, *self._mates})
-        )  #: ranks whose heartbeats this rank reads
+        )  #: ranks from which this rank reads heartbeats
         self._seen, self._quiet = [Sign()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since then
         self._sign = Sign(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds without an answer of the store
@@ -198,7 +198,7 @@ class Watchdog:
         if verdict := "".join(sign.verdict for sign in self._seen[:2]):
             time.sleep(
                 2 * BEAT if self.rank == 0 else 0
-            )  # rank 0 may host the store: the others read the verdict there first
+            )  # rank 0 may host the store: the other ranks read the verdict there first
             self._end(verdict)
         if self.rank < 2:
             self._sign = self._sign._replace(verdict=self._verdict())
@@ -220,13 +220,13 @@ class Watchdog:
     def _silence(self, ranks: Iterable[int], gone: float, unseen: float) -> str:
         """Return a text that names ranks without a heartbeat for longer than their states allow, or "".
 
-        Limits in seconds: `gone` if the process has ended or is stopped, `unseen` if its state is unknown, and that of
-        its current range if it is running.
+        The limits are `gone` seconds for an ended or stopped process, `unseen` seconds for an unknown state, and the
+        limit of the current range for a running process.
         """
         silent = dict[int, str]()
         for rank in ranks:
             if self._quiet[rank] > gone:
-                if self._seen[rank].failed:  # it reported why, and could not end before the others
+                if self._seen[rank].failed:  # it reported the reason, but could not end before the other ranks
                     return f"{self._name(rank)} ended: {self._seen[rank].failed}"
                 said = self._state(rank)
                 allowed = self._limit([rank]) if said == THERE else unseen if said == UNSEEN else gone
@@ -237,7 +237,7 @@ class Watchdog:
 
     def _behind(self) -> str:
         """Return a text that names the ranks for which all others have waited too long, or ""."""
-        # Within one range, the rank with more exchanges is ahead; while saving, those of its thread count, too.
+        # Within one range, the rank with more exchanges is ahead; while saving, background exchanges count, too.
         places = [(s.entered, s.exchanges, s.background if s.range == ranges.SAVING else 0) for s in self._seen]
         behind = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = self._limit(behind)

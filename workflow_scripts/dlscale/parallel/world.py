@@ -1,6 +1,6 @@
 """Ranks (processes) of a run: this process's rank, exchanges between ranks, and their mesh.
 
-A run on one device is a world of one rank, whose methods cost nothing. The axes of the mesh are dp (samples), cp
+A run on one device is a world of one rank: its methods cost nothing. The axes of the mesh are dp (samples), cp
 (tokens) and tp (weights of layers, and tokens).
 """
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 AXES = ("dp", "cp", "tp")
 Value = TypeVar("Value")
 
-#: Description of process groups for background threads, whose exchanges are no progress of steps.
+#: Description of process groups for background threads; their exchanges do not count as progress of steps.
 BACKGROUND = "background"
 
 

@@ -27,7 +27,7 @@ from dlscale.report.results import read_plan
 from dlscale.rules.context import Context
 from dlscale.rules.plans import Plans
 
-#: Most plans whose results are printed at the end of a call.
+#: Maximum number of plans with printed results at the end of a call.
 RESULTS_SHOWN = 8
 
 
@@ -92,7 +92,7 @@ class Call:
         ]
 
     def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> cost.Expected:
-        """Return the expected time of all jobs on this machine, including those of later rungs."""
+        """Return the expected time of all jobs on this machine, including later rungs."""
         cores = self.cores or 1
         jobs = [job for job in waiting if job.rule.name in RUN_STAGES]
         there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
@@ -178,7 +178,7 @@ class Call:
         return why.lost(str(self.results), runs, datasets, making, self.context.call[1:])
 
     def show_pages(self, files: Iterable[Path]) -> None:
-        """Print the paths of the requested pages; for part of a plan, that of its page."""
+        """Print the paths of the requested pages; for part of a plan, the page of the plan."""
         files = list(files)
         pages = [file for file in files if file == Path(self.context.page) or file.name == "report.html"]
         plans = {

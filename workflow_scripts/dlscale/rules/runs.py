@@ -71,7 +71,7 @@ class Runs:
         return [weights] if weights else []
 
     def params(self, stage: str) -> Callable[[Wildcards], Params]:
-        """Return the parameter function of a stage whose parameters depend only on the run."""
+        """Return the parameter function of a stage that depends only on the run."""
         return lambda wildcards: self._params(stage, self.context.run(wildcards))
 
     def program_params(self, wildcards: Wildcards) -> Params:
