@@ -1,8 +1,8 @@
 """Start the ranks of a run: `python -P -m dlscale.launch.ranks --nproc-per-node=4 -m dlscale train ...`.
 
-The options have the names of PyTorch's torchrun, and need an `=`. Ranks of one node meet in a private temporary folder, so
-that no port is opened; ranks of several nodes meet at `--rdzv-endpoint`. Without options, the words are a command that
-starts the ranks itself, such as mpirun.
+The options have the names of PyTorch's torchrun, and need an `=`. Ranks of one node meet in a private temporary folder,
+so that no port is opened; ranks of several nodes meet at `--rdzv-endpoint`. Without options, the words are a command
+that starts the ranks itself, such as mpirun.
 """
 
 from __future__ import annotations

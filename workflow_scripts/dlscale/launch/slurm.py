@@ -40,8 +40,8 @@ def request(
 ) -> Request:
     """Return a job's resources, by the names of the workflow's Slurm executor.
 
-    `geometry` is the run's geometry; None for a stage on part of a CPU node. `minutes` is the estimated time limit (None:
-    the site's), cut to the queue's. `processes` is the geometry of the processes, if not one per device.
+    `geometry` is the run's geometry; None for a stage on part of a CPU node. `minutes` is the estimated time limit
+    (None: the site's), cut to the queue's. `processes` is the geometry of the processes, if not one per device.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1}

@@ -5,7 +5,8 @@ they do not divide evenly: 4050 tokens on 8 devices become 4056. Tokens are gath
 keys and values over cp (Korthikanti et al. 2022, arXiv:2205.05198).
 
 Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of the forward exchange.
-So gradients equal the gradients on one device, after summing uncut weights over tp and averaging over dp x cp. Outside of the divided part, devices draw the same random numbers; within it, each device draws its own.
+So gradients equal the gradients on one device, after summing uncut weights over tp and averaging over dp x cp. Outside
+of the divided part, devices draw the same random numbers; within it, each device draws its own.
 """
 
 from __future__ import annotations

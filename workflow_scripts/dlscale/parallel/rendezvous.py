@@ -101,7 +101,7 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
         raise UserError(
             f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected {rank % per_node}: "
             f"the {per_node} processes of a node need consecutive ranks. Start them with "
-            f"(mpirun --map-by ppr:{per_node}:node, srun --distribution=block)"
+            f"mpirun --map-by ppr:{per_node}:node or srun --distribution=block"
         )
     if kind != "cuda":
         return torch.device(kind)
@@ -151,7 +151,7 @@ def _listen(address: str, port: int) -> int:
         if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
             raise UserError(
                 f"{where}: {address} is {place[0]} on this node: other nodes cannot reach it. "
-                "Name an address of this node in the network"
+                "Use an address of this node in the network"
             )
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -30,7 +30,7 @@ from dlscale.parallel.world import AXES, World, synchronize
 FEW, MANY = 5, 2**20
 
 
-#: Most processes of a node, or nodes, with all pairs measured; above it, pairs at distances 1, 2, 4, …
+#: Most processes of a node, or nodes, with all pairs measured; of more, only pairs at distances 1, 2, 4, …
 ALL = 8
 
 SMALL = 8  #: Bytes of the small message: its time is only latency.

@@ -19,7 +19,7 @@ from dlscale.parallel.world import World
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut of a tensor of this shape along a dimension, over a mesh, as `torch.chunk` cuts."""
+    """Cut of a tensor with the full shape `shape` along `dim`, over a mesh, as `torch.chunk` cuts."""
 
     mesh: DeviceMesh
     dim: int

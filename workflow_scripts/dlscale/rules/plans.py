@@ -89,7 +89,7 @@ class Plans:
         ]
 
     def _known(self, name: str) -> list[str]:
-        # With successive halving no files are known yet: the table requests its runs.
+        # With successive halving, the files are not known yet: the table requests its runs.
         return [] if self.context.configuration.workflow.plans[name].halves else self.measured(name)
 
     def files(self, name: str) -> list[str]:
