@@ -20,7 +20,5 @@ class Sharding:
     last: str = ""  #: Module that computes one output per token; its outputs are gathered.
     gather: Sequence[str] = ()  #: Modules that contain `columns` and `rows`, and take all tokens as input.
     columns: Sequence[str] = ()  #: Linear layers divided by outputs: each device computes some of them.
-    rows: Sequence[
-        str
-    ] = ()  #: Linear layers divided by inputs (outputs of `columns`); partial outputs are summed.
+    rows: Sequence[str] = ()  #: Linear layers divided by inputs (outputs of `columns`); partial outputs are summed.
     attend: Sequence[str] = ()  #: Modules that take queries, keys and values [B, heads, N, head dimension].
