@@ -1,13 +1,13 @@
-# Everything that a user or a developer needs; `make help` lists it.
+# Targets for users and developers; `make help` lists them.
 #
 #   make demo                      the whole workflow at demo scale
 #   make test ARGS="-k loader"     ARGS reaches pytest, snakemake (demo) or the benchmarks
 #   make demo PYTHON=python3.12    another Python for a new environment
-#   make install UV=               with pip, where uv is there, too
-#   make demo ENGINE=podman        in a container (or docker): no Python needed here. IMAGE names an image that is
-#                                  there already; else it is built, with BUILD_ARGS for the engine's `build`
+#   make install UV=               with pip, even if uv is installed
+#   make demo ENGINE=podman        in a container (or docker), without Python here. IMAGE names an existing image;
+#                                  without it, one is built, with BUILD_ARGS for the engine's `build`
 #
-# All tools live in one virtual environment, .venv; `source .venv/bin/activate` gives you them, too.
+# All tools are in the virtual environment .venv. To use them in a shell: `source .venv/bin/activate`.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,9 +26,9 @@ BUILD_ARGS ?=
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
-# Hundreds of processes would each compile what they import.
+# Without byte code, hundreds of processes would each compile the modules that they import.
 unexport PYTHONDONTWRITEBYTECODE
-# The demo is of this machine, whatever profile its user has for others.
+# The demo runs on this machine, even if the user has set a profile for another one.
 unexport SNAKEMAKE_PROFILE
 
 say = @printf '==> %s\n'
@@ -39,7 +39,7 @@ help:  ## list the targets
 
 # ---- environment ---------------------------------------------------------------------------------
 
-# The first Python that is new enough, or the one asked for.
+# The Python that PYTHON names, or the first one that is new enough.
 $(VENV)/bin/python:
 	@ok() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }; \
 	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
@@ -53,24 +53,24 @@ $(VENV)/bin/python:
 	"$$python" -m venv --clear $(VENV) || { rm -rf $(VENV); \
 	    echo "This Python has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
-# The lock, but for PyTorch where .venv was made with --system-site-packages: over a module, an image or an environment
-# whose own PyTorch stays if pyproject.toml's range has it.
+# The lock. If .venv was made with --system-site-packages (over a module, an image or an environment), PyTorch is left
+# out: the existing one stays if it is in pyproject.toml's range.
 LOCK := $(VENV)/constraints.txt
 $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
 	sed -E "/$$left/d" requirements.lock >$@
 
-# uv where it is there, which is quicker, or else pip: where pip has an index or packages of its own, of which uv does not
-# know, and where .venv was made with --system-site-packages, which uv does not see. `UV=` is pip in any case.
+# uv if it is installed, as it is faster; otherwise pip. Also pip if it is configured with an index or links, which uv
+# would ignore, or if .venv was made with --system-site-packages, which uv does not see. `UV=` always selects pip.
 UV ?= $(shell grep -qis '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || \
     python3 -m pip config list 2>/dev/null | grep -E 'index-url|find-links' >/dev/null || command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
     --constraint $(LOCK) --editable
-# On a terminal what an installer says is one line that changes; where it fails, its last lines stay.
+# On a terminal, the installer's output is one changing line. If it fails, its last lines are printed.
 quietly = 2>&1 | tee $(VENV)/install.log | if [ -t 1 ]; then \
     while IFS= read -r line; do printf '\r\033[K%.78s' "$$line"; done; printf '\r\033[K'; else cat >/dev/null; fi || { tail -n 20 $(VENV)/install.log >&2; exit 1; }
 
-# A stamp is renewed when what it was made from has changed, and only then.
+# Each stamp file is renewed only if one of its sources has changed.
 $(VENV)/.installed: pyproject.toml $(LOCK)
 	$(say) 'Installing dlscale with $(if $(UV),uv,pip): PyTorch and some ninety packages, $(if $(UV),half a minute,a minute or two)'
 	@$(INSTALL) . $(quietly)
@@ -95,7 +95,7 @@ $(VENV)/.installed-docs: pyproject.toml $(LOCK) $(VENV)/.installed
 DEMO := dlscale run --profile local $(ARGS)
 
 .PHONY: taste
-taste: $(VENV)/.installed  ## run one ladder of one study, and make its page, in a minute
+taste: $(VENV)/.installed  ## run the ladder of one study and write its report, in a minute
 	@dlscale run --profile local mnist_demo $(ARGS)
 
 .PHONY: demo
@@ -104,10 +104,10 @@ demo: $(VENV)/.installed  ## run the whole workflow at demo scale; the last line
 	$(say) 'Running the workflow (config.yaml)'
 	@$(DEMO)
 else
-# Rootless podman has its own numbering of users, in which keep-id makes the caller's what it is outside. No network:
-# the demo needs none. No relabelling of the checkout for SELinux. --init passes signals on; what is left, the trap ends.
+# Rootless podman maps user IDs; keep-id keeps the caller's. The demo needs no network. The checkout is not relabelled
+# for SELinux. --init forwards signals; the trap ends a container that is still there.
 demo:
-	@command -v $(ENGINE) >/dev/null || { echo "$(ENGINE) is not installed; without ENGINE=… the demo needs none" >&2; exit 1; }
+	@command -v $(ENGINE) >/dev/null || { echo "$(ENGINE) is not installed; install it, or run the demo without ENGINE=…" >&2; exit 1; }
 ifeq ($(IMAGE),)
 	$(say) 'Building localhost/dlscale:cpu (PyTorch is large: minutes on a first run)'
 	@$(ENGINE) build $(if $(filter podman,$(ENGINE)),--format=docker) \
@@ -126,9 +126,9 @@ endif
 	$(say) '/dlscale in the container is $(CURDIR)'
 endif
 
-# Without a sandbox, which needs rights that root in a container lacks; the page is our own.
+# Chromium runs without its sandbox, which root in a container may not create; the page is trusted.
 .PHONY: example
-example: $(VENV)/.installed  ## make the page in docs/examples again, and its picture (needs chromium and a quiet machine)
+example: $(VENV)/.installed  ## renew the report in docs/examples and its picture (needs chromium and an idle machine)
 	@snakemake --profile none --workflow-profile local -- plan_cosmo_demo
 	@cp results/plans/cosmo_demo/report.html docs/examples/report.html
 	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1100,860 --virtual-time-budget=3000 \
@@ -140,16 +140,16 @@ bench: $(VENV)/.installed-dev  ## measure dlscale itself: loaders, steps, rungs,
 	@python bench/run.py $(ARGS)
 
 .PHONY: bench-noise
-bench-noise: $(VENV)/.installed-dev  ## test whether a report tells noise from a slow-down of 5 %: twenty tries, half of them on a busy machine
-	$(say) 'Measuring twenty times what is equal, and what is slower by 5 %'
+bench-noise: $(VENV)/.installed-dev  ## test whether a report distinguishes noise from a slow-down of 5 %: twenty plans, half of them on a busy machine
+	$(say) 'Measuring twenty plans, each with two equal runs and one that is 5 % slower'
 	@python -m bench.noise $(ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: $(VENV)/.installed-dev  ## check and measure what needs a GPU, eight minutes per call; see bench/gpu.py
+bench-gpu: $(VENV)/.installed-dev  ## run the checks and benchmarks that need a GPU, eight minutes per call; see bench/gpu.py
 	$(say) 'Running the checks and benchmarks of a GPU'
 	@python bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
 
-# What dlscale imports and a machine with PyTorch may lack. Few and small: they are carried there, for its --wheels.
+# Packages that dlscale imports and a machine with PyTorch may lack: few and small, to copy there for --wheels.
 GPU_PYTHON ?= 3.12
 GPU_WHEELS := nvtx safetensors pydantic pydantic-core annotated-types typing-inspection typing-extensions pyyaml h5py psutil nvidia-ml-py \
     scipy pandas python-dateutil six line-profiler
@@ -161,11 +161,11 @@ bench-gpu-wheels: $(VENV)/bin/python  ## collect wheels for bench-gpu on a machi
 	@python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
 	    --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	    --platform manylinux2014_x86_64 --dest $(VENV)/bench-gpu-wheels --requirement $(VENV)/bench-gpu-wheels.txt
-	$(say) 'There: python3 bench/gpu.py --json FILE --wheels FOLDER'
+	$(say) 'On that machine: python3 bench/gpu.py --json FILE --wheels FOLDER'
 
 # ---- development ---------------------------------------------------------------------------------
 
-# Side by side: a test uses one core. A later option of ARGS takes the place of these: -n 0, -m slow.
+# Tests run in parallel, each on one core. Options in ARGS override these: -n 0, -m slow.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 PYTEST := pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
@@ -176,11 +176,11 @@ test: $(VENV)/.installed-dev  ## test every feature once, in a few minutes
 
 SINCE ?= HEAD
 .PHONY: test-fast
-test-fast: $(VENV)/.installed-dev  ## run only those tests that import files changed since SINCE (HEAD)
+test-fast: $(VENV)/.installed-dev  ## run only the tests that import files changed since SINCE (default: HEAD)
 	@different=$$(git diff --name-only $(SINCE) -- && git ls-files --others --exclude-standard) || exit 2; \
 	[ -n "$$different" ] || { echo "Nothing differs from $(SINCE): no test to run"; exit 0; }; \
-	echo '==> Running the tests that a change reaches'; \
-	$(PYTEST) --changed=$(SINCE) -m 'not (slow or long or parallel or cluster or container)' $(ARGS) || [ $$? -eq 5 ] # none is reached
+	echo '==> Running the tests that import a changed file'; \
+	$(PYTEST) --changed=$(SINCE) -m 'not (slow or long or parallel or cluster or container)' $(ARGS) || [ $$? -eq 5 ] # 5: no test selected
 
 .PHONY: test-all
 test-all: $(VENV)/.installed-dev  ## run all tests that this machine can run
@@ -188,12 +188,12 @@ test-all: $(VENV)/.installed-dev  ## run all tests that this machine can run
 	@$(PYTEST) $(ARGS)
 
 .PHONY: test-long
-test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guides, new studies, the notebook, small benchmarks, whole trainings
+test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guides, new studies, the notebook, small benchmarks, full trainings
 	$(say) 'Running the long tests'
 	@$(PYTEST) -m long $(ARGS)
 
 .PHONY: test-mutations
-test-mutations: $(VENV)/.installed-dev  ## damage the files of every reader 250 times: each must be read, or end in a message
+test-mutations: $(VENV)/.installed-dev  ## damage the files of every reader 250 times: reading must succeed or end in a message
 	@$(PYTEST) -m long tests/test_mutations.py $(ARGS)
 
 .PHONY: test-code-mutations
@@ -201,7 +201,7 @@ test-code-mutations: $(VENV)/.installed-dev  ## make a hundred known mistakes in
 	@python -m tests.mutate_code $(ARGS)
 
 .PHONY: test-parallel
-test-parallel: $(VENV)/.installed-dev  ## compare every strategy on four and eight processes, and compiled, with one process
+test-parallel: $(VENV)/.installed-dev  ## compare every strategy with one process: on four and eight processes, and compiled
 	$(say) 'Testing strategies and meshes of up to eight processes'
 	@pytest -m parallel $(ARGS)
 
@@ -232,7 +232,7 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the i
 	@hadolint docker/Dockerfile
 	@shellcheck .ci/run tests/container/engine.sh tests/workflow/tour.sh
 	$(say) 'actionlint'
-	@if command -v actionlint >/dev/null; then actionlint; else echo 'not installed: left to CI'; fi
+	@if command -v actionlint >/dev/null; then actionlint; else echo 'not installed: only CI runs it'; fi
 
 .PHONY: format
 format: $(VENV)/.installed-dev  ## correct the style

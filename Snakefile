@@ -10,7 +10,7 @@ from snakemake.utils import min_version
 min_version("9.19")
 
 
-# Documents the software. Only `--sdm apptainer` would use it: which engine runs which image is the site's to say.
+# Documents the software; only `--sdm apptainer` would use it. The site sets the engine and the image of the stages.
 container: "docker://ghcr.io/dlscale/dlscale:cpu-0.1.0"
 
 
@@ -20,7 +20,7 @@ include: "rules/locks.smk"
 include: "rules/common.smk"
 
 
-# For `snakemake --lint` and whoever looks for it: rules/common.smk has read it, and names the line of a mistake.
+# For `snakemake --lint` and for readers. rules/common.smk has read this file, with messages that name the line.
 configfile: "config.yaml"
 
 
@@ -48,7 +48,7 @@ localrules:
     report_plan,
 
 
-# Compute nodes have no network.
+# Without a network on compute nodes, `fetch` runs here.
 if not SITE.scheduler or SITE.scheduler.acquire == "here":
 
     localrules:
@@ -76,7 +76,7 @@ for file in registry.rules():
     include: file
 
 
-# One target a dataset and one a plan (shipped ones too), one a study.
+# One target per dataset, per plan and per study, including the shipped ones.
 for name in CONFIG.workflow.datasets:
 
     rule:

@@ -1,7 +1,7 @@
-"""What a release needs that no tool does: one version, its notes, and distributions that lack nothing.
+"""Prepare a release: write the version into all files, check files and distributions, print the notes.
 
-python .ci/release.py version             write pyproject.toml's version wherever else it stands
-python .ci/release.py check [--tag TAG]   hold these places, the changelog, dist/ and the tag against it
+python .ci/release.py version             write pyproject.toml's version into all other files that have it
+python .ci/release.py check [--tag TAG]   compare these files, the changelog, dist/ and the tag with it
 python .ci/release.py notes               print the changelog's section of this version
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-#: Files that cannot ask for the version: what is before it, itself, and what is behind it.
+#: Files that repeat the version, with a pattern of three groups: text before it, the version, text after it.
 PLACES = {
     "CITATION.cff": r"(?m)(^version: )(.*)($)",
     "Snakefile": r"(dlscale:cpu-)(.*?)(\")",
@@ -25,12 +25,12 @@ PLACES = {
     "profiles/perlmutter/site.yaml": r"(?m)(^image: .*:gpu-)(.*)($)",
     "profiles/perlmutter/README.md": r"(`image: .*:gpu-)(.*?)(`)",
 }
-#: What git has and nobody who installs needs.
+#: Files in git that no distribution needs.
 OURS = re.compile(r"\.(ci|github)/|\.[^/]*$")
 
 
 def write() -> None:
-    """Write the version into all its places."""
+    """Write the version into all files of `PLACES`."""
     for name, pattern in PLACES.items():
         file = ROOT / name
         file.write_text(re.sub(pattern, rf"\g<1>{VERSION}\g<3>", file.read_text()))
@@ -44,18 +44,18 @@ def section() -> tuple[str, str]:
 
 
 def wrong(tag: str | None) -> Iterator[str]:
-    """Yield what is wrong with the version, a line each."""
+    """Yield one line per error in the version, the changelog or the tag."""
     for name, pattern in PLACES.items():
         there = [found[2] for found in re.finditer(pattern, (ROOT / name).read_text())]
         if set(there) != {VERSION}:
-            yield f"{name}: has version {', '.join(there) or 'nowhere'}, pyproject.toml {VERSION}: make version"
+            yield f"{name}: version {', '.join(there) or 'missing'}, expected {VERSION} (pyproject.toml): make version"
     date, text = section()
     if not text:
-        yield f"CHANGELOG.md: no section [{VERSION}] with a text"
+        yield f"CHANGELOG.md: section [{VERSION}] is missing or empty"
     if tag and tag != f"v{VERSION}":
         yield f"tag {tag}: expected v{VERSION}"
     if tag and not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
-        yield f"CHANGELOG.md: [{VERSION}] is «{date}»: expected the day of the release, as 2026-01-31"
+        yield f"CHANGELOG.md: [{VERSION}] has the date «{date}»: expected the day of the release, such as 2026-01-31"
 
 
 def incomplete() -> Iterator[str]:
@@ -74,10 +74,10 @@ def incomplete() -> Iterator[str]:
 
 
 def main() -> int:
-    """Do what is asked; return the exit status."""
+    """Run a command of this script, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("version", "check", "notes"))
-    parser.add_argument("--tag", help="of the release; without one the changelog need not have its day")
+    parser.add_argument("--tag", help="tag of the release (default: none; the changelog then needs no date)")
     args = parser.parse_args()
     if args.what == "version":
         write()
@@ -85,7 +85,7 @@ def main() -> int:
         print(section()[1])
     else:
         found = [*wrong(args.tag), *incomplete()]
-        print(*(found or [f"dlscale {VERSION}: its places, changelog and distributions agree"]), sep="\n")
+        print(*(found or [f"dlscale {VERSION}: files, changelog and distributions agree"]), sep="\n")
         return int(bool(found))
     return 0
 

@@ -1,8 +1,8 @@
-"""Write requirements-cpu.txt and requirements-gpu.txt: what of requirements.lock an image needs, with hashes.
+"""Write requirements-cpu.txt and requirements-gpu.txt: the packages of requirements.lock for each image, with hashes.
 
-`make lock` calls this after requirements.lock has been made, and nothing is resolved again: the lock says which package
-came in by which other, so that what only development needs can be left out. PyTorch and what brings its CUDA are not
-in these files; see the Dockerfile.
+`make lock` runs this script after it has written requirements.lock. Nothing is resolved again: the lock lists which
+packages require each package, so packages that only development needs are left out. PyTorch and its CUDA packages are
+not in these files; see the Dockerfile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-#: Not locked: the index (cpu) or the base image (gpu) decides on the build, and on the Triton that goes with it; numpy
-#: as well is left to that base, whose other packages are compiled against it.
+#: Packages that are not locked. The index (cpu) or the base image (gpu) decides on the build of PyTorch and its Triton.
+#: For gpu also numpy, since packages of the base image are compiled against its version.
 APART = {"cpu": {"torch", "triton"}, "gpu": {"torch", "triton", "numpy"}}
 EXTRAS = {"cpu": ["grib"], "gpu": ["dali", "grib"]}
 PYTHONS = ("cp311", "cp312")
@@ -30,13 +30,13 @@ PLATFORMS = re.compile(r"any|manylinux.*_(x86_64|aarch64)")
 
 
 def locked() -> dict[str, tuple[str, list[str]]]:
-    """Return of each package in requirements.lock its version and the packages that asked for it."""
+    """Return version and requiring packages of each package in requirements.lock."""
     entries = re.findall(r"^(\S+)==(\S+)  # via (.+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     return {canonicalize_name(name): (version, via.split(", ")) for name, version, via in entries}
 
 
 def needed(lock: dict[str, tuple[str, list[str]]], extras: list[str]) -> set[str]:
-    """Return the packages that dlscale with `extras` needs, however far down."""
+    """Return the packages that dlscale with `extras` needs, directly or indirectly."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     found: set[str] = set()
@@ -48,13 +48,13 @@ def needed(lock: dict[str, tuple[str, list[str]]], extras: list[str]) -> set[str
 
 
 def usable(tag: Tag) -> bool:
-    """Whether an image can use a wheel with this tag."""
+    """Return whether an image can use a wheel with this tag."""
     compiled = tag.interpreter in PYTHONS or tag.abi == "abi3"
     return bool(PLATFORMS.fullmatch(tag.platform)) and (compiled or tag.interpreter == "py3")
 
 
 def hashes(index: str, name: str, version: str) -> list[str]:
-    """Return the SHA-256 of the wheels of one version that an image can use, or else of its source."""
+    """Return the SHA-256 of all usable wheels of one version, or else of its source distribution."""
     with urllib.request.urlopen(f"{index.rstrip('/')}/{name}/", timeout=60) as page:
         links = re.findall(r'/([^/"#]+)#sha256=([0-9a-f]{64})"', page.read().decode())
     wheels, sources = set(), set()
@@ -69,7 +69,7 @@ def hashes(index: str, name: str, version: str) -> list[str]:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write both requirements files."""
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
     )
@@ -80,7 +80,7 @@ def main() -> None:
         with ThreadPoolExecutor(8) as pool:
             digests = list(pool.map(lambda name: hashes(index, name, lock[name][0]), names))
         apart = ", ".join(sorted(APART[target]))
-        lines = [f"# Written by `make lock` from requirements.lock: what the image {target} has, but for {apart}."]
+        lines = [f"# Written by `make lock` from requirements.lock: packages of the image {target} without {apart}."]
         for name, found in zip(names, digests, strict=True):
             entry = [f"{name}=={lock[name][0]}", *(f"--hash=sha256:{digest}" for digest in found)]
             lines.append(" \\\n    ".join(entry))

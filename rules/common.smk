@@ -1,4 +1,4 @@
-# The validated configuration. The logic of the rules is `dlscale.rules`: typed, and tested without Snakemake.
+# The validated configuration. The logic of the rules is in `dlscale.rules`: typed, and tested without Snakemake.
 import functools
 import json
 import os
@@ -26,35 +26,35 @@ from dlscale.rules.programs import Programs
 from dlscale.rules.runs import ALL_CORES, Runs
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
-#: What Snakemake's own report says of its figures and tables.
+#: Folder with the captions of figures and tables in Snakemake's own report.
 CAPTIONS = f"{ROOT}/report/captions"
 
 os.environ[CALLER] = callers_values()
 os.environ[SNAKEMAKES] = f"{os.environ.get(SNAKEMAKES, '')} {os.getpid()}"
-# For each `benchmark:`, Snakemake reads all memory maps of a job twice a second: up to 0.3 cores beside what is timed.
+# For each `benchmark:`, Snakemake reads all memory maps of a job twice a second: up to 0.3 cores during timed jobs.
 benchmark.BENCHMARK_INTERVAL_SHORT = 5.0  # s
 remember(Path(".snakemake/parsed.json"))
 
 
 def exactly(names):
-    """Return a regular expression of these names and no others; of none it matches nothing."""
+    """Return a regular expression that matches exactly these names; without names, it matches nothing."""
     return "|".join(names) or "(?!)"
 
 
 def layers():
-    """The user's configuration, each with its folder: config.yaml, then --configfile, then --config."""
+    """Return the layers of the user's configuration, with their folders: config.yaml, --configfile, --config."""
     settings = workflow.config_settings
     if urls.has_secret(settings.config) or redact.redact_programs(settings.config) != settings.config:
         raise UserError(
-            "--config: a secret, or an address with a login: everyone can read a command line, and Snakemake logs it; "
-            "write it into a file, and name that with --configfile"
+            "--config: a secret, or an address with a login: everyone can read a command line, and Snakemake logs it. "
+            "Write it to a file, and name the file with --configfile"
         )
     files = [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]
     return [*([read_yaml(file), str(Path(file).parent)] for file in files), [settings.config, "."]]
 
 
 def own_settings():
-    """Words of a call that give it this call's settings; files of settings are the last of them."""
+    """Return the words that give another call the settings of this one; configuration files come last."""
     settings = workflow.config_settings
     words = ["--replace-workflow-config"] if settings.replace_workflow_config else []
     if settings.config:
@@ -64,13 +64,13 @@ def own_settings():
 
 
 def refuse(message):
-    """Say what a user did wrong, and end. The message alone: Snakemake would add where the exception passed."""
+    """Print a user's error, and exit. An exception would make Snakemake add where it was raised."""
     print(message, file=sys.stderr)
     sys.exit(2)
 
 
 def say(finding):
-    """Print what was found, and end if nothing can be made of it; a job's own process leaves both to its stage."""
+    """Print a finding, and exit on FAIL. In a job's own process, its stage does both."""
     if not workflow.is_main_process:
         return
     if finding.status == "FAIL" and not REPORTING:
@@ -79,7 +79,7 @@ def say(finding):
 
 
 def rung_file(name, rung):
-    """The file that says which trials come to a rung of successive halving, once it is there."""
+    """Return the file with the trials of a rung of successive halving, once it exists."""
     return checkpoints.promote.get(plan=name, rung=rung).output[0]
 
 
@@ -90,7 +90,7 @@ def asked_targets():
     return [target for target in found if target]
 
 
-#: Names the file with the configuration of the call, for its jobs: files may be edited while they wait in a queue.
+#: Variable with the path of this call's configuration, for its jobs: files may be edited while jobs are queued.
 CALLED = "DLSCALE_CALLED"
 
 try:
@@ -100,7 +100,7 @@ try:
     else:
         BASE, LAYERS = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"), layers()
     AS_CALLED = json.dumps([BASE, LAYERS], default=str)
-    # The profile's site, and the layers over it; another `kind` replaces a section.
+    # The layers are merged over the profile's site; a section with another `kind` is replaced.
     CONFIG = resolve.load(functools.reduce(resolve.merge, [resolve.placed(*layer) for layer in LAYERS], BASE))
     urls.publish(CONFIG.secrets)
     ASKED = asked_targets()
@@ -112,7 +112,7 @@ except Exception as error:
 
 RESULTS = CONFIG.workflow.results
 PATHS = Results(RESULTS)
-#: The page of all targets.
+#: Path of the page of all targets.
 PAGE = f"{RESULTS}/{resolve.report_page(settings for settings, _ in LAYERS)}"
 CONFIG = resolve.with_title(CONFIG, (settings for settings, _ in LAYERS))
 STUDIES = studies(CONFIG)

@@ -1,8 +1,8 @@
-# The runs of a plan, for its tables and pages. Settings of runs and datasets are kept by the stages that make these.
+# The runs of a plan, for its tables and pages. Stages record the settings of their run or dataset themselves.
 
 
 rule configure_plan:
-    """Write which runs a plan consists of."""
+    """Write the list of a plan's runs."""
     output:
         PATHS.plan(),
     log:
@@ -13,6 +13,6 @@ rule configure_plan:
         stage=PLANS.configure_params,
         launch=COMMANDS.launch,
     message:
-        "Runs of plan {wildcards.plan}"
+        "List the runs of plan {wildcards.plan}"
     shell:
         "{params.launch:q} configure --settings {params.stage[settings]:q} --out {output:q} --log {log:q}"

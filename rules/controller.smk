@@ -1,22 +1,20 @@
-# What this workflow needs of Snakemake beyond what Snakemake offers publicly. All of it is here, each with its reason;
-# after an upgrade of Snakemake, look here first.
+# All uses of Snakemake beyond its public interface, with reasons. After an upgrade of Snakemake, look here first.
 #
-#   the name of the site     `workflow.resource_settings`: of a profile, default resources alone reach the processes that
+#   name of the site         `workflow.resource_settings`: of a profile, only default resources reach the processes that
 #                            Snakemake starts for its jobs.
-#   the plans asked for      `snakemake.cli.get_argument_parser`: the targets are not known before the rules are read, and a
-#                            run that the machine cannot do is refused before; so is a misspelt target.
-#   looking, or running      `workflow.execute`, `create_report` and others: Snakemake's parsed settings choose one of these
-#                            methods. Jobs of an earlier controller have to be waited for before Snakemake looks which
-#                            results are there. `onstart` comes after that, and `--unlock` or `--lint` must wait for
-#                            nothing.
-#   the end of a call        `workflow.execute`: a dry run calls no hook, nor does a call that finds all made.
-#   jobs that failed         `workflow.scheduler.failed`: each is named at the end, with its last word.
-#   whether it keeps going   `workflow.execution_settings`: then a broken dataset must not end the call.
-#   the files asked for      `workflow.dag`: the pages that show them are named at the end.
-#   jobs that would run      `workflow.dag.needrun_jobs`: their cost, and what they need.
-#   what they ask for        `job.resources`, `workflow._localrules`: a rule's message takes the place of its resources.
-#   no secret in a report    `workflow.configfiles`: files that hold whole addresses are not put into `--report`.
-#   why they would           `workflow.dag.reason`, `workflow.persistence`: said in words.
+#   requested plans          `snakemake.cli.get_argument_parser`: Snakemake knows the targets only after it has read the
+#                            rules. Misspelt targets, and runs that the machine cannot do, are refused before.
+#   dry run or not           `workflow.execute`, `create_report` and others: Snakemake's settings choose one of these
+#                            methods. The call must wait for jobs of an earlier controller before Snakemake checks which
+#                            results exist. `onstart` is too late for that, and `--unlock` or `--lint` must not wait.
+#   end of a call            `workflow.execute`: no hook is called after a dry run, or if all files are up to date.
+#   failed jobs              `workflow.scheduler.failed`: the end of a call lists them, with their last messages.
+#   --keep-going             `workflow.execution_settings`: with it, a broken dataset must not end the call.
+#   requested files          `workflow.dag`: the end of a call lists the pages that show them.
+#   jobs that would run      `workflow.dag.needrun_jobs`: their cost and requirements.
+#   requests of jobs         `job.resources`, `workflow._localrules`: Snakemake prints none if a rule has a message.
+#   secrets in a report      `workflow.configfiles`: files with logins in addresses are left out of `--report`.
+#   reasons of jobs          `workflow.dag.reason`, `workflow.persistence`: printed as sentences.
 import gc
 import os
 import signal
@@ -29,40 +27,40 @@ from dlscale.preflight.run import answer, in_turn
 from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
 
-gc.freeze()  # what is imported stays; to look for garbage among it took a fifth of a dry run
+gc.freeze()  # imported objects stay: searching them for garbage took a fifth of a dry run
 
 if workflow.is_main_process:
     interrupt.end_at_once("snakemake")
 else:
-    # Slurm warns all processes of a job of its time limit; this one leads to the training, which saves then.
+    # Slurm signals a job's time limit to all its processes. This one ignores it; the training saves a checkpoint.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-#: The command line of the call, without what its profile adds; a job of a scheduler is a call of its own.
+#: Command line of the call, without its profile's settings; None in the process of a job.
 COMMAND_LINE = get_argument_parser().parse_args(sys.argv[1:]) if workflow.is_main_process else None
 
 
 def site_name():
-    """The profile's site."""
+    """Return the site that the profile names."""
     resource = (workflow.resource_settings.default_resources or {}).get("site")
     text = getattr(resource, "raw", resource)
     return str(text).strip("'\"") if text else None
 
 
 def prepare(name, prepared):
-    """Call `prepared` before the method `name` of `workflow`, which Snakemake's parsed settings choose."""
+    """Call `prepared` before each call of the method `name` of `workflow`."""
     if workflow.is_main_process:
         setattr(workflow, name, in_turn(prepared, getattr(workflow, name)))
 
 
 def keeps_going():
-    """Whether a broken dataset fails in its own jobs only; a job's own process leaves it to its stage."""
+    """Return whether a broken dataset fails only in its own jobs; always true in a job's own process."""
     settings = workflow.execution_settings
     return not workflow.is_main_process or bool(settings and settings.keep_going)
 
 
 def asked_names():
-    """Return the targets of the command line: also those of options, which Snakemake adds to them."""
+    """Return the targets of the command line, including those of options, which Snakemake adds."""
     if not workflow.is_main_process:
         return []
     named = (COMMAND_LINE.targets, COMMAND_LINE.prioritize, COMMAND_LINE.forcerun, COMMAND_LINE.until)
@@ -70,34 +68,34 @@ def asked_names():
 
 
 def asked_files():
-    """The files that were asked for: by name, or as inputs of a target without files of its own."""
+    """Return the requested files: by name, or as inputs of a target without outputs."""
     return sorted(map(str, workflow.dag.derived_targetfiles))
 
 
 def jobs_to_run():
-    """The jobs that would run, target rules left out; by the time that it is asked a dry run has finished them."""
+    """Return the jobs that would run, without target rules; a dry run has marked them as finished."""
     return [job for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
 
 
 def requests_to_show():
-    """What each job that would be submitted asks for, and its rule and wildcards, where commands are printed."""
+    """Return resources, rule and wildcards of each job to submit, if commands are printed."""
     settings = workflow.output_settings
     if not settings.printshellcmds or settings.quiet:
         return []
     return [
         (dict(job.resources.items()), job.rule.name, job.wildcards)
         for job in jobs_to_run()
-        if job.rule.name not in workflow._localrules  # a dry run takes all jobs for local ones
+        if job.rule.name not in workflow._localrules  # a dry run treats all jobs as local
     ]
 
 
 def reasons_to_run():
-    """The same jobs with what Snakemake has against leaving them out."""
+    """Return the jobs that would run with Snakemake's reasons."""
     return [reason_to_run(job) for job in jobs_to_run()]
 
 
 def files_to_make():
-    """The files of the same jobs."""
+    """Return the output files of the jobs that would run."""
     return {str(file) for job in jobs_to_run() for file in job.output}
 
 
@@ -109,7 +107,7 @@ def reason_to_run(job):
     return why.Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
-        # Temporary files are gone as soon as they were used: whoever needs them again has the reason.
+        # Snakemake deletes temporary files after use: the reason is the job that needs them again.
         missing=[
             f"{file}/" if file.is_directory else str(file)
             for file in job.output  # in their order; Snakemake's reasons are a set
@@ -122,7 +120,7 @@ def reason_to_run(job):
         newer=sorted(reason.updated_input),
         inputs=bool(reason.input_changed),
         follows=bool(reason.updated_input_run),
-        # Snakemake forces what was cut short by itself (--rerun-incomplete).
+        # Snakemake itself forces interrupted jobs (--rerun-incomplete).
         forced=bool(reason.forced and asked),
         interrupted=bool(reason.forced and not asked),
         command=bool(reason.code_changed),
@@ -130,14 +128,14 @@ def reason_to_run(job):
 
 
 def failed_jobs():
-    """Rule, wildcards and log of each job that failed."""
+    """Return rule, wildcards and log of each job that failed."""
     jobs = workflow.scheduler.failed if workflow.scheduler is not None else ()
     alone = [each for job in jobs for each in (job.jobs if job.is_group() else [job])]
     return [(job.rule.name, dict(job.wildcards.items()), next(iter(job.log), "")) for job in alone]
 
 
 def have_the_last_word(looked, nothing):
-    """Have a call end with a word of ours: `looked` after a dry run, which returns its status; `nothing` if all was made."""
+    """End a dry run with `looked`, which returns the status, and a call without jobs with `nothing`."""
 
     def ended():
         if workflow.dryrun:

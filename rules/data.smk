@@ -2,7 +2,7 @@
 
 
 rule acquire:
-    """Make one raw file of what is at hand: simulate it, or read a folder or store of this machine."""
+    """Make one raw file without a network: simulate it, or read a folder or store of this machine."""
     output:
         PATHS.raw_file(),
     log:
@@ -119,7 +119,7 @@ rule preview:
         PATHS.log("preview", "{dataset}"),
     benchmark:
         PATHS.benchmark("preview", "{dataset}")
-    priority: 2  # before what is timed, for which it would wait: the first sight of the page
+    priority: 2  # before timed jobs, for which it would wait: first on the live page
     params:
         stage=DATASETS.preview_params,
         launch=COMMANDS.launch,

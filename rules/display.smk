@@ -1,16 +1,16 @@
-# What a call shows between and beside Snakemake's messages.
+# Messages of a call in addition to Snakemake's.
 from snakemake.logging import logger
 from snakemake_logger_plugin_dlscale import TOLD, LogHandler
 
 
 def tell(*lines):
-    """Show lines between those that Snakemake logs, whichever logger shows them."""
+    """Print lines through Snakemake's log, so that every logger shows them."""
     if lines:
         logger.info("\n".join(lines), extra={TOLD: True})
 
 
 def displays():
-    """Return the logger of our profiles, if it shows the progress of this call and not Snakemake's own messages."""
+    """Return dlscale's log handlers that show progress instead of Snakemake's own messages."""
     handlers = workflow.logger_manager.get_log_handlers()
     return [each for each in handlers if isinstance(each, LogHandler) and not each.is_verbose]
 

@@ -1,8 +1,8 @@
-# The image that the stages run in, where they run in containers.
+# The image of the stages' containers.
 
 
 rule image:
-    """Make the site's image usable: build or pull it, and migrate it for podman-hpc. The engine knows what is new."""
+    """Build or pull the site's image, and migrate it for podman-hpc. The engine skips what is up to date."""
     log:
         PATHS.log("image"),
     benchmark:

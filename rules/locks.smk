@@ -1,4 +1,4 @@
-# One call at a time changes results. What each method of Snakemake needs before it begins.
+# Locks, so that only one call at a time changes results, and preparations of Snakemake's methods.
 import os
 import signal
 import sys
@@ -14,7 +14,7 @@ HELD = []
 
 
 def be_the_only_writer(folder, what=""):
-    """Refuse to start where another call of Snakemake writes into `folder`; the lock is held until this one ends."""
+    """Exit if another call of Snakemake writes into `folder`; otherwise lock it until this call ends."""
     if workflow.is_main_process:
         lock = only_writer(Path(folder))
         try:
@@ -26,14 +26,14 @@ def be_the_only_writer(folder, what=""):
 
 
 def be_the_only_controller():
-    """Refuse to start beside another call in this folder, and wait for jobs that an earlier one left in the queue."""
+    """Exit if another call runs in this folder; wait for queued jobs of an earlier call."""
     be_the_only_writer(".snakemake", "Another call of snakemake is at work: ")
     if HELD:
-        # Jobs of a call that is alive are not left over from an earlier one.
+        # Only the main process has the lock. All queued jobs now belong to an earlier call.
         try:
             slurm.wait_for_left_running(os.getcwd())
         except KeyboardInterrupt:
-            refuse("Interrupted: nothing was begun, and the jobs of the earlier call go on.")
+            refuse("Interrupted: no job was started. Those of the earlier call continue.")
 
 
 def is_dry(executor_plugin=None, **_):
@@ -43,29 +43,29 @@ def is_dry(executor_plugin=None, **_):
 
 def lock_results(**named):
     """Refuse to change results while another call does; a dry run changes nothing."""
-    interrupt.raise_again(signal.SIGTERM, signal.SIGHUP)  # also of a lost terminal: Snakemake's lock must not stay
+    interrupt.raise_again(signal.SIGTERM, signal.SIGHUP)  # also for a lost terminal, so that Snakemake removes its lock
     if is_dry(**named) or HELD:
         return
     if SITE.scheduler:
         be_the_only_controller()
-    # Snakemake's own lock is of this folder; another checkout may have the same `results`.
+    # Snakemake locks this folder only; another checkout may use the same results folder.
     be_the_only_writer(RESULTS)
 
 
-#: Holds an entry when Snakemake's own report is being made: it shows what is there, and makes nothing.
+#: Not empty if the call makes Snakemake's own report, which only shows existing files.
 REPORTING = []
 
 
 def check_report(**_):
-    """Refuse `--report` before all is made that it shows: Snakemake names one file, without what to do."""
+    """Refuse `--report` if it would show missing files: Snakemake names only one, without a remedy."""
     REPORTING.append(True)
-    if CONFIG.secrets:  # it would show the files that the addresses stand in
+    if CONFIG.secrets:  # the report would show the files that contain the addresses
         workflow.configfiles.clear()
     shown = {f"plan {name}": PLANS.shown_files(name, f"plan_{name}" in asked_names()) for name in ASKED_PLANS}
     for name in [*PLANS.datasets(ASKED_PLANS), *ASKED_DATASETS]:
         shown[f"data {name}"] = [PATHS.preview(name)]
     if not ASKED:
-        shown["the page of all"] = [PAGE]
+        shown["the page of all targets"] = [PAGE]
     missing = {name: gone for name, files in shown.items() if (gone := [f for f in files if not Path(f).exists()])}
     if missing:
         file = next(iter(missing.values()))[0]
@@ -76,7 +76,7 @@ def check_report(**_):
 
 
 def prepare_methods():
-    """Have each method that changes results, or shows them, begin with what it needs."""
+    """Prepare the methods of Snakemake that change or show results."""
     for name in ("execute", "delete_output", "cleanup_metadata", "cleanup_shadow"):
         prepare(name, lock_results)
     for name in ("delete_output", "cleanup_metadata", "cleanup_shadow", "create_report", "unlock", "lint"):

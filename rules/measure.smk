@@ -1,5 +1,5 @@
 rule throughput:
-    """Measure a run's samples/s: IO alone, SYNTHETIC, FULL."""
+    """Measure a run's samples/s: loading, computing and training."""
     input:
         manifest=RUNS.manifest,
         data=RUNS.data_files,
@@ -14,7 +14,7 @@ rule throughput:
     benchmark:
         PATHS.benchmark("throughput", "{plan}", "{run}")
     priority: PLANS.sooner
-    # All cores of one machine, so that no other job disturbs what is timed.
+    # All cores of one machine, so that no other job disturbs the timing.
     threads: ALL_CORES
     resources:
         **COMMANDS.resources("throughput"),
@@ -35,7 +35,7 @@ rule throughput:
 
 
 rule profile:
-    """Profile some steps of a run. Its traces lie beside the files that are named here."""
+    """Profile some steps of a run. Traces are in the same folder as the outputs named here."""
     input:
         manifest=RUNS.manifest,
         data=RUNS.data_files,
@@ -48,7 +48,7 @@ rule profile:
     benchmark:
         PATHS.benchmark("profile", "{plan}", "{run}")
     priority: PLANS.sooner
-    # All cores of one machine, so that no other job disturbs what is timed.
+    # All cores of one machine, so that no other job disturbs the timing.
     threads: ALL_CORES
     resources:
         **COMMANDS.resources("profile"),
@@ -82,7 +82,7 @@ rule tune:
         PATHS.log("tune", "{plan}", "{run}"),
     benchmark:
         PATHS.benchmark("tune", "{plan}", "{run}")
-    # All cores of one machine, so that no other job disturbs what is timed.
+    # All cores of one machine, so that no other job disturbs the timing.
     threads: ALL_CORES
     resources:
         **COMMANDS.resources("tune"),

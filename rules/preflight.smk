@@ -1,4 +1,4 @@
-# Before and after the jobs: what they cost, whether the site is ready, what became of them.
+# Before the jobs: their cost, and checks of the site. After them: their results.
 import functools
 import os
 import time
@@ -13,7 +13,7 @@ STARTED = time.time() - progress.age()
 SOURCES = Path(".snakemake/sources")
 CALL = Call(CONTEXT, PLANS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
 
-# Once: jobs that Snakemake starts as processes of their own read this file, too.
+# Only in the main process: the processes that Snakemake starts for jobs read this file, too.
 if workflow.is_main_process:
     for plan in ASKED_PLANS:
         for run, lacking in CONFIG.left_out[plan].items():
@@ -21,7 +21,7 @@ if workflow.is_main_process:
 
 
 def remember_sources():
-    """Write down what the digests of sources stand for, with which jobs are recorded."""
+    """Save the table of source files behind each fingerprint that is recorded with jobs."""
     for job in workflow.dag.needrun_jobs():
         job.params
     why.remember(TABLES, SOURCES)
@@ -39,31 +39,31 @@ def keep_configuration():
 
 
 def show_end():
-    """Show, at the end of a call, what is gone, and where the pages are."""
+    """Print missing results, and the paths of the pages, at the end of a call."""
     tell(*CALL.lost())
     CALL.show_pages(map(Path, asked_files()))
 
 
 def tell_nothing():
-    """Tell that a call found all made, unless Snakemake's own message is shown."""
+    """Print that all files are up to date, unless Snakemake's own message is shown."""
     if displays() and not workflow.dag:
         tell("Nothing to be done: all files are there, and up to date.")
 
 
 def show_nothing():
-    """Show the end of a call that found all made."""
+    """Print the end of a call for which all files are up to date."""
     tell_nothing()
     show_end()
 
 
 def looked():
-    """Show what a dry run found; return its status. Or tell the process that asked."""
+    """Print the findings of a dry run, or send them to the process that asked; return the status."""
     reasons = why.found(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
     lost = CALL.lost(files_to_make())
     if answer({"reasons": reasons, "lost": lost}):
         return 0
     if workflow.persistence.locked:
-        tell("Another call is at work here: what it is making counts as not done.")
+        tell("Another call is at work here: the files that it is making count as missing.")
     tell_nothing()
     if reasons or lost:
         tell("", "Why:", *(f"  {line}" for line in [*reasons, *lost]))
@@ -79,7 +79,7 @@ prepare_methods()
 onstart:
     if workflow.non_local_exec and not SITE.scheduler:
         raise WorkflowError(
-            "Jobs are submitted, and no site says how; name one: --default-resources \"site='NAME'\""
+            "Jobs would be submitted, but no site is set. Name one: --default-resources \"site='NAME'\""
         )
     if line := why.replaced(reasons_to_run()):
         tell(line)
@@ -92,12 +92,12 @@ onstart:
     for display in displays():
         display.expect(CALL.expected(jobs_to_run()))
     for page in [file for file in asked_files() if Path(file).suffix == ".html"][:1]:
-        live = f"; until then, {live_page(page).name} beside it shows what is done" if CONTEXT.is_live else ""
+        live = f"; until then, {live_page(page).name} next to it shows the progress" if CONTEXT.is_live else ""
         tell(f"The page will be {Path(page).resolve()}{live}")
 
 
 onsuccess:
-    # What of this machine's cores was used is known if all jobs were its own.
+    # The use of cores is known only if all jobs ran as processes of this machine.
     cores = None if workflow.non_local_exec or SITE.engine != "none" else workflow.resource_settings.cores
     done = progress.jobs(Path(RESULTS), STARTED)
     tell(*progress.lines(done, STARTED, time.time(), cores, sum(os.times()[:4])))

@@ -1,5 +1,5 @@
 checkpoint promote:
-    """Choose the trials that come to the next rung of successive halving."""
+    """Choose the trials for the next rung of successive halving."""
     input:
         plan=PATHS.plan(),
         runs=PLANS.promote_inputs,

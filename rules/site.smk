@@ -1,4 +1,4 @@
-# Where and how the stages' commands run: the site's engine and starter, and the jobs on it.
+# The site: engine and starter of the stages' commands, and the objects that turn wildcards into jobs.
 try:
     SITE, REASONS = launcher.resolve(CONFIG.workflow.site)
     if SITE.engine != "none" and not SITE.image:
@@ -6,7 +6,7 @@ try:
         raise UserError(
             f"site.image: engine {SITE.engine} needs an image; name one, {built}, or set site.engine to none"
         )
-    # Before Snakemake asks for their resources, of which a mistake would be a traceback.
+    # Before Snakemake computes the jobs' resources: an error there would end in a traceback.
     for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if SITE.scheduler]:
         launcher.check(SITE, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")
 except UserError as error:
@@ -20,7 +20,7 @@ CONTEXT = Context(
     page=PAGE,
     call=["snakemake", *site_words(site_name()), *own_settings()],
     own_settings=own_settings(),
-    is_live=ASKED_PLANS is CONFIG.workflow.targets,  # none was named
+    is_live=ASKED_PLANS is CONFIG.workflow.targets,  # no target was named
     image=image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process),
     say=say,
     refuse=refuse,

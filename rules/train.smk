@@ -1,5 +1,5 @@
 rule train:
-    """Train one run. What a retry goes on from is no declared output, which would be deleted when a job fails."""
+    """Train one run. Checkpoints are not declared outputs: Snakemake would delete them if a job fails."""
     input:
         manifest=RUNS.manifest,
         data=RUNS.data_files,

@@ -341,4 +341,4 @@ def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> 
     assert one.links is not None and one.links.processes == 2 and other.links is None
     assert one.fingerprint == other.fingerprint, "both trainings accept each other's checkpoints"
     assert (tmp_path / "tested/model.pt").read_bytes() == (tmp_path / "untested/model.pt").read_bytes()
-    assert "self-test: 2 processes exchange right values; node: " in (tmp_path / "tested/train.log").read_text()
+    assert "self-test: 2 processes exchange correct values; node: " in (tmp_path / "tested/train.log").read_text()

@@ -90,7 +90,7 @@ def test_nobody_gets_into_a_run_on_one_node() -> None:
     [
         # The others' command without NODE_RANK: it would listen at the first one's address (here nobody's: RFC 5737).
         ("192.0.2.1", 0, 1, UserError, r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
-        ("127.0.0.1", 0, 1, PeerLost, r"not all of the run's 2 processes came to 127\.0\.0\.1"),
+        ("127.0.0.1", 0, 1, PeerLost, r"not all of the run's 2 processes connected to 127\.0\.0\.1"),
         # Rank 1 on a second node: what is written by node would be written twice.
         ("127.0.0.1", 1, 2, UserError, "process 1 is number 0 on its node, expected 1: .*mpirun --map-by ppr:2:node"),
     ],

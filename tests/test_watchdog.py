@@ -134,7 +134,7 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
     os.kill(victim, how)
     output = end_of(process, folder)
     survivor = (folder / ("train.log" if rank else "train.rank1.log")).read_text()
-    assert f"process {rank} on " in survivor and "This process ends with it" in output, survivor
+    assert f"process {rank} on " in survivor and "This process ends, too" in output, survivor
     assert (": stopped by a signal" in survivor) == (how == signal.SIGSTOP), survivor
     assert not Path(f"/proc/{victim}").exists()
 
@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     assert "HANGS" in said(folder)
     assert "all have waited for" in log and "s for process 1 on " in log and f"({where})" in log, log
     assert "process 0" not in log.split("all have waited")[1]
-    assert "This process ends with it" in output
+    assert "This process ends, too" in output
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: P
     process = begin_faulty(folder, era5_data, "data", 2, culprit, HOLDS="12", **{WATCHDOG: "silent=5:stuck=6"})
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output + said(folder)
-    assert "HANGS" in said(folder) and "no sign of life" not in said(folder)
+    assert "HANGS" in said(folder) and "no heartbeat" not in said(folder)
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_a_rank_that_holds_pythons_lock_for_good_is_named(tmp_path: Path, era5_d
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     limits = {WATCHDOG: "silent=5:stuck=12:between=12"}
     output = end_of(begin_faulty(folder, era5_data, "data", 400, culprit=0, HOLDS="3600", **limits), folder)
-    assert "no sign of life for 13 s of process 0 on" in output and "): it is there." in output, output
+    assert "no heartbeat for 13 s from process 0 on" in output and "): its process is running." in output, output
 
 
 @pytest.mark.long
@@ -236,7 +236,7 @@ try:
     with rendezvous.join(Geometry(gpus_per_node=2), "cpu"):
         pass
 except PeerLost as lost:
-    print("left behind:", dist.is_initialized(), "took up no connection in 1 s" in str(lost), flush=True)
+    print("left behind:", dist.is_initialized(), "accepted no connection in 1 s" in str(lost), flush=True)
 """
     )
     starter = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", str(program)]
@@ -267,7 +267,7 @@ sys.exit(cli.main(sys.argv[1:]))
     until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     output = end_of(process, folder)
-    assert "no sign of life for " in output and " of process 1 on" in output and "its process is gone" in output, output
+    assert "no heartbeat for " in output and " from process 1 on" in output and "its process is gone" in output, output
 
 
 # ---- limits ------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_the_verdict_on_silence() -> None:
         return GOES_ON | {"sees": {str(rank): state}}
 
     assert not verdict(sees(watchdog.STOPPED), GOES_ON, silent={1: 24})
-    stopped = "no sign of life for 26 s of process 1 on nid1 (backward): stopped by a signal"
+    stopped = "no heartbeat for 26 s from process 1 on nid1 (backward): stopped by a signal"
     assert verdict(sees(watchdog.STOPPED), GOES_ON, silent={1: 26}) == stopped
     assert "process is gone" in verdict(sees(watchdog.ENDED), GOES_ON, silent={1: 26})
     assert not verdict(GOES_ON, GOES_ON, silent={1: 40}), "nobody sees whether it is there"

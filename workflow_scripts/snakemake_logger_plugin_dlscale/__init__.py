@@ -1,10 +1,10 @@
-"""Snakemake's logger plugin of dlscale: what a call of the workflow shows on the terminal. Every profile names it.
+"""Snakemake logger plugin `dlscale`: the terminal output of a call of the workflow. Every profile uses it.
 
-A call shows its progress, warnings, and what the rules tell; a dry run also shows the number of jobs. With `-p`, `-q`,
+A call shows progress, warnings, and messages of the rules; a dry run also shows the number of jobs. With `-p`, `-q`,
 `--verbose` or `--debug-dag`, a call shows Snakemake's own messages instead of its progress. Snakemake's log file
 contains them in any case, with the commands only after `-p`.
 
-Snakemake imports every logger plugin at each start: modules of dlscale are imported when they are needed.
+Snakemake imports every logger plugin at each start: this one imports modules of dlscale only when it needs them.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 #: Attribute of the log records that the rules write.
 TOLD = "told_by_dlscale"
 
-#: Seconds between two looks at the jobs; where there is no terminal, least seconds between two lines.
+#: Seconds between two updates of the progress; without a terminal, least seconds between two lines.
 LOOK_EVERY, LINE_EVERY = 0.5, 20.0
-#: Least time between two lines as a share of the call's time so far: a call of a day has some hundred lines.
+#: Least time between two lines, as a fraction of the call's time so far: a call of a day prints some hundred lines.
 LINE_SHARE = 0.01
 
 
 class LogHandler(LogHandlerBase):
-    """Handler of all records of Snakemake's log; Snakemake calls `emit` in a thread of its own."""
+    """Handler of all records of Snakemake's log; Snakemake calls `emit` in a separate thread."""
 
     writes_to_stream = True
     writes_to_file = needs_rulegraph = False
-    has_filter = has_formatter = False  # those of Snakemake decide what its own messages are
+    has_filter = has_formatter = False  # Snakemake's own filter and formatter apply to its messages
 
     def __post_init__(self) -> None:
         from rich.console import Console
 
         settings = self.common_settings
         self.console = Console(stderr=True)
-        #: For Snakemake's own messages: of a dry run they are standard output.
+        #: Console for Snakemake's own messages: standard output in a dry run.
         self.snakemakes = Console(stderr=not settings.stdout)
         #: Whether Snakemake's own messages are shown.
         self.is_verbose = bool(settings.printshellcmds or settings.quiet or settings.verbose or settings.debug_dag)
@@ -80,10 +80,12 @@ class LogHandler(LogHandlerBase):
             self._failed.difference_update(record.jobs)
         if self.progress:
             self.progress.failed = len(self._failed)
-        # After Ctrl-C Snakemake takes jobs that saved and ended for failed ones.
+        # After Ctrl-C, Snakemake reports jobs that saved and ended as failed.
         if told or (not interrupt.seen and (self.is_verbose or self._is_wrong(record, event))):
             self._print(record, event, self.console if told else self.snakemakes)
-        elif event == LogEvent.JOB_ERROR and record.rule_msg and not interrupt.seen:  # of the executor, such as Slurm's
+        elif (
+            event == LogEvent.JOB_ERROR and record.rule_msg and not interrupt.seen
+        ):  # from the executor, such as Slurm's
             self._show(f"{record.rule_name}, job {record.jobid}: {record.rule_msg}", self.console, "red")
 
     def close(self) -> None:
@@ -98,7 +100,7 @@ class LogHandler(LogHandlerBase):
         if event == LogEvent.RUN_INFO:  # which a dry run repeats at its end
             first, self._counted = not self._counted, True
             return first and bool(self.common_settings.dryrun)
-        if event == LogEvent.ERROR:  # of a job that failed, and then of the call
+        if event == LogEvent.ERROR:  # for a job that failed, and then for the call
             return record.exception != "RuleException" and not self._failed
         if self._failed and record.module == "job_scheduler":
             return False  # "Exiting because a job execution failed"
@@ -117,10 +119,10 @@ class LogHandler(LogHandlerBase):
     def _show(self, text: str, console: Console, colour: str = "") -> None:
         try:
             console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
-        except (BrokenPipeError, SystemExit):  # which rich makes of it
+        except (BrokenPipeError, SystemExit):  # rich turns the first into the second
             if not self._ended.is_set():
                 self._ended.set()
-                os.kill(os.getpid(), signal.SIGINT)  # as of `... | head`: nothing goes on unseen
+                os.kill(os.getpid(), signal.SIGINT)  # end the call: its reader is gone, as after `... | head`
 
     def _watch(self, progress: CallProgress) -> None:
         """Draw the progress on a terminal twice a second, or print lines, until the call ends."""

@@ -1,7 +1,7 @@
-"""Run a container engine's client so that nothing is left behind: `python -m dlscale.launch.contain ENGINE ...`.
+"""Run a container engine's client, and leave nothing behind: `python -m dlscale.launch.contain ENGINE ...`.
 
-By the container's name signals reach it, its exit status is read, and it is removed. Where this process is killed, the
-container's standard input ends, and its stage with that (`hold_on`).
+This process forwards signals to the container, returns its exit status and removes it, by the container's name. If this
+process is killed, the container's standard input ends, and then the stage in it (`hold_on`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from types import FrameType
 from dlscale.core import urls
 from dlscale.core.process import VARIABLES
 
-#: Variables that are passed on by name, for each process has its own values (rank, size and place of meeting, devices,
-#: the job), or nobody shall read them in a command line.
+#: Environment variables that a container gets by name. Their values differ between processes (rank, rendezvous,
+#: devices, job), or must not appear on a command line (secrets).
 PASSED_ON = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
@@ -34,20 +34,20 @@ PASSED_ON = (
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-#: Seconds between asking a stage to end and killing it.
+#: Seconds between SIGTERM and SIGKILL.
 GRACE = 30
 
 
 def name() -> str:
-    """Return a container's name, unique among the user's on this node."""
+    """Return a container name that is unique among the user's on this node."""
     numbers = (os.environ.get(key, "") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
     job = [number for number in numbers if number.isdecimal()]
     return "-".join(["dlscale", socket.gethostname().split(".")[0], *job, str(os.getpid())])
 
 
 def main(command: list[str]) -> int:
-    """Run `command` (an engine and its words) to its end and return the container's exit status."""
-    if command[:1] == ["apptainer"]:  # no daemon, no name: it is a process like any other
+    """Run `command` (engine and arguments) to its end, and return the container's exit status."""
+    if command[:1] == ["apptainer"]:  # without daemon and names: this process becomes the container
         given = {word.partition("=")[0] for option, word in itertools.pairwise(command) if option == "--env"}
         passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ and key not in given}
         os.execvpe(command[0], command, {**os.environ, **passed})
@@ -57,7 +57,7 @@ def main(command: list[str]) -> int:
         return subprocess.run([engine, *words], capture_output=True, text=True, check=False, start_new_session=True)
 
     def deliver(word: str) -> None:
-        # It may be that the container is only about to start.
+        # Try again: the container may not have started yet.
         while client.poll() is None and ask("kill", "--signal", word, called).returncode:
             time.sleep(0.25)
 
@@ -66,12 +66,12 @@ def main(command: list[str]) -> int:
         if number == signal.SIGTERM and not killer.is_alive() and client.poll() is None:
             killer.start()
 
-    # What ignores it is gone before whoever asked kills this process.
+    # A stage that ignores SIGTERM is killed before the sender of SIGTERM kills this process.
     killer = threading.Timer(GRACE - 5, deliver, ["KILL"])
     killer.daemon = True
     for number in FORWARDED:
         signal.signal(number, forward)
-    # In a session of its own, so that Ctrl-C, which goes to all of a terminal's processes, reaches it once.
+    # In a new session: Ctrl-C goes to all processes of a terminal, and must reach the container only once.
     client = subprocess.Popen(
         [engine, command[1], "--name", called, "--sig-proxy=false", *command[2:]],
         stdin=subprocess.PIPE,
@@ -79,10 +79,10 @@ def main(command: list[str]) -> int:
     )
     try:
         status = client.wait()
-        if status in (125, 126, 127):  # the engine's own: it failed; the command cannot be run; there is none
-            remedy = "is the image here, and are GPUs set up for containers (site.gpu: false leaves them out)?"
+        if status in (125, 126, 127):  # of the engine: it failed, or the command is not executable, or not found
+            remedy = "check the image, and the set-up of GPUs for containers (site.gpu: false leaves GPUs out)"
             print(f"{engine} did not start the container (status {status}); {remedy}", file=sys.stderr)
-        if status < 0:  # the client was killed; the container goes on
+        if status < 0:  # the client was killed; the container continues
             waited = ask("wait", called).stdout.strip()
             status = int(waited) if waited.isdecimal() else 128 - status
         return status
@@ -93,14 +93,14 @@ def main(command: list[str]) -> int:
             with contextlib.suppress(OSError):
                 client.stdin.close()
         end = time.monotonic() + GRACE
-        ask("rm", "--force", called)  # it refuses while --rm is at it, and may be ended half-way
+        ask("rm", "--force", called)  # fails while --rm removes the container, and may be interrupted: try again
         while ask("ps", "--all", "--quiet", "--filter", f"name=^{called}$").stdout.strip() and time.monotonic() < end:
             time.sleep(0.25)
             ask("rm", "--force", called)
 
 
 def hold_on() -> None:
-    """End this process when its standard input ends: in a container, its holder is gone then."""
+    """End this process when its standard input ends: then the process that started its container is gone."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Stage `image`: build, pull and migrate the image that stages run in; and identify it."""
+"""Stage `image`: build, pull, migrate and identify the image that stages run in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dlscale.launch.launcher import LOCAL
 
 
 def identity(engine: str, image: str) -> str | None:
-    """Return the digest of an image's content; None where the image is not here.
+    """Return the digest of an image's content, or None if the image is not here.
 
-    For podman and docker it is that of the image's configuration, for Shifter the gateway's identifier, for Apptainer
-    the SHA-256 of the file.
+    For podman and docker it is the digest of the image's configuration, for Shifter the gateway's identifier, for
+    Apptainer the SHA-256 of the file.
     """
     if engine == "none" or not image:
         return None
@@ -31,7 +31,10 @@ def identity(engine: str, image: str) -> str | None:
 
 
 def inherited(engine: str, image: str, first: bool) -> str:
-    """Return the image's identity, which the first process of a workflow finds and passes on; "" if there is none."""
+    """Return the image's identity, or "" if the image is not here.
+
+    The first process of a workflow determines it, and passes it on to the processes of jobs.
+    """
     told = Image.read()
     if not first and told and (told.engine, told.name) == (engine, image):
         return told.identity
@@ -54,21 +57,21 @@ def main(args: argparse.Namespace) -> None:
         _run(["shifterimg", "pull", image])
     elif image.startswith(LOCAL):
         if not Path("docker/Dockerfile").is_file():
-            remedy = "build it in a checkout of dlscale, or name in site.image one that is published"
-            raise UserError(f"{image}: docker/Dockerfile, which it is built from, is not here; {remedy}")
+            remedy = "build the image in a checkout of dlscale, or set site.image to a published one"
+            raise UserError(f"{image}: docker/Dockerfile, from which it is built, is not here; {remedy}")
         words = [engine, "build", "--file=docker/Dockerfile", f"--target={args.target}", f"--tag={image}"]
         if engine != "docker":
-            words += ["--format=docker", "--network=host"]  # OCI's own form has no place for HEALTHCHECK
+            words += ["--format=docker", "--network=host"]  # the OCI format does not support HEALTHCHECK
         _run([*words, *(f"--build-arg={item}" for item in args.build_arg), "."])
     else:
         _run([engine, "pull", image])
-    if engine == "podman-hpc":  # compute nodes see the image once it is migrated, which reports no failure
+    if engine == "podman-hpc":  # compute nodes only see migrated images; `migrate` reports no failures
         _run([engine, "migrate", image])
         if not migrated(image):
             raise UserError(f"{image}: podman-hpc images does not list it as migrated (R/O); see the log")
     here = identity(engine, image)
     if here is None:
-        raise UserError(f"{image}: {engine} does not have this image now; see above what it said")
+        raise UserError(f"{image}: {engine} does not have this image after the build or pull; see its output above")
     logging.info("%s: %s", image, here)
 
 
@@ -83,6 +86,8 @@ def _run(words: list[str]) -> None:
     try:
         status = subprocess.run(words, check=False).returncode
     except FileNotFoundError:
-        raise UserError(f"{words[0]}: no such command here; install it, or set site.engine to one that is") from None
+        raise UserError(
+            f"{words[0]}: no such command here; install it, or set site.engine to an installed engine"
+        ) from None
     if status:
-        raise UserError(f"{' '.join(words[:2])} failed with status {status}; the log has what it said")
+        raise UserError(f"{' '.join(words[:2])} failed with status {status}; see its output in the log")

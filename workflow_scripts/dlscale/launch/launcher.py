@@ -1,4 +1,4 @@
-"""A stage's command as processes: container engine x process starter, in one pure function."""
+"""Build the command that starts a stage, from container engine and process starter, without side effects."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
-#: Python in an image, which imports nothing from the working folder (-P): anybody may have put a file there.
+#: Python in an image. With -P it imports nothing from the working folder, which may contain any file.
 PYTHON = ["python", "-P", "-m", "dlscale"]
 
-#: Python of this process. A caller's PATH may have another `python`, and stays as it is.
+#: Python of this process; the caller's PATH may have another `python`.
 PYTHON_HERE = [sys.executable, *PYTHON[1:]]
 
-#: Beginning of the names of images that are built here.
+#: Prefix of the names of images that are built here.
 LOCAL = "localhost/"
 
-#: Module that starts the ranks of a node, or a command that starts them.
+#: Arguments of Python that start the ranks of a node, or a command such as mpirun.
 RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
-#: Supervisor of the engine's client.
+#: Command that supervises the engine's client.
 SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Folders and owner that a container takes over; paths are absolute, and the same inside."""
+    """Folders that a container mounts, and the owner of its files; paths are absolute, and equal inside."""
 
     folder: str  #: Working folder.
-    sources: str  #: Folder of the package `dlscale`, whose code runs in place of the image's.
-    uid: int  #: Owner of what is written.
-    gid: int  #: Its group.
+    sources: str  #: Folder that contains the package `dlscale`; its code runs instead of the image's.
+    uid: int  #: User ID of written files.
+    gid: int  #: Group ID of written files.
     data: tuple[str, ...] = ()  #: Further folders or files that the stage reads.
     results: str | None = None  #: Folder that the stage writes to, if it is outside of `folder`.
 
 
 def sources(site: Site) -> Path:
-    """Return a folder that has the package in it, and nothing else that Python could import in a container."""
+    """Return a folder that contains the package, and nothing else that a container's Python could import."""
     if CHECKOUT or site.engine == "none":
         return ROOT.parent
     link = Path(".snakemake/package").absolute() / ROOT.name
@@ -61,11 +61,11 @@ def sources(site: Site) -> Path:
 
 
 def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:
-    """Return the words that start `dlscale`, once or with a process for each device; the stage's own follow.
+    """Return the command that starts `dlscale`, once or with a process per device, without the stage's arguments.
 
-    `site` is resolved; a stage that needs no device has no geometry.
+    `site` must be resolved. Stages that need no device have no geometry.
     """
-    # On whole nodes local rank i takes the i-th GPU of the site's order; of a part only the scheduler knows the GPUs.
+    # On full nodes, local rank i takes the i-th GPU of the site's order. On part of one, the scheduler selects GPUs.
     whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
     ordered = whole and bool(site.gpu)
     site = _told(site, geometry, ordered)
@@ -75,12 +75,12 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
         return [*container, *python]
     if site.starter == "srun":  # one container, or one bare process, for each task
         srun = _srun(site, geometry)
-        if ordered:  # task i on the i-th share of the CPUs, not dealt out to sockets; every task sees all GPUs
+        if ordered:  # task i gets the i-th block of CPUs, not spread over sockets; every task sees all GPUs
             srun += ["--distribution=block:block", "--cpu-bind=cores", "--gpu-bind=none"]
         return [*srun, "--kill-on-bad-exit=1", *container, *python]
     if site.starter == "mpirun":
         return [*_mpirun(site, geometry), *container, *python]
-    # It ends all processes when one fails. What follows its own words is Python's.
+    # RANKS ends all processes when one fails. The words after its options are arguments of Python.
     several = geometry.nodes > 1
     start = _filled(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
@@ -89,14 +89,14 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
 
 
 def _python(site: Site) -> list[str]:
-    """Return the words of dlscale where the site's stages run."""
+    """Return the command `dlscale` of the site's stages: in the image, or here."""
     return PYTHON_HERE if site.engine == "none" else PYTHON
 
 
-#: Starter of a program's processes on one node, by the program's own PyTorch.
+#: Command that starts an external program's processes on one node, with the program's own PyTorch.
 TORCHRUN = ["torchrun", "--standalone", "--no-python"]
 
-#: What torchrun tells its processes, as a task of srun or mpirun.
+#: Shell command that sets torchrun's variables in a task of srun or mpirun, and runs the program.
 RANKED = (
     " ".join(
         [
@@ -110,10 +110,11 @@ RANKED = (
     + '; exec "$@"'
 )
 
-#: Stands for the program's working folder in the words before its command.
+#: Placeholder for the external program's working folder in the words before its command.
 FOLDER = "{folder}"
 
-#: In a program's container: its steps are seen, whatever PYTHONPATH the image sets; it ends when its holder is gone.
+#: Shell script in an external program's container: adds the hook to PYTHONPATH, and ends the program when standard
+#: input ends.
 HELD = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
 exec 3<&0 </dev/null
 ((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&3 3<&- &)
@@ -121,16 +122,16 @@ exec "$@" 3<&-"""
 
 
 def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[str]]:
-    """Return the words that start `dlscale`, once, and those that it puts before the command of a run's program.
+    """Return the command of an external program's stage, and the words before the program's own command.
 
-    The stage runs where others do, and the program beside it. It is outside of a container where the program has an
-    image of its own, or where `srun` or `mpirun` start it.
+    Stage and program run in the same container, if any. The stage runs outside of one if the program has its own image,
+    or if `srun`, `mpirun` or a command for several nodes starts the program.
     """
     program, geometry = run.program, run.geometry
     assert program is not None
     several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
     site = _told(site, geometry, ordered=False)
-    if site.engine not in ("none", "shifter"):  # programs write where they are
+    if site.engine not in ("none", "shifter"):  # external programs write into their own folder
         own = outside([program.folder], place.folder, *filter(None, [place.results]))
         site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
     container = list[str]()
@@ -158,7 +159,7 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
 
 
 def _srun(site: Site, geometry: Geometry) -> list[str]:
-    # The geometry is said again: inside of a job the workflow's executor hides the job's own from srun.
+    # srun needs the geometry again: inside of a job, the workflow's executor hides the job's own.
     srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
     if site.scheduler:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}")
@@ -171,12 +172,12 @@ def _mpirun(site: Site, geometry: Geometry) -> list[str]:
 
 
 def _meet(geometry: Geometry) -> list[str]:
-    """Return the words that tell ranks where they meet, in which `dlscale.launch.ranks` puts the numbers."""
+    """Return the words that set where ranks meet; `dlscale.launch.ranks` fills in host and port."""
     return ["env", f"MASTER_ADDR={'{host}' if geometry.nodes > 1 else '127.0.0.1'}", "MASTER_PORT={port}"]
 
 
 def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
-    """Return the site with the variables for its stages, and with the folders that these name."""
+    """Return the site with the environment of its stages, and with mounts of the folders named there."""
     environment, mounts = dict[str, str](), dict[str, str]()
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
@@ -186,19 +187,19 @@ def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
     environment |= site.environment
     if ordered:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.gpu_order or []))
-    if site.packages:  # the command line adds them: dlscale.cli.main
+    if site.packages:  # dlscale.cli.main adds this folder to Python's path
         environment["DLSCALE_PACKAGES"] = mounts[site.packages] = site.packages
     return site.model_copy(update={"environment": environment, "mounts": {**mounts, **site.mounts}})
 
 
 def device(site: Site) -> str:
-    """Return the `--device` of runs: `cuda` where the site says that there are GPUs."""
+    """Return the option `--device` of runs: `cuda` if the site has GPUs, else `auto`."""
     there = site.scheduler is not None and site.scheduler.gpu_nodes.gpus > 0
     return "cuda" if (there if site.gpu is None else site.gpu) else "auto"
 
 
 def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
-    """Return a site's words with the numbers of a geometry put in."""
+    """Replace placeholders such as {ranks} in a site's words by the numbers of a geometry."""
     numbers = {
         "{ranks}": geometry.world_size,
         "{ranks_per_node}": geometry.gpus_per_node,
@@ -208,22 +209,22 @@ def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
 
 
 def check(site: Site, geometry: Geometry, where: str = "") -> None:
-    """Refuse a geometry that the site cannot hold or start; `where` begins its key."""
-    if site.starter != "mpirun" and not site.rendezvous:  # which sites without a scheduler have
+    """Raise `UserError` for a geometry that the site cannot run; `where` is the prefix of its key."""
+    if site.starter != "mpirun" and not site.rendezvous:  # both only without a scheduler
         slurm.check(site.scheduler, geometry, where)
 
 
 def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None) -> list[str]:
-    """Return the words that put a process into a container, or give a bare one the site's environment.
+    """Return the words that start a process in a container, or without one, in the site's environment.
 
-    With a program the container is that of its command.
+    `program` is the external program that the container runs, if any.
     """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":
         return ["env", *(f"{name}={value}" for name, value in site.environment.items())] if site.environment else []
     environment = {
         **({} if program else {"PYTHONPATH": place.sources}),
-        "PYTHONNOUSERSITE": "1",  # home may be mounted, with packages for another Python
+        "PYTHONNOUSERSITE": "1",  # a mounted home folder may have packages for another Python
         "HOME": "/tmp",
         **site.environment,
     }
@@ -231,7 +232,7 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
     here = FOLDER if program else place.folder
     held = ["sh", "-c", HELD, f"{place.sources}/{ROOT.name}/extensions/programs/hook"] if program else []
     if site.engine == "shifter":
-        # It sees the site's file systems and the whole environment as they are.
+        # A Shifter container sees the site's file systems, and the environment, unchanged.
         return [
             "shifter",
             f"--image={image}",
@@ -243,7 +244,7 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
     for path in place.data:
         _check_mount(path, site)
     if site.engine == "apptainer":
-        # It mounts them in this order: data may be in a folder above the working folder, which they would hide.
+        # Apptainer mounts in this order: data in a parent of the working folder would hide that.
         binds = [f"{path}:{path}:ro" for path in place.data]
         binds += [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
         return [
@@ -256,14 +257,14 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
         ]
     return [
         *(*SUPERVISOR, site.engine, "run", "--rm", "--init"),
-        "--interactive",  # its standard input ends when whoever started it does; see `contain`
+        "--interactive",  # standard input ends with the process that started the container; see `contain`
         "--network=host",
         "--ipc=host",  # loaders and NCCL share memory, the latter between containers
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
         *_engine_options(site, place, gpu),
         *(f"--volume={source}:{target}" for source, target in {**folders, **site.mounts}.items()),
-        # Docker and podman refuse what is mounted twice.
+        # Docker and podman refuse to mount a path twice.
         *(f"--volume={path}:{path}:ro" for path in place.data if site.mounts.get(path) != path),
         f"--workdir={here}",
         *(f"--env={name}={value}" for name, value in environment.items()),
@@ -280,20 +281,20 @@ def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
     if site.engine == "docker":
         return ["--pull=never", "--no-healthcheck", owner, *(["--gpus=all"] if gpu else [])]
     if site.engine == "podman":
-        # Without root, the user's own number has to be asked for, or files would belong to a subordinate one.
+        # Rootless podman has to keep the user's ID, or files would belong to a subordinate ID.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    # podman-hpc runs without root, and root inside is the user: the image's own user would be nobody outside.
-    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # of GPU nodes
+    # podman-hpc is rootless: root inside is the user outside; the image's own user would have no match outside.
+    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # for GPU nodes
     return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 
 
-#: Engines in the order of `auto`: those made for clusters first.
+#: Engines in the order in which `auto` tries them: engines for clusters first.
 ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "docker")
 
 
 def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
-    """Return the site with `auto` and open choices resolved, and the reasons; `folder` replaces PATH."""
+    """Return the site with `auto` and unset values resolved, and the reasons; `folder` replaces PATH."""
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.packages and not Path(site.packages).is_dir():
@@ -301,7 +302,7 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
     if site.engine == "auto":
         troubles = {engine: _trouble(engine, site.image, folder) for engine in ENGINES} if site.image else {}
         engine = chosen["engine"] = next((name for name, trouble in troubles.items() if trouble is None), "none")
-        why = "it is here"
+        why = "it works here"
         if engine == "none":
             broken = [f"{name} ({trouble})" for name, trouble in troubles.items() if trouble != "absent"]
             none = f"no engine is installed{' but ' * bool(broken)}{', '.join(broken)}"
@@ -321,7 +322,7 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
         return "absent"
     if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
         return f"not for image {image}"
-    # A client without its daemon is common, and podman-hpc without a USER or its tools.
+    # Docker without its daemon is common, and podman-hpc without USER or its tools.
     if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):
         return f"{engine} {' '.join(question)} fails" if answer([command, *question], 30) is None else None
     return None
@@ -333,7 +334,7 @@ def packages(site: Site) -> list[str]:
 
 
 def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]:
-    """Return the absolute folders of `paths`, and of all links on their way, that are not within `inside`."""
+    """Return the absolute folders of `paths`, and of all links in them, that are not within `inside`."""
     seen = [form for folder in inside for form in (Path(folder), Path(folder).resolve())]
     places = [place for path in paths for place in _chain(Path(path).absolute())]
     unseen = [place for place in places if not any(place.is_relative_to(folder) for folder in seen)]
@@ -341,9 +342,9 @@ def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]
 
 
 def _chain(path: Path) -> list[Path]:
-    """Return a path, and its forms as each link in it is followed."""
+    """Return a path, and its form after each symbolic link in it was followed."""
     chain = [path]
-    for _ in range(40):  # as many as Linux follows
+    for _ in range(40):  # Linux follows at most 40 links
         link = next((part for part in [*reversed(chain[-1].parents), chain[-1]] if part.is_symlink()), None)
         if link is None:
             break
@@ -353,9 +354,9 @@ def _chain(path: Path) -> list[Path]:
 
 
 def check_names(paths: Iterable[str], site: Site) -> None:
-    """Refuse paths that an engine, or the executor that submits jobs, cannot carry."""
+    """Raise `UserError` for paths that the engine or the Slurm executor cannot handle."""
     for path in paths:
-        # It puts the command between double quotes, in which a shell still reads these.
+        # The executor puts the command in double quotes, where a shell still interprets these characters.
         if site.scheduler and (bad := re.search(r'[$`"\\\n]', path)):
             raise UserError(f"{path}: Slurm jobs cannot be submitted from a path with {bad[0]!r}; use another name")
         if site.engine != "none":

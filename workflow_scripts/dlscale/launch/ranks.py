@@ -1,7 +1,8 @@
 """Start the ranks of a run: `python -P -m dlscale.launch.ranks --nproc-per-node=4 -m dlscale train ...`.
 
-The options, each with `=`, are those of PyTorch's torchrun, but no port is opened: ranks of one node meet in their
-user's folder, those of several at `--rdzv-endpoint`. Without options the words start ranks themselves, as mpirun's do.
+The options have the names of PyTorch's torchrun, and need an `=`. Ranks of one node meet in a private temporary folder,
+so that no port is opened; ranks of several nodes meet at `--rdzv-endpoint`. Without options, the words are a command
+that starts the ranks itself, such as mpirun.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from dlscale.launch.contain import FORWARDED, GRACE
 
 
 def main(words: Sequence[str]) -> int:
-    """Run all ranks to their end and return the exit status of the first that failed, as shells count signals.
+    """Run all ranks to their end, and return the exit status of the first that failed.
 
-    The others are then asked to end, and killed 30 s later. `NODE_RANK`, else what started this process, numbers the
-    node.
+    A signal counts as 128 plus its number, as in shells. After a failure, the other ranks get SIGTERM, and SIGKILL 30 s
+    later. The node's number is `NODE_RANK`, or else the rank that srun or mpirun gave this process.
     """
     parser = argparse.ArgumentParser(prog="dlscale.launch.ranks")
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     given = list(itertools.takewhile(lambda word: word.startswith("--"), words))
-    python = words[len(given) :]  # no `--` before them: podman-hpc leaves that word out of what it passes on
+    python = words[len(given) :]  # no `--` before them: podman-hpc drops that word
     if not given:
         return become(python)
     args = parser.parse_args(given)
@@ -53,7 +54,7 @@ def main(words: Sequence[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, send)
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until all are there to hear it
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until all ranks exist, so that each gets the signal
     with tempfile.TemporaryDirectory(prefix="dlscale-") as folder:  # of mode 0700
         if args.nnodes > 1:
             host, _, port = args.rdzv_endpoint.rpartition(":")
@@ -70,7 +71,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _begin(parent: int) -> None:
-    """Let signals in, and have the kernel ask this process to end when its parent is killed."""
+    """Unblock signals, and let the kernel send SIGTERM to this process when its parent is killed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     machine.with_parent(parent, signal.SIGTERM)
 
@@ -87,15 +88,15 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], No
             return status
         for process in running if time.monotonic() > end else ():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+                os.killpg(process.pid, signal.SIGKILL)  # and all processes that it started
         time.sleep(0.1)
 
 
 def become(words: Sequence[str]) -> int:
-    """Become a command that starts ranks, such as mpirun.
+    """Replace this process by a command that starts ranks, such as mpirun.
 
-    Where it sets MASTER_ADDR and MASTER_PORT, `{host}` becomes this node, which has rank 0, and `{port}` a port that
-    differs from those of other runs on this machine.
+    In its words MASTER_ADDR=… and MASTER_PORT=…, `{host}` becomes this node, which has rank 0, and `{port}` a port that
+    differs between runs on this machine.
     """
     host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)
     if not shutil.which(words[0]):

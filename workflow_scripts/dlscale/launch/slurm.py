@@ -1,4 +1,4 @@
-"""Slurm requests of stages, from their geometry and the site; and the jobs in the queue."""
+"""Slurm requests of stages, from their geometry and the site, and jobs in the queue."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dlscale.core.machine import answer
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 
-#: Numbers and words by the executor's names of resources.
+#: Values of a request, by the Slurm executor's names of resources.
 Request = dict[str, Any]
 
-#: Option of sbatch for each resource of a request, in the order in which they are shown.
+#: Option of sbatch for each resource of a request, in the printed order.
 WORDS = {
     **{"slurm_account": "--account", "slurm_partition": "--partition", "qos": "--qos", "constraint": "--constraint"},
     **{"nodes": "--nodes", "tasks": "--ntasks", "tasks_per_node": "--ntasks-per-node"},
@@ -40,8 +40,8 @@ def request(
 ) -> Request:
     """Return a job's resources, by the names of the workflow's Slurm executor.
 
-    `geometry` is a run's; None for a stage on part of a CPU node. `minutes` is the estimated time limit (None: the
-    site's), cut to the queue's. `processes` are nodes and processes of each, if not one a device.
+    `geometry` is the run's geometry; None for a stage on part of a CPU node. `minutes` is the estimated time limit
+    (None: the site's), cut to the queue's. `processes` is the geometry of the processes, if not one per device.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1}
@@ -57,9 +57,9 @@ def request(
         if nodes.gpus:
             wanted["gres"] = f"{nodes.gres}:{geometry.gpus_per_node}"
         if processes.world_size > 1:
-            # The executor then leaves starting the tasks to the command, which begins with srun.
+            # Then the executor does not start the tasks: the command does, with srun.
             wanted |= {"mpi": "srun", "tasks_per_node": processes.gpus_per_node}
-    # 0 is no --mem at all, where the executor would ask for 1 GB: memory then goes with the part of the node.
+    # 0 means no --mem: memory then follows the part of the node. Without a value, the executor requests 1 GB.
     share = int((nodes.memory_mb or 0) * part(scheduler, geometry, qos, wanted))
     wanted["mem_mb"] = (geometry and geometry.memory_mb) or share
     limit = scheduler.qos.get(qos or "", Qos()).max_minutes
@@ -69,23 +69,23 @@ def request(
     wanted |= {key: value for key, value in named.items() if value}
     extra = []
     if wanted.get("tasks_per_node") == 1:
-        # The executor refuses one task a node, and multiplies tasks by GPUs where it sees that there are any.
+        # The executor refuses one task per node, and multiplies tasks by GPUs if `gres` requests any.
         wanted["tasks"] = wanted["nodes"] * wanted.pop("tasks_per_node")
         extra += [f"--gpus-per-node={wanted.pop('gres').removeprefix('gpu:')}"] if "gres" in wanted else []
     if job in STAGES and STAGES[job].warned:
-        # To every process of the job's steps, not to the batch shell (B:), which would die of it.
+        # The signal goes to all processes of the job's steps, not to the batch shell (B:), which it would end.
         extra.append(f"--signal=USR2@{scheduler.warning_seconds}")
     return {**wanted, "slurm_extra": " ".join(extra)} if extra else wanted
 
 
 def words(asked: Mapping[str, Any]) -> str:
     """Return a job's resources as options of sbatch, quoted for a shell."""
-    told = [f"{word}={asked[name]}" for name, word in WORDS.items() if asked.get(name)]  # --mem 0 is not said
+    told = [f"{word}={asked[name]}" for name, word in WORDS.items() if asked.get(name)]  # 0 stands for no --mem
     return " ".join([shlex.join(told), *filter(None, [asked.get("slurm_extra")])])
 
 
 def part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked: Request) -> float:
-    """Return the fraction of each node that a job has, and pays for."""
+    """Return the fraction of each node that a job uses and pays for."""
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     if qos is not None and qos == scheduler.whole_qos and qos != scheduler.part_qos:
         return 1.0
@@ -94,7 +94,7 @@ def part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked
 
 
 def cpus_per_task(scheduler: Scheduler, geometry: Geometry) -> int:
-    """Return the CPUs of each device of a run: those that it names, or a GPU's part of its node."""
+    """Return the CPUs per device of a run: as configured, or a GPU's fraction of its node."""
     nodes = scheduler.gpu_nodes
     if geometry.cpus:
         return geometry.cpus
@@ -110,7 +110,7 @@ def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
 
 
 def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
-    """Return the queue of a run: that for parts of a node, if the run fits there."""
+    """Return the QOS of a run: the one for parts of a node if the run fits there."""
     part = scheduler.qos.get(scheduler.part_qos or "", Qos())
     small = geometry.nodes == 1 and geometry.gpus_per_node < scheduler.gpu_nodes.gpus
     fits = geometry.gpus_per_node <= (part.max_gpus or scheduler.gpu_nodes.gpus)
@@ -118,12 +118,12 @@ def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
 
 
 def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> None:
-    """Refuse a geometry that nodes or queues cannot hold; `where` begins its key."""
+    """Raise `UserError` for a geometry beyond the limits of nodes or queues; `where` is the prefix of its key."""
     if scheduler is None:
         if geometry.nodes > 1:
             raise UserError(
                 f"{where}geometry.nodes: {geometry.nodes} nodes need a scheduler; use a profile that has one, such as "
-                "--profile perlmutter, or say in the site what starts processes on them (docs/sites.md: Without Slurm)"
+                "--profile perlmutter, or set in the site how processes start there (docs/sites.md: Without Slurm)"
             )
         return
     have = scheduler.gpu_nodes.gpus
@@ -151,7 +151,7 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
 
 
 def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = True) -> str:
-    """Return a geometry and its processes in words; without GPUs a device is a process."""
+    """Return a geometry and its processes as text; without GPUs, a device is a process."""
     device = many(geometry.gpus_per_node, "GPU" if gpus else "process")
     devices = f"{many(geometry.nodes, 'node')} x {device}"
     axes = [f"dp {geometry.dp}", *(f"{axis} {n}" for axis in ("cp", "tp") if (n := getattr(geometry, axis)) > 1)]
@@ -159,7 +159,7 @@ def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = Tr
 
 
 def left_running(folder: str) -> list[str] | None:
-    """Return number, purpose and state of each queued job of a workflow in `folder`; None: no answer."""
+    """Return number, purpose and state of each queued job of a workflow in `folder`; None if squeue fails."""
     if not shutil.which("squeue"):  # no Slurm here, no jobs
         return []
     listed = answer(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
@@ -174,11 +174,14 @@ def left_running(folder: str) -> list[str] | None:
 
 
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
-    """Wait until no job of an earlier workflow in `folder` is queued: a killed controller's jobs go on and finish."""
+    """Wait until no job of an earlier workflow in `folder` is queued.
+
+    The jobs of a killed controller continue until they finish.
+    """
     said: list[str] | None = []
     while (jobs := left_running(folder)) != []:
         if jobs != said:
-            earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; `scancel` those that are not wanted"
+            earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; cancel unwanted ones with `scancel`"
             print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = jobs
         time.sleep(seconds)

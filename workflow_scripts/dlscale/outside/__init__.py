@@ -1,1 +1,1 @@
-"""Former place of `dlscale.extensions.programs`; imports of `timed` work until the next release."""
+"""Former name of `dlscale.extensions.programs`; imports of `timed` work until the next release."""

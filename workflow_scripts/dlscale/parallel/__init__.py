@@ -1,1 +1,1 @@
-"""The ranks of a run: who they are, and what they exchange."""
+"""Ranks of a run: how they meet, divide a model, exchange values and watch each other."""

@@ -1,7 +1,8 @@
-"""Bytes that ranks exchange in a step, predicted from a model, as nccl-tests count them.
+"""Predict the bytes that ranks exchange in a step from a model, counted as in nccl-tests.
 
-Bytes of a sum are those of the tensor, else the greater of input and output. In a ring of n each rank sends
-2 (n - 1) / n of a sum, (n - 1) / n of the others (Thakur et al. 2005, doi:10.1177/1094342005051521).
+An all-reduce counts the bytes of its tensor, other operations the larger of input and output. In a ring of n ranks,
+each rank sends 2 (n - 1) / n of these bytes for an all-reduce, and (n - 1) / n for other operations (Thakur et al.
+2005, doi:10.1177/1094342005051521).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dlscale.parallel.sharding import Sharding
 
 
 def _local_shapes(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, list[int]]:
-    """Return the shapes of the first tensor-parallel device's trained weights."""
+    """Return the shapes of the trained weights on the first tensor-parallel device."""
     shapes = {name: list(p.shape) or [1] for name, p in model.named_parameters() if p.requires_grad}
     for layer_name, layer, dim in cut_layers(model, sharding) if run.geometry.tp > 1 else ():
         for own, p in layer.named_parameters(recurse=False):
@@ -29,27 +30,32 @@ def _local_shapes(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[st
 
 @dataclass(frozen=True)
 class Averaged:
-    """Bytes of a weight that devices of different samples or tokens exchange in a step."""
+    """Bytes of one weight that devices with different samples or tokens exchange in a step."""
 
-    forward: int  #: Gathered before the forward pass (FSDP),
-    backward: int  #: and again before the backward pass.
-    gradient: int
+    forward: int  #: Weight, gathered before the forward pass (FSDP).
+    backward: int  #: Weight, gathered again before the backward pass (FSDP).
+    gradient: int  #: Gradient, averaged.
 
 
 def averaged(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, Averaged]:
-    """Return the bytes of each trained weight by name, in the model's order; the model may be on `meta`."""
+    """Return the exchanged bytes of each trained weight by name, in the model's order.
+
+    The model may be on the `meta` device.
+    """
     own = {name: p.element_size() for name, p in model.named_parameters()}
     local, parallel = _local_shapes(run, model, sharding), run.parallel
     if isinstance(parallel, DDP):
         width = {"none": None, "bf16": 2, "fp16": 2}[parallel.compression]
         return {name: Averaged(0, 0, math.prod(shape) * (width or own[name])) for name, shape in local.items()}
     if not isinstance(parallel, FSDP):
-        return {}  # one process has all copies
+        return {}  # DataParallel: one process has all copies
     shard = (parallel.shard or run.geometry.dp * run.geometry.cp) if run.averages else 1
     formats, found = {"fp32": 4, "bf16": 2}, dict[str, Averaged]()
     units = list(named(model, sharding.units))
     for name, shape in local.items():
-        numbers = shard * -(-shape[0] // shard) * math.prod(shape[1:])  # filled up so that it divides
+        numbers = (
+            shard * -(-shape[0] // shard) * math.prod(shape[1:])
+        )  # rounded up to a multiple of the number of shards
         again = parallel.reshard and any(name.startswith(f"{unit}.") for unit in units)
         width = own[name] if parallel.param_dtype == "fp32" else formats[parallel.param_dtype]
         gathered = numbers * width * run.accumulation_steps

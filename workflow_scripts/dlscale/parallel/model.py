@@ -1,12 +1,12 @@
-"""Tensor, sequence and context parallelism around a model that knows nothing of them.
+"""Tensor, sequence and context parallelism for a model without parallel code of its own.
 
-Between two modules (`Sharding.first`, `Sharding.last`) each device has 1 / (cp x tp) of a sample's tokens, padded where
-they do not divide: 4050 on 8 devices are 4056. Tokens are gathered over tp before attention and MLP, keys and values
-over cp (Korthikanti et al. 2022, arXiv:2205.05198).
+Between two modules (`Sharding.first`, `Sharding.last`) each device has 1 / (cp x tp) of a sample's tokens, padded if
+they do not divide evenly: 4050 tokens on 8 devices become 4056. Tokens are gathered over tp before attention and MLP,
+keys and values over cp (Korthikanti et al. 2022, arXiv:2205.05198).
 
-A device's loss has the weight 1 / tp. Each exchange of the backward pass is the adjoint of the forward pass's; so the
-sum over tp of the gradients of weights in common, and the mean of all over dp x cp, are those of one device. Devices
-draw the same random numbers outside of the divided part, and each its own within.
+Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of the forward exchange.
+So gradients equal the gradients on one device, after summing uncut weights over tp and averaging over dp x cp. Outside
+of the divided part, devices draw the same random numbers; within it, each device draws its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.shards import Cut
 from dlscale.parallel.world import Mesh, Pretended, PretendedAxes
 
-#: Devices that exchange something.
+#: Devices that exchange tensors: a real mesh, or a pretended one.
 Axes = DeviceMesh | PretendedAxes
 
 TOKENS = 1  #: Dimension of tokens in [B, N, E].
@@ -37,7 +37,7 @@ TOKENS_OF_HEADS = 2  #: Dimension of tokens in [B, heads, N, head dimension].
 
 
 def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Return the modules whose names match, in the model's order; `*` matches one part of a name."""
+    """Return the modules with matching names, in the model's order; `*` matches one part of a name."""
     wanted = [pattern.split(".") for pattern in patterns]
 
     def matches(name: str) -> bool:
@@ -48,13 +48,13 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def cut_layers(model: nn.Module, sharding: Sharding) -> list[tuple[str, nn.Module, int]]:
-    """Return the layers that tensor-parallel devices cut, with names, and the dimension in which they cut weights."""
+    """Return name, layer and cut dimension of the weights of each layer that tensor-parallel devices cut."""
     columns = [(name, module, 0) for name, module in named(model, sharding.columns).items()]
     return columns + [(name, module, 1) for name, module in named(model, sharding.rows).items()]
 
 
 def tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has more than one name."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -62,7 +62,7 @@ def tied(model: nn.Module) -> list[list[str]]:
 
 
 def drawing(model: nn.Module) -> str | None:
-    """Return the name of the first of PyTorch's layers that draws random numbers in training, if any."""
+    """Return the name of the first PyTorch layer that draws random numbers in training, if any."""
     for name, module in model.named_modules():
         dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
         if isinstance(module, nn.RReLU) or (isinstance(dropped, float) and dropped > 0):
@@ -71,10 +71,10 @@ def drawing(model: nn.Module) -> str | None:
 
 
 class ModelParallel:
-    """A model of which each device of a mesh holds its part, with the exchanges between them.
+    """Divide a model's weights and tokens over the devices of a mesh, and add the exchanges between them.
 
-    The model changes in place, and must have the same weights on all devices. Parameters become this device's part of
-    each; their names stay.
+    The model must have the same weights on all devices. It changes in place: each parameter becomes this device's part
+    of it, and keeps its name.
 
     Parameters
     ----------
@@ -98,13 +98,13 @@ class ModelParallel:
         self.tp_group: Any = self._tp.get_group() if self._tp else None  #: process group of tensor-parallel devices
         self.parts = mesh.size("cp") * mesh.size("tp")
         self._each = -(-sharding.tokens // self.parts)  # tokens of each device
-        self.cuts: dict[str, tuple[Cut, ...]] = {}  #: how tensor-parallel devices share a parameter, by name
-        self.loss_weight = 1.0 / mesh.size("tp")  #: of this device
+        self.cuts: dict[str, tuple[Cut, ...]] = {}  #: cuts of each parameter for tensor parallelism, by name
+        self.loss_weight = 1.0 / mesh.size("tp")  #: weight of this device's loss
         if self._tp:
             self._cut(model)
         self._exchange(model)
         self.draws = seed is not None
-        #: This device's random state in the divided part, on the host.
+        #: Random state of this device within the divided part, on the host.
         self.random_state = self._outside = torch.empty(0, dtype=torch.uint8)
         if seed is not None:
             self._draw_apart(model, device, seed)
@@ -119,18 +119,18 @@ class ModelParallel:
                 if p.dim() > dim:  # the bias of rows is added once, to the sum
                     if names := shared.get(f"{layer_name}.{name}"):
                         raise UserError(
-                            f"geometry.tp: the model has one tensor as {' and '.join(names)}, and tensor-parallel "
-                            "devices would cut it for one of its modules alone; such layers cannot be among `columns` "
-                            "and `rows` of the study's sharding; use geometry.tp 1"
+                            f"geometry.tp: {' and '.join(names)} are one tensor of the model (tied weights), and "
+                            "tensor parallelism would cut it in only one of its modules. Use geometry.tp 1, or leave "
+                            "these layers out of `columns` and `rows` of the study's sharding"
                         )
-                    cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # of the pretended, its size alone
+                    cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # PretendedAxes has all that Cut needs
                     self.cuts[f"{layer_name}.{name}"] = (cut,)
                     layer._parameters[name] = nn.Parameter(cut.part(p.detach()).clone(), p.requires_grad)
         for name, layer in named(model, self._sharding.rows).items():
             model.set_submodule(name, _Rows(layer, self._tp))
 
     def sum_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Sum the gradients of the parameters that are not cut over the tensor-parallel devices."""
+        """Sum the gradients of uncut parameters over the tensor-parallel devices."""
         if not self._tp:
             return
         gradients = [p.grad for name, p in parameters.items() if name not in self.cuts and p.grad is not None]
@@ -161,7 +161,10 @@ class ModelParallel:
         return F.pad(x_BNE[:, begin:end], (0, 0, 0, self._each - (end - begin))).contiguous()
 
     def _unite(self, y_BNE: torch.Tensor) -> torch.Tensor:
-        """Return all tokens. All devices go on with them alike; each gets the gradient of its own."""
+        """Gather all tokens on every device.
+
+        In the backward pass each device gets the gradient of its own tokens.
+        """
         y_BNE = _gathered(_Adjoint.apply(y_BNE, self.parts), self._both, TOKENS, Replicate())
         if self._mesh.places != sorted(self._mesh.places):
             parts = y_BNE.chunk(self.parts, TOKENS)
@@ -171,12 +174,12 @@ class ModelParallel:
     def _gather(self, x_BNE: torch.Tensor) -> torch.Tensor:
         assert self._tp is not None
         kind = x_BNE.device.type
-        if torch.is_autocast_enabled(kind):  # what follows would compute in 16 bits: half as much is sent
+        if torch.is_autocast_enabled(kind):  # the next layers compute in 16 bits: casting first halves the bytes sent
             x_BNE = x_BNE.to(torch.get_autocast_dtype(kind))
         return _gathered(x_BNE, self._tp, TOKENS, Partial())
 
     def _keys_and_values(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the queries, and keys and values of all tokens without padding."""
+        """Return this device's queries, and the keys and values of all tokens without padding."""
         if self._cp:
             k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))
         return q, *(x.narrow(TOKENS_OF_HEADS, 0, self._sharding.tokens) for x in (k, v))
@@ -184,7 +187,7 @@ class ModelParallel:
     # ---- random numbers --------------------------------------------------------------------------
 
     def _draw_apart(self, model: nn.Module, device: torch.device, seed: int) -> None:
-        """Register the hooks by which this device draws its own random numbers in the divided part."""
+        """Register hooks that switch to this device's own random state in the divided part."""
         get, set_ = (
             (partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device))
             if device.type == "cuda"
@@ -210,7 +213,7 @@ class ModelParallel:
 
 
 class _Adjoint(torch.autograd.Function):
-    """The values themselves; their gradient times a factor."""
+    """Identity in the forward pass; multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, factor: float) -> torch.Tensor:
@@ -223,10 +226,10 @@ class _Adjoint(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> torch.Tensor:
-    """Gather the parts of a mesh's devices, equal in size, along a dimension.
+    """Gather the equally sized parts of a mesh's devices along a dimension.
 
-    The mesh has one dimension. `gradient` tells whether the gradients of the result are summands (`Partial`) or equal
-    (`Replicate`).
+    The mesh has one dimension. `gradient` is the placement of the result's gradients: `Partial` if devices have
+    summands, `Replicate` if they have equal gradients.
     """
     if isinstance(mesh, PretendedAxes):
         whole: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, True, gradient.is_partial())
@@ -245,7 +248,7 @@ def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:
 
 
 class _Pretend(torch.autograd.Function):
-    """Has the shapes and the memory of `_gathered`, or else of `_scattered`."""
+    """Stand-in for `_gathered` or `_scattered`: the same shapes and memory, without exchanges."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, gather: bool, summed: bool) -> torch.Tensor:
@@ -265,13 +268,13 @@ def _whole_like(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
 
 def _part_like(x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
     pieces = x.chunk(parts, dim)
-    if summed:  # they are sent side by side
+    if summed:  # the pieces are sent as one contiguous tensor
         torch.cat(pieces)
     return torch.empty_like(pieces[0])
 
 
 class _Rows(nn.Module):
-    """A linear layer of some inputs, whose outputs are summed over devices and scattered among them."""
+    """Linear layer that has some of the inputs: its outputs are summed over devices, tokens scattered."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -279,7 +282,7 @@ class _Rows(nn.Module):
     def __init__(self, layer: nn.Module, mesh: Axes) -> None:
         super().__init__()
         assert isinstance(layer, nn.Linear)
-        self._parameters = layer._parameters  # the same names, for all who ask for them
+        self._parameters = layer._parameters  # keeps the names of the parameters
         self._mesh = mesh
 
     def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:

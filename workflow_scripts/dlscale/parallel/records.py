@@ -9,7 +9,7 @@ from dlscale.core.text import number
 
 
 class Device(Record):
-    """Device of a stage, `cpu` or `cuda`, and CPU threads of a process."""
+    """Device of a process: its kind (`cpu` or `cuda`), its name, and the number of CPU threads."""
 
     kind: str = ""
     name: str = ""
@@ -17,13 +17,16 @@ class Device(Record):
 
 
 class LinkLevel(Record):
-    """Links of one kind between devices: a message of n bytes takes alpha + n beta seconds (Hockney 1994)."""
+    """Links of one level between devices.
+
+    A message of n bytes takes alpha + n beta seconds (Hockney 1994).
+    """
 
     name: Literal["node", "switch", "network"]  #: Level that both ends have in common.
-    size: int  #: Units joined: devices of a node, nodes in all.
-    links: int  #: Couples of processes that measured.
+    size: int  #: Number of joined units: devices of a node, or nodes.
+    links: int  #: Number of measured pairs of processes.
     alpha: Measured  #: Median latency, s: half of a small message's round trip.
-    beta: Measured  #: Median seconds a byte, one way, while others of the level talk, too.
+    beta: Measured  #: Median time one way, s/byte, while other pairs of the level send, too.
 
 
 class Links(Record):
@@ -33,10 +36,10 @@ class Links(Record):
     processes: int
     nodes: int
     seconds: float  #: Duration of the test.
-    levels: list[LinkLevel]  #: The nearest first.
+    levels: list[LinkLevel]  #: Levels, nearest first.
 
     def line(self) -> str:
-        """Return the levels in a line."""
+        """Return latency and bandwidth of all levels in one line."""
         return "; ".join(
             f"{level.name}: {number(1e6 * level.alpha)} µs"
             + (f", {number(1e-9 / level.beta)} GB/s" if level.beta else "")
@@ -45,13 +48,13 @@ class Links(Record):
 
 
 class MemoryUse(Record):
-    """Bytes on one device, by what they hold."""
+    """Bytes on one device, by use."""
 
     parameters: int
     gradients: int
     optimizer: int
-    activations: int  #: Saved by autograd between forward and backward pass, the batch included.
-    peak: int | None = None  #: Greatest at one time, with the operators' own memory.
+    activations: int  #: Tensors that autograd saves for the backward pass, including the batch.
+    peak: int | None = None  #: Peak, including temporary memory of operators.
 
     @property
     def total(self) -> int:
@@ -59,10 +62,10 @@ class MemoryUse(Record):
 
 
 class Memory(Record):
-    """Memory of one device, bytes: predicted before a step, and measured at each of its stages."""
+    """Memory of one device, bytes: predicted before a step, and measured during the step."""
 
     predicted: MemoryUse
-    #: In use at the ends of `set-up`, `forward`, `backward`, `step`: of the device, or of the process on a CPU.
+    #: Memory in use at the end of `set-up`, `forward`, `backward`, `step`: of the device; on a CPU, of the process.
     measured: dict[str, int] = {}
-    peak: int | None = None  #: Greatest in use.
+    peak: int | None = None  #: Peak of the memory in use.
     device: int | None = None  #: Capacity of the device.

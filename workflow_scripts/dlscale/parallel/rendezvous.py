@@ -26,13 +26,16 @@ from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
 from dlscale.parallel.world import Mesh, World
 
-#: Time for which a rank waits for another: longer than loading data or compiling takes.
+#: Timeout of an exchange between ranks: longer than loading data or compiling takes.
 TIMEOUT = dt.timedelta(minutes=30)
 
 
 @contextlib.contextmanager
 def join(geometry: Geometry, device: str) -> Iterator[World]:
-    """Join the other ranks of the run in this context; `device` is `cpu`, `cuda`, or `auto` (CUDA if it is there)."""
+    """Join the other ranks of the run for the duration of this context.
+
+    `device` is `cpu`, `cuda` or `auto` (CUDA if PyTorch sees a device).
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "--device cuda: PyTorch sees no CUDA device here; use a machine with a GPU, or --device cpu (site.gpu: "
@@ -61,16 +64,16 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                 control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
                 mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
                 yield World(rank, size, local_rank, own, control, mesh)
-                # On several nodes rank 0 holds the store through which all exchange: it leaves last.
+                # On several nodes rank 0 hosts the store that all ranks use: it leaves last.
                 dist.barrier(group=control)
             except (Exception, SystemExit) as error:
-                # Who started them asks the others to end, but not before they have said why.
+                # The launcher sends SIGTERM to the remaining ranks: ignore it until the cause is reported.
                 cause = error.__context__ if isinstance(error, SystemExit) else error
                 if isinstance(cause, Exception) and not isinstance(cause, UserError | Stopped) and is_gone(cause):
                     logging.info("an exchange failed: %s", brief(cause))
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                    lost = f"{watchdog.culprit(cause)}. This process ends with it"
-                    if kind == "cuda":  # what waits on a device for the others would wait on
+                    lost = f"{watchdog.culprit(cause)}. This process ends, too"
+                    if kind == "cuda":  # kernels that wait for other ranks would never end
                         end(lost, LOST)
                     raise PeerLost(lost) from cause
                 if isinstance(error, Exception):
@@ -78,33 +81,36 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                     failed = True
                 raise
     finally:
-        if not (failed and kind == "cuda"):  # NCCL would wait for what the others do not do any more
+        if not (failed and kind == "cuda"):  # NCCL would wait for exchanges that the other ranks no longer begin
             dist.destroy_process_group()
 
 
 def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int) -> torch.device:
-    """Return this process's device; another geometry than the launcher's is a `UserError`."""
+    """Return this process's device.
+
+    Raises `UserError` if the launcher started processes for another geometry.
+    """
     per_node = geometry.gpus_per_node
     if size != geometry.world_size:
         raise UserError(
-            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), and "
-            f"{size} were started; start it with torchrun --nproc-per-node={per_node}, srun --ntasks="
+            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), but "
+            f"{size} were started. Start it with torchrun --nproc-per-node={per_node}, srun --ntasks="
             f"{geometry.world_size} or mpirun -n {geometry.world_size}, as the workflow does"
         )
     if local_rank != rank % per_node:
         raise UserError(
             f"geometry.gpus_per_node: process {rank} is number {local_rank} on its node, expected {rank % per_node}: "
-            f"each node's {per_node} processes have consecutive ranks; have them started so "
-            f"(mpirun --map-by ppr:{per_node}:node, srun --distribution=block)"
+            f"the {per_node} processes of a node need consecutive ranks. Start them with "
+            f"mpirun --map-by ppr:{per_node}:node or srun --distribution=block"
         )
     if kind != "cuda":
         return torch.device(kind)
-    # Slurm, like some launchers of MPI, may show a task its own GPU alone, or all of the node's.
+    # Slurm and some MPI launchers may show a task only its own GPU, or all GPUs of the node.
     visible = torch.cuda.device_count()
     if visible < per_node and not (visible == 1 and "RANK" not in os.environ):
         raise UserError(
-            f"geometry.gpus_per_node: this run asks for {per_node} GPUs a node, and PyTorch sees {visible} here; ask "
-            "for as many, or lower it"
+            f"geometry.gpus_per_node: this run asks for {per_node} GPUs per node, but PyTorch sees {visible} here. "
+            "Request as many GPUs, or lower this key"
         )
     own = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(own)
@@ -112,18 +118,18 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
 
 
 def _meet(geometry: Geometry, rank: int) -> Any:
-    """Return the store through which the ranks meet, reachable by their network alone.
+    """Return the store through which the ranks meet.
 
-    On one node it is a file or a port of the loopback; on several the first rank listens at MASTER_ADDR alone, where
-    PyTorch would listen at all addresses.
+    On one node it is a file or a port of the loopback interface. On several nodes the first rank listens only at
+    MASTER_ADDR; PyTorch would listen at all addresses.
     """
-    stores: Any = dist  # which names them at run time only
+    stores: Any = dist  # PyTorch defines the stores at run time only
     if geometry.nodes == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # PyTorch's torchrun, by hand: the store is in its process
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by hand with PyTorch's torchrun: its process hosts the store
         return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -132,43 +138,46 @@ def _meet(geometry: Geometry, rank: int) -> Any:
         return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)
     except dist.DistError as error:
         raise PeerLost(
-            f"not all of the run's {geometry.world_size} processes came to {address}:{port} ({brief(error)}); start "
-            "all of its nodes, with the same command, where they reach the first one. This process ends with it"
+            f"not all of the run's {geometry.world_size} processes connected to {address}:{port} ({brief(error)}). "
+            "Start the same command on all nodes of the run, and let them reach the first one. This process ends"
         ) from error
 
 
 def _listen(address: str, port: int) -> int:
-    """Return the descriptor of a socket that listens at this address alone."""
+    """Return the descriptor of a socket that listens only at this address."""
     where = f"site.rendezvous (MASTER_ADDR, MASTER_PORT): {address}:{port}"
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
-            raise UserError(f"{where}: {address} is {place[0]} on this node, which no other reaches; give its address")
+            raise UserError(
+                f"{where}: {address} is {place[0]} on this node: other nodes cannot reach it. "
+                "Use an address of this node in the network"
+            )
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         raise UserError(
-            f"{where}: process 0 cannot listen there ({error.strerror}); expected an address of its node, the first, "
-            "and a free port; on the second node the command needs NODE_RANK=1, on the third NODE_RANK=2"
+            f"{where}: process 0 cannot listen there ({error.strerror}); expected an address of the first node and a "
+            "free port. The command needs NODE_RANK=1 on the second node, NODE_RANK=2 on the third"
         ) from None
     return listener.detach()
 
 
 def _rendezvous(geometry: Geometry) -> None:
-    """Set MASTER_ADDR and MASTER_PORT where the launcher did not: the first node of Slurm's list."""
+    """Set MASTER_ADDR and MASTER_PORT if the launcher did not: the first node of Slurm's list, and a port."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:
         os.environ.setdefault("MASTER_ADDR", first_host(nodes))
     # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     known = job.isdecimal() and (step or "0").isdecimal()
-    needed = ["MASTER_ADDR", *["MASTER_PORT"] * (not known)]  # each node would choose a port of its own
+    needed = ["MASTER_ADDR", *["MASTER_PORT"] * (not known)]  # else each node would choose another port
     if geometry.nodes > 1 and (missing := [name for name in needed if name not in os.environ]):
         raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: with several nodes, give all "
-            "processes the name of the first node, and without a Slurm job a port that is free there (mpirun -x "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: on several nodes, all "
+            "processes need the name of the first node and, without a Slurm job, a port that is free there (mpirun -x "
             "MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the command)"
         )
     if geometry.nodes == 1:
@@ -178,7 +187,7 @@ def _rendezvous(geometry: Geometry) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list in Slurm's notation: `nid001` of `nid[001-004,007],login1`."""
+    """Return the first host of a list in Slurm's notation: `nid001` for `nid[001-004,007],login1`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST: {nodes!r} names no host; set MASTER_ADDR to the first node's name")

@@ -1,11 +1,11 @@
-"""Self-test of several processes before a run: are the values that they exchange right, and how fast are their links?
+"""Self-test of a run's processes: check the values that they exchange, and measure their links.
 
-Values: each collective operation, over all processes and over each group of the mesh, on small whole numbers whose
-results are exact. A wrong one ends the run on all processes and names those at fault.
+Values: each collective operation runs over all processes and over each group of the mesh, on small integers, so
+that results are exact. A wrong result ends the run on all processes, with a message that names the processes at fault.
 
-Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Couples of
-processes send a small and a large message to and fro, in O(log n) rounds in which all measure at once, as in a
-collective operation.
+Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Pairs of
+processes send a small and a large message to and fro, in O(log n) rounds. In each round all pairs measure at once, as
+in a collective operation.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from dlscale.core.errors import PeerLost
 from dlscale.parallel.records import LinkLevel, Links
 from dlscale.parallel.world import AXES, World, synchronize
 
-#: Numbers of a collective operation: few, and many (4 MiB), for which libraries use other algorithms.
+#: Counts of numbers in a collective operation: few, and many (4 MiB), since libraries use other algorithms for each.
 FEW, MANY = 5, 2**20
 
 
-#: Number of processes of a node, or nodes, up to which each measures with each other; of more, at distances 1, 2, 4, …
+#: Most processes of a node, or nodes, with all pairs measured; of more, only pairs at distances 1, 2, 4, …
 ALL = 8
 
-SMALL = 8  #: Bytes of the message whose time is all latency.
-LARGE = {"cpu": 2**22, "cuda": 2**24}  #: Bytes of a large one.
-TRIPS = {"cpu": 1, "cuda": 5}  #: Round trips between two looks at the clock.
-SAMPLES = 9  #: Size of the samples whose median counts.
+SMALL = 8  #: Bytes of the small message: its time is only latency.
+LARGE = {"cpu": 2**22, "cuda": 2**24}  #: Bytes of the large message, by kind of device.
+TRIPS = {"cpu": 1, "cuda": 5}  #: Round trips per time measurement, by kind of device.
+SAMPLES = 9  #: Number of time measurements; their median counts.
 
-SHOWN = 8  #: Processes that a message names.
+SHOWN = 8  #: Most processes that a message names.
 
-#: As PyTorch calls them since 2.13, or before.
+#: Collective operations by their names since PyTorch 2.13, or by the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Link(NamedTuple):
-    """A pair of ranks, the lower first, and the time of its messages."""
+    """Pair of ranks, the lower first, and the time of its messages."""
 
     ranks: tuple[int, int]
     alpha: float  #: s
-    beta: float  #: s a byte
+    beta: float  #: s/byte
 
 
 class Wrong(NamedTuple):
-    """A wrong result, as one rank saw it."""
+    """Wrong result of a collective operation on one rank."""
 
-    what: str  #: Operation.
+    what: str  #: Operation, its size and its group.
     ranks: tuple[int, ...]  #: Ranks that took part.
-    senders: tuple[int, ...]  #: Ranks whose part is wrong; empty of sums.
-    example: str  #: First wrong number.
+    senders: tuple[int, ...]  #: Ranks that sent a wrong part; empty for sums.
+    example: str  #: First wrong number, and the expected one.
 
 
 class Group(NamedTuple):
-    """Ranks that exchange together."""
+    """Group of ranks that exchange values."""
 
     name: str
     handle: Any  #: Process group; None: the default one.
@@ -71,12 +71,14 @@ class Group(NamedTuple):
 
 
 def self_test(world: World, wanted: bool = True) -> Links | None:
-    """Test the exchanges of all processes; return what is recorded, None if there is nothing to test.
+    """Test the exchanges of all processes, and return the measured links.
+
+    Returns None if the run has one process, or if any process does not want the test.
 
     Raises
     ------
     PeerLost
-        On every process, if any of them got a wrong number.
+        On every process, if any of them received a wrong number.
     """
     if world.size == 1:
         return None
@@ -84,7 +86,7 @@ def self_test(world: World, wanted: bool = True) -> Links | None:
         return None
     with ranges.part(ranges.REHEARSAL, ranges.REHEARSAL):
         links = _tested(world, world.gather(socket.gethostname().split(".")[0]))
-    if world.device.type == "cuda":  # the run's own memory is measured without this
+    if world.device.type == "cuda":  # the memory of the test must not count in the run's measurement
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return links
@@ -94,7 +96,7 @@ def _tested(world: World, hosts: list[str]) -> Links:
     start = time.perf_counter()
     reports = world.gather([wrong for group in groups(world) for wrong in collected(world, group)])
     if any(reports):
-        world.barrier()  # the first rank may hold the store
+        world.barrier()  # rank 0 may host the store: all ranks need it until they have the reports
         raise PeerLost(verdict(hosts, reports))
     links = measure(world, schedule(world.size, per_node(hosts)))
     record = Links(
@@ -105,13 +107,13 @@ def _tested(world: World, hosts: list[str]) -> Links:
         seconds=time.perf_counter() - start,
     )
     if world.main:
-        text = "self-test: %d processes exchange right values; %s (%.1f s)"
+        text = "self-test: %d processes exchange correct values; %s (%.1f s)"
         logging.info(text, world.size, record.line(), record.seconds)
     return record
 
 
 def per_node(hosts: Sequence[str]) -> int:
-    """Return the number of consecutive ranks of each node; where it differs, all count as one node."""
+    """Return the number of consecutive ranks per node; if nodes differ, all ranks count as one node."""
     counts = Counter(hosts)
     first = counts[hosts[0]]
     regular = all(host == hosts[rank - rank % first] for rank, host in enumerate(hosts))
@@ -122,7 +124,7 @@ def per_node(hosts: Sequence[str]) -> int:
 
 
 def groups(world: World) -> list[Group]:
-    """Return the groups of this rank: all, those along the axes of the mesh, and that which averages gradients."""
+    """Return this rank's groups: all ranks, each axis of the mesh, and the ranks with the same weights."""
     handles: dict[str, Any] = {"all processes": None}
     if world.mesh:
         handles |= {f"each group of {axis}": world.mesh.group(axis) for axis in AXES if world.mesh.size(axis) > 1}
@@ -135,12 +137,15 @@ def groups(world: World) -> list[Group]:
 
 
 def moved(rank: Any, count: int, device: torch.device) -> torch.Tensor:
-    """Return numbers [count] that tell sender and place, float32, exact for 65,536 ranks; of ranks [R, 1] rows."""
+    """Return numbers [count], float32, that encode sender and position.
+
+    Ranks [R, 1] give numbers [R, count]. Exact for up to 65,536 ranks.
+    """
     return (256 * rank + torch.arange(count, device=device) % 251).float()
 
 
 def summands(ranks: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
-    """Return the sum [count] of the numbers that these ranks add, float32; exact for up to 90,000 of them."""
+    """Return the sum [count] of the numbers of these ranks, float32; exact for up to 90,000 ranks."""
     constant, slope = sum(rank % 61 for rank in ranks), sum(rank % 5 for rank in ranks)
     return (constant + torch.arange(count, device=device) % 31 * slope).float()
 
@@ -148,7 +153,10 @@ def summands(ranks: Sequence[int], count: int, device: torch.device) -> torch.Te
 def operations(
     world: World, group: Group, count: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, tuple[int, ...]]]:
-    """Yield each operation's name, its result, the right one, and the senders of the result's rows; of sums none."""
+    """Yield name, result, expected result and senders of each operation.
+
+    Senders are the ranks that sent the rows of the result; empty for sums.
+    """
     device, ranks, at = world.device, group.ranks, group.ranks.index(world.rank)
     part = max(1, count // len(ranks)) if count > FEW else count
     own, total = (summands(some, part * len(ranks), device) for some in ([world.rank], ranks))
@@ -168,7 +176,7 @@ def operations(
 
 
 def collected(world: World, group: Group) -> list[Wrong]:
-    """Do each collective operation over a group, with few numbers and many; return the wrong results."""
+    """Run each collective operation over a group, with few and many numbers; return wrong results."""
     wrong = []
     for count in (FEW, MANY):
         ranges.advance(ranges.REHEARSAL)
@@ -184,22 +192,22 @@ def collected(world: World, group: Group) -> list[Wrong]:
 
 
 def verdict(hosts: Sequence[str], reports: Sequence[Sequence[Wrong]]) -> str:
-    """Return who sends or gets wrong values, from what each rank saw."""
+    """Return the message that names the processes with wrong values, from the reports of all ranks."""
     seen, first = next((rank, report[0]) for rank, report in enumerate(reports) if report)
     culprits = at_fault(reports)
     bad = sorted({hosts[rank] for rank in culprits})
     return (
-        f"the self-test of collective operations got wrong values: {named(culprits, hosts)} took part in "
-        f"most. First seen: {first.what}, where {first.example}, by {named([seen], hosts)}. Memory, device or network "
-        f"is at fault: leave {', '.join(bad)} out (under Slurm: --exclude={','.join(bad)}) and start again. `parallel: "
-        "{selftest: false}` would leave the test out, and compute with wrong values"
+        f"the self-test of collective operations found wrong values: {named(culprits, hosts)} took part in "
+        f"most of them. First: {first.what}, in which {first.example}, on {named([seen], hosts)}. Memory, device or "
+        f"network is at fault: exclude {', '.join(bad)} (Slurm: --exclude={','.join(bad)}) and start again. `parallel: "
+        "{selftest: false}` would skip the test and compute with wrong values"
     )
 
 
 def at_fault(reports: Sequence[Sequence[Wrong]]) -> list[int]:
-    """Return the ranks most often at the ends of wrong messages, or else in wrong sums.
+    """Return the ranks that took part in the most wrong messages, or else in the most wrong sums.
 
-    Who got a wrong sum counts twice in it: others that add the same numbers may have got the right one.
+    A rank that received a wrong sum counts twice: other ranks may have received the right sum of the same numbers.
     """
     every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
     messages = {(sender, rank) for rank, wrong in every for sender in wrong.senders}
@@ -211,7 +219,7 @@ def at_fault(reports: Sequence[Sequence[Wrong]]) -> list[int]:
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return the names of ranks in messages."""
+    """Return processes and their hosts as text for a message."""
     return ", ".join(f"process {rank} on {hosts[rank]}" for rank in ranks[:SHOWN]) + ", …" * (len(ranks) > SHOWN)
 
 
@@ -219,10 +227,10 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of couples of ranks, the lower first: within the nodes, then between them.
+    """Return the rounds of pairs of ranks, the lower first: within nodes, then between nodes.
 
-    Each node has `per_node` consecutive ranks; between nodes, each has its counterpart. 4,096 ranks on nodes of four
-    have 13 rounds, in 0.1 s each.
+    Each node has `per_node` consecutive ranks; between nodes, each rank is paired with its counterpart. 4,096 ranks on
+    nodes of four have 13 rounds of 0.1 s each.
     """
     nodes, step = size // per_node, per_node
     within = [[(n * step + a, n * step + b) for n in range(nodes) for a, b in each] for each in _couples(per_node)]
@@ -231,25 +239,28 @@ def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
 
 
 def _couples(count: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of couples of so many units, whose numbers differ in the same bits in each round."""
+    """Return the rounds of pairs of `count` units; in a round, all pairs differ in the same bits."""
     bits = max(count - 1, 0).bit_length()
     distances = range(1, 2**bits) if count <= ALL else [2**bit for bit in range(bits)]
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
 
 
 def exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
-    """Send or receive a tensor (`way`: isend or irecv); of a device, its stream waits for that, and not the host."""
-    # As a batch: NCCL then uses the connections of all ranks, and warns of nothing.
+    """Send or receive a tensor; `way` is `isend` or `irecv`.
+
+    With a GPU, its stream waits for the exchange, and the host does not.
+    """
+    # As a batch: NCCL then uses the connections of all ranks, and prints no warning.
     for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
         work.wait()
 
 
 def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[Link]:
-    """Return all links, measured in these rounds, on every rank."""
+    """Measure links in these rounds, and return all of them on every rank."""
     own = []
     for couples in rounds:
         ranges.advance(ranges.REHEARSAL)
-        world.barrier()  # the couples of a round measure at the same time
+        world.barrier()  # the pairs of a round measure at the same time
         peer = next((a + b - world.rank for a, b in couples if world.rank in (a, b)), None)
         if peer is not None:
             link = _measure(world, peer)
@@ -259,13 +270,13 @@ def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[L
 
 
 def _measure(world: World, peer: int) -> Link:
-    """Measure the link to another rank; of the two, the lower one's times count."""
+    """Measure the link to another rank; only the lower rank's times count."""
     device, trips = world.device, TRIPS[world.device.type]
     ways = (dist.isend, dist.irecv) if world.rank < peer else (dist.irecv, dist.isend)
 
     def one_way(bytes_: int) -> list[float]:
         message, times = torch.zeros(bytes_, dtype=torch.uint8, device=device), list[float]()
-        for _ in range(1 + SAMPLES):  # the first opens connections, and makes buffers
+        for _ in range(1 + SAMPLES):  # the first opens connections and allocates buffers
             synchronize(device)
             start = time.perf_counter()
             for way in ways * trips:
@@ -275,7 +286,7 @@ def _measure(world: World, peer: int) -> Link:
         return times[1:]
 
     small, large = one_way(SMALL), statistics.median(one_way(LARGE[device.type]))
-    # On a busy host small messages wait for who is to wake up: the least of them is what a large one has, too.
+    # On a busy host, small messages wait until the peer wakes up. Their minimum is the latency of large messages, too.
     beta = max(large - min(small), 1e-3 * large) / LARGE[device.type]
     return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(small), beta)
 

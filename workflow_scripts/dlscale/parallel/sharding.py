@@ -1,4 +1,4 @@
-"""Module names by which devices share a study's model (no PyTorch here)."""
+"""Names of a model's modules that devices divide or gather (without PyTorch)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sharding:
-    """Module names in a study's model, by which devices share it; `*` stands for one part of a name.
+    """Names of modules by which devices divide a study's model; `*` stands for one part of a name.
 
-    `units` are for FSDP; the rest is for models of tokens [B, N, E], which tensor- and context-parallel devices divide
-    between `first` and `last`.
+    `units` are for FSDP. The other fields are for models of tokens [B, N, E], which tensor- and context-parallel
+    devices divide between `first` and `last`.
     """
 
-    units: Sequence[str] = ()  #: Modules whose weights are gathered at once.
-    tokens: int = 0  #: N.
-    first: str = ""  #: Module that returns all tokens.
-    last: str = ""  #: Module that computes an output of each token; what follows sees all outputs.
-    gather: Sequence[str] = ()  #: Modules with `columns` and `rows` in them, which take all tokens.
-    columns: Sequence[str] = ()  #: Linear layers of which each device computes some outputs.
-    rows: Sequence[str] = ()  #: Linear layers that each take these as input; their outputs are summed.
-    attend: Sequence[str] = ()  #: Modules that take queries, keys, values [B, heads, N, head dimension].
+    units: Sequence[str] = ()  #: Modules: FSDP gathers the weights of each at once.
+    tokens: int = 0  #: Number of tokens, N.
+    first: str = ""  #: Module that returns all tokens; devices divide them after it.
+    last: str = ""  #: Module that computes one output per token; its outputs are gathered.
+    gather: Sequence[str] = ()  #: Modules that contain `columns` and `rows`, and take all tokens as input.
+    columns: Sequence[str] = ()  #: Linear layers divided by outputs: each device computes some of them.
+    rows: Sequence[str] = ()  #: Linear layers divided by inputs (outputs of `columns`); partial outputs are summed.
+    attend: Sequence[str] = ()  #: Modules that take queries, keys and values [B, heads, N, head dimension].

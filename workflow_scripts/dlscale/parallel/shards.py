@@ -1,4 +1,4 @@
-"""Shards of tensors, with their places in the whole tensor, so that other devices may cut it otherwise."""
+"""Shards of tensors and their offsets in the full tensor, so that other devices can cut it differently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.parallel.world import World
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of this shape, cut along a dimension for a mesh, as `torch.chunk` cuts."""
+    """Cut of a tensor with the full shape `shape` along `dim`, over a mesh, as `torch.chunk` cuts."""
 
     mesh: DeviceMesh
     dim: int
@@ -27,42 +27,42 @@ class Cut:
 
     @property
     def offset(self) -> int:
-        """Offset of this device's part."""
+        """Offset of this device's part along `dim`."""
         each = -(-self.shape[self.dim] // self.mesh.size())
         return min(each * self.mesh.get_local_rank(), self.shape[self.dim])
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this device's part."""
+        """Return this device's part of the full tensor."""
         each = -(-self.shape[self.dim] // self.mesh.size())
         return whole.narrow(self.dim, self.offset, min(each, self.shape[self.dim] - self.offset))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A device's shard of a tensor, or all of it.
+    """Shard of a tensor on one device, or the full tensor.
 
     `torch.distributed.checkpoint` calls its methods `__create_write_items__`, `__create_chunk_list__` and
     `__get_tensor_shard__`.
     """
 
     tensor: torch.Tensor
-    cuts: tuple[Cut, ...] = ()  #: from the whole to the shard
+    cuts: tuple[Cut, ...] = ()  #: cuts from the full tensor to the shard, in order
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return self.cuts[0].shape if self.cuts else self.tensor.shape
 
     @property
     def offsets(self) -> torch.Size:
-        """Offsets in the whole tensor."""
+        """Offsets of the shard in the full tensor."""
         offsets = [0] * len(self.shape)
         for cut in self.cuts:
             offsets[cut.dim] += cut.offset
         return torch.Size(offsets)
 
     def gathered(self) -> torch.Tensor:
-        """Gather the whole tensor, on the device that computes with the shard. All devices call it."""
+        """Gather the full tensor on the device that computes with the shard; all devices must call this."""
         tensor = self.tensor
         for cut in reversed(self.cuts):
             kind = cut.mesh.device_type
@@ -73,18 +73,18 @@ class Shard:
         return tensor
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the same shard of another whole tensor."""
+        """Return the same shard of another full tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, offset, size)
         return whole
 
     def copy(self, device: str) -> Shard:
-        """Return a copy in memory of its own, in the order that safetensors take."""
+        """Return a copy on `device` in separate, contiguous memory, as safetensors needs it."""
         copied = self.tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         return replace(self, tensor=copied)
 
     def empty(self) -> Shard:
-        """Return a like shard in new memory on the host."""
+        """Return a shard of the same shape on the host, with uninitialised values."""
         return replace(self, tensor=torch.empty_like(self.tensor, device="cpu"))
 
     def __create_write_items__(self, name: str, shard: Any) -> list[WriteItem]:
@@ -108,9 +108,9 @@ class Shard:
 
 
 def own_shards(shards: Mapping[str, Shard], world: World, first: Container[str] = ()) -> dict[str, Shard]:
-    """Return the shards that this device writes, so that all devices together write each part of a tensor once.
+    """Return the shards that this device writes: all devices together write each part of a tensor once.
 
-    Devices that hold the same part have equal shares of such parts; those named in `first` are the first device's.
+    Devices that hold the same parts divide them equally. Parts named in `first` are written by the first such device.
     """
     ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
     across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, replica

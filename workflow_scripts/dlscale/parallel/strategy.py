@@ -1,4 +1,4 @@
-"""What devices with different samples share: a model, its gradients, and the statistics of batch normalisation."""
+"""Data parallelism: replicate or shard a model, average gradients, synchronise batch normalisation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlscale.parallel.model import ModelParallel, named, tied
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
 
-#: PyTorch's default (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
+#: PyTorch's default size of a bucket of gradients, MB (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
 BUCKET_MB = 25
 
 #: Option of `DistributedDataParallel` to broadcast buffers, by its newer or older name.
@@ -42,7 +42,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Strategy:
-    """The strategy of one device, and the base of the others; `wrap` comes first."""
+    """Strategy of a single device, and base class of all strategies; call `wrap` first."""
 
     exchanges = False  #: whether gradients are exchanged while they are computed
     gathers = False  #: whether ranks of different samples wait for each other in a forward pass
@@ -52,7 +52,10 @@ class Strategy:
         self.wrapped: nn.Module = nn.Identity()  #: the network, or its wrapper, which training calls
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
-        """Wrap a network, whose model may change in place; hooks of its backward pass are made in `stream`."""
+        """Wrap a network; its model may change in place.
+
+        `stream` is the context in which hooks of the backward pass are made.
+        """
         self.wrapped = network
 
     def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -61,15 +64,15 @@ class Strategy:
         return predict
 
     def accumulating(self) -> AbstractContextManager[object]:
-        """Return the context of a backward pass whose gradients are added up and not yet exchanged."""
+        """Return a context in which backward passes add up gradients without exchanging them."""
         return nullcontext()
 
     def unsynchronised(self) -> AbstractContextManager[object]:
-        """Return a context in which no rank waits for the gradients of others, and each makes its own update."""
+        """Return a context in which ranks exchange no gradients, and update on their own."""
         return nullcontext()
 
     def around_averaging(self, hook: Callable[[CommHook], CommHook]) -> None:
-        """Wrap the averaging of each bucket, if there are any; to be called before the first step."""
+        """Wrap the function that averages a bucket of gradients, if any; call this before the first step."""
 
 
 class Replicated(Strategy):
@@ -91,12 +94,12 @@ class Replicated(Strategy):
             BUFFERS: settings.broadcast_buffers,
             "gradient_as_bucket_view": settings.bucket_view,
         }
-        if settings.first_bucket_mb is not None:  # the last of these holds for all that follow
+        if settings.first_bucket_mb is not None:  # the last size applies to all further buckets
             options["bucket_cap_mb_list"] = [settings.first_bucket_mb, settings.bucket_mb or BUCKET_MB]
-        # It keeps the nodes of autograd that gather gradients, which work on the stream on which they were made.
+        # DDP keeps autograd's nodes that accumulate gradients; these run on the stream on which they were made.
         with stream():
             self.wrapped = DistributedDataParallel(network, **options)
-        # Else it would time every hundredth step by events, for which the host waits, and which a graph must not have.
+        # Else DDP times every hundredth step with events: the host waits for them, and a CUDA graph forbids them.
         self.wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
         self._hook: CommHook = {
             "none": default_hooks.allreduce_hook,
@@ -118,7 +121,7 @@ class Replicated(Strategy):
             self._register()
 
     def _register(self) -> None:
-        # It takes one hook, once, and compares annotations with types.
+        # DDP takes a hook only once and checks its annotations, which are strings here: hence a lambda without any.
         self.wrapped.register_comm_hook(self.wrapped.process_group, lambda group, bucket: self._hook(group, bucket))
 
 
@@ -133,7 +136,10 @@ class Sharded(Strategy):
         self._root: Any = None
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of this rank's replicas: neighbours that share the weights, and copies of these groups."""
+        """Return the mesh of this rank's replicas.
+
+        Neighbouring ranks shard the weights (`shard`); such groups are copies of each other (`copies`).
+        """
         world = self.world
         ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
         shard = self._settings.shard or ranks.shape[1]
@@ -143,7 +149,7 @@ class Sharded(Strategy):
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
         settings = self._settings
         if settings.cpu_offload and self.world.device.type == "cpu":
-            raise UserError("parallel.cpu_offload: all is on the processor already; leave it out, or train on GPUs")
+            raise UserError("parallel.cpu_offload: this run is on the CPU already. Remove this key, or train on GPUs")
         options: dict[str, Any] = {
             "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(
@@ -154,13 +160,13 @@ class Sharded(Strategy):
         }
         if shared := tied(network.model):
             raise UserError(
-                f"parallel.kind fsdp: the model has one tensor as {' and '.join(shared[0])}, and devices that share "
-                "weights would make several of it; use parallel.kind ddp"
+                f"parallel.kind fsdp: {' and '.join(shared[0])} are one tensor of the model (tied weights), and FSDP "
+                "would make several tensors of it. Use parallel.kind ddp"
             )
         for module in named(network.model, sharding.units).values():
             fully_shard(module, reshard_after_forward=settings.reshard, **options)
         self._root = fully_shard(network.model, reshard_after_forward=False, **options)
-        if self.world.device.type == "cpu":  # gloo has no mean
+        if self.world.device.type == "cpu":  # gloo can sum, but not average
             for module in network.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
@@ -176,14 +182,14 @@ class Sharded(Strategy):
 
 
 class Copied(nn.Module):
-    """A network that one process copies to several GPUs, each for its share of a batch (DataParallel)."""
+    """A network that one process copies to several GPUs, each for its part of a batch (DataParallel)."""
 
     def __init__(self, network: Any, devices: list[int]) -> None:
         super().__init__()
         self.copies = DataParallel(_Each(network), device_ids=devices)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch, whose shares may be unequal."""
+        """Return the mean loss of a batch; its parts may differ in size."""
         return self.copies(x, y).mean()
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,7 +198,7 @@ class Copied(nn.Module):
 
 
 class _Each(nn.Module):
-    """The module that is copied: it returns the loss of each sample, or the prediction without targets."""
+    """Module that is copied: returns the loss of each sample, or without targets the prediction."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -203,7 +209,7 @@ class _Each(nn.Module):
 
 
 class Copies(Strategy):
-    """`DataParallel`: one process for all GPUs of a node; on a CPU a single device."""
+    """`DataParallel`: one process for all GPUs of a node, or for one CPU."""
 
     def __init__(self, world: World, gpus: int) -> None:
         super().__init__(world)
@@ -215,8 +221,8 @@ class Copies(Strategy):
             return
         if self._gpus > (there := torch.cuda.device_count()):
             raise UserError(
-                f"geometry.gpus_per_node: this run asks for {self._gpus} GPUs, and PyTorch sees {there} here; ask for "
-                "as many, or lower it"
+                f"geometry.gpus_per_node: this run asks for {self._gpus} GPUs, but PyTorch sees {there} here. "
+                "Request as many GPUs, or lower this key"
             )
         self.wrapped = Copied(network, list(range(self._gpus)))
 
@@ -226,7 +232,7 @@ class Copies(Strategy):
 
 
 def strategy_of(run: RunCore, world: World) -> Strategy:
-    """Return the strategy of a run."""
+    """Return the strategy of a run on these ranks."""
     parallel = run.parallel
     if isinstance(parallel, DP):
         return Copies(world, run.geometry.gpus_per_node)
@@ -240,7 +246,7 @@ def strategy_of(run: RunCore, world: World) -> Strategy:
 
 
 class Gradients:
-    """The gradients of named parameters; `clip_norm` is the norm to which greater ones are scaled down."""
+    """Gradients of named parameters; norms above `clip_norm` are scaled down to it."""
 
     def __init__(
         self,
@@ -251,8 +257,8 @@ class Gradients:
     ) -> None:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
-        self.loss_weight = model.loss_weight if model else 1.0  #: of this device
-        #: Groups whose devices have different shards: of the weights of columns and rows, or of all.
+        self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
+        #: Process groups of devices with different shards: `tp` for cut layers only, `fsdp` for all weights.
         self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
         for p in parameters.values():
             if isinstance(p, DTensor):
@@ -264,14 +270,15 @@ class Gradients:
             self._model.sum_gradients(self._parameters)
 
     def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Scale the gradients of the updated parameters, in the order of names, down to the norm; return the old norm.
+        """Scale the gradients down to `clip_norm`, and return their norm before.
 
-        It is that of all gradients together, float32, as `torch.nn.utils.clip_grad_norm_` has it.
+        `updated` are the updated parameters, in the order of names. The norm is taken over all gradients together,
+        float32, as in `torch.nn.utils.clip_grad_norm_`.
         """
         assert self._clip_norm is not None
         cuts = self._model.cuts if self._model else {}
         whole: list[torch.Tensor] = []
-        cut: list[torch.Tensor] = []  # other tensor-parallel devices have other parts
+        cut: list[torch.Tensor] = []  # other tensor-parallel devices have the other parts of these
         for name, p in zip(self._parameters, updated, strict=True):
             if p.grad is not None:
                 (cut if name in cuts else whole).append(p.grad)
@@ -285,7 +292,7 @@ class Gradients:
         return norm
 
     def scaler(self, enabled: bool) -> torch.amp.GradScaler:
-        """Return the scaler of the loss, for which a gradient that overflows on one device of a model does on all."""
+        """Return the scaler of the loss; an overflow on one device of a model counts on all of them."""
         return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
 
@@ -301,7 +308,7 @@ class _Scaler(torch.amp.GradScaler):
         self._groups = groups
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
-        # PyTorch's own ShardedGradScaler takes this place, too.
+        # PyTorch's own ShardedGradScaler overrides this method, too.
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*arguments, **options)
         for group in self._groups:
             for overflow in found.values():
@@ -313,14 +320,17 @@ class _Scaler(torch.amp.GradScaler):
 
 
 class OnCPU(_BatchNorm):
-    """PyTorch's `SyncBatchNorm`, for CPUs. Ranks may have unequal shares of a batch, or none."""
+    """PyTorch's `SyncBatchNorm` for CPUs; ranks may have different numbers of samples, or none."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass
 
-    @torch.compiler.disable  # compiled code would not wait for the other ranks in the order in which they come
+    @torch.compiler.disable  # compiled code could begin the exchanges in another order than the other ranks
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise [B, C, ...] by mean and variance of each channel over all ranks; a rank's gradient counts all."""
+        """Normalise [B, C, ...] by mean and variance of each channel over all ranks.
+
+        The backward pass includes the gradients of all ranks.
+        """
         if not self.training:
             known = self.running_mean, self.running_var
             return F.batch_norm(input, *known, self.weight, self.bias, self.running_mean is None, eps=self.eps)
@@ -348,15 +358,18 @@ class OnCPU(_BatchNorm):
 
 
 class OnGPU(nn.SyncBatchNorm):
-    """PyTorch's `SyncBatchNorm`, for a rank that may have no sample of a small last batch."""
+    """PyTorch's `SyncBatchNorm` for ranks that may have no sample of a small last batch."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise as PyTorch does; without samples that would exchange 16 bits where other ranks exchange float32."""
+        """Normalise as PyTorch does, in float32 if this rank has no samples.
+
+        Without samples, PyTorch would exchange 16 bits although the other ranks exchange float32.
+        """
         return super().forward(input) if len(input) else super().forward(input.float()).to(input.dtype)
 
 
 def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with synchronised batch normalisation; parameters and names stay."""
+    """Synchronise a model's batch normalisation; parameters and names stay."""
     kind: Callable[..., Any] = OnGPU if device.type == "cuda" else OnCPU
     for name, module in model.named_children():
         model.add_module(name, synchronised(module, device))

@@ -1,7 +1,8 @@
-"""Find the rank that all others wait for, and end the run with its name.
+"""Find the rank that all others wait for, and end the run with a message that names it.
 
-A thread of each rank writes a heartbeat to a store every second. Rank 0 judges all ranks, rank 1 judges rank 0, and
-their own heartbeats carry the verdict, with which all end. Time is counted in beats, which stand still with a process.
+A thread of each rank writes a heartbeat to a store every second. Rank 0 judges all ranks, and rank 1 judges rank 0.
+Their heartbeats carry the verdict; each rank that reads one ends. Time is counted in heartbeats, so that the time for
+which a process is stopped does not count.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BACKGROUND
 
 BEAT = 1.0  #: Seconds between two heartbeats.
-LONGER = 10.0  #: Multiple of the longest range of steps that one may take, if that is more than `Limits.stuck`.
-WINDOW = 200  #: Ranges of steps over which the longest is taken.
-GRACE = 1800.0  #: Seconds without progress while opening, or where nobody is behind.
-REHEARSAL = 120.0  #: Seconds without progress in the self-test, which may open thousands of connections.
-CONNECT = 300.0  #: Seconds until the store accepts a connection; thousands of processes ask at once.
-ANSWER = 25.0  #: Seconds until the store answers.
-NAMED = 60.0  #: Seconds of waiting after which the log names who is awaited, where more are allowed.
+LONGER = 10.0  #: Multiple of the longest recent range of steps that a range may take, if more than `Limits.stuck`.
+WINDOW = 200  #: Number of recent ranges of steps that `LONGER` considers.
+GRACE = 1800.0  #: Seconds allowed without progress during opening, or if no rank is behind.
+REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
+CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
+ANSWER = 25.0  #: Timeout of a request to the store, seconds.
+NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks, if more are allowed.
 
-#: Texts by which libraries say that another rank has gone.
+#: Texts in the errors of libraries if another rank is gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
 
-#: States of a process, as the ranks of its node see it.
-THERE = "it is there"
+#: States of a process, as seen by the ranks of its node.
+THERE = "its process is running"
 STOPPED = "stopped by a signal"
 ENDED = "its process is gone: killed, or ended by itself"
 UNSEEN = "killed or stopped, or its node is gone, or it runs code that holds Python's lock"
@@ -54,21 +55,21 @@ class Sign(NamedTuple):
     number: int = 0
     host: str = ""
     place: str = ""  #: Host and PID namespace, within which `process` is meaningful.
-    process: int = 0
-    entered: int = 0  #: Ranges and parts entered or left.
-    range: str = ""  #: Current range,
-    kind: str = ranges.OPENING  #: and its kind.
-    exchanges: int = 0  #: Exchanges begun by the steps,
-    background: int = 0  #: and by the thread that writes checkpoints.
-    age: float = 0.0  #: Seconds since any of these numbers changed.
+    process: int = 0  #: Process number (PID).
+    entered: int = 0  #: Number of ranges and parts entered or left.
+    range: str = ""  #: Current range.
+    kind: str = ranges.OPENING  #: Kind of the current range.
+    exchanges: int = 0  #: Number of exchanges begun by the steps.
+    background: int = 0  #: Number of exchanges begun by the thread that writes checkpoints.
+    age: float = 0.0  #: Seconds since `entered`, `exchanges` or `background` changed.
     longest: float = 0.0  #: Longest recent range of steps, s.
     sees: dict[str, str] = {}  #: States of the other processes of its node, by rank.
     failed: str = ""  #: Reason why this rank ends.
-    verdict: str = ""  #: Reason why all end.
+    verdict: str = ""  #: Reason why all ranks end.
 
 
 class Files:
-    """A store of one file a key, without locks, which a stopped process might hold."""
+    """Key-value store with one file per key, without locks, which a stopped process might hold."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,7 +77,7 @@ class Files:
 
     def set(self, key: str, value: str) -> None:
         file = os.open(self._folder / key, os.O_CREAT | os.O_WRONLY, 0o600)
-        os.pwrite(file, value.encode().ljust(8192), 0)  # in place, which works on a full disk, too
+        os.pwrite(file, value.encode().ljust(8192), 0)  # overwrites the file, which also works on a full disk
         os.close(file)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -88,33 +89,40 @@ class Files:
 
 def connect() -> Any:
     """Open a second connection to the store through which the ranks met."""
-    stores: Any = dist  # which names them at run time only
+    stores: Any = dist  # PyTorch defines the stores at run time only
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except dist.DistError as error:
         raise PeerLost(
-            f"{address}:{port}, where the processes met, took up no connection in {CONNECT:.0f} s ({brief(error)}); "
-            "this process ends with it"
+            f"{address}:{port}, where the processes met, accepted no connection in {CONNECT:.0f} s ({brief(error)}). "
+            "This process ends, too"
         ) from error
     store.set_timeout(timedelta(seconds=ANSWER))
     return stores.PrefixStore("watchdog", store)
 
 
 class Watchdog:
-    """Watches the ranks of a run from its construction until `close`; all ranks make one together."""
+    """Watches the ranks of a run from construction until `close`; all ranks construct one together."""
 
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
-        """Begin to watch: `per_node` consecutive ranks a node. Without limits only a failed exchange ends the run."""
+        """Begin to watch; `per_node` is the number of consecutive ranks per node.
+
+        Without `limits`, only a failed exchange ends the run.
+        """
         self.rank, self.size, self.limits, self._judges = rank, size, limits or Limits(), limits is not None
         meet, first = os.environ.get(MEET), rank - rank % per_node
         self._store = Files(Path(f"{meet}.watchdog")) if meet else connect()
-        self._holder = f"the folder {meet}.watchdog, by which processes here know of each other," if meet else ""
+        self._holder = (
+            f"the folder {meet}.watchdog, through which the processes of this node watch each other," if meet else ""
+        )
         self._mates = [other for other in range(first, min(first + per_node, size)) if other != rank]
-        self._known = range(size) if rank == 0 else sorted({0, 1, *self._mates})  #: ranks whose heartbeats it reads
-        self._seen, self._quiet = [Sign()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since
+        self._known = (
+            range(size) if rank == 0 else sorted({0, 1, *self._mates})
+        )  #: ranks from which this rank reads heartbeats
+        self._seen, self._quiet = [Sign()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since then
         self._sign = Sign(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
-        self._unanswered = 0.0  #: seconds
+        self._unanswered = 0.0  #: seconds without an answer of the store
         self._named: list[int] = []  #: ranks that the log has named
         self._closed = threading.Event()
         self._show()
@@ -123,24 +131,27 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Stop watching: a thread inside the store when Python ends would abort the process."""
+        """Stop watching.
+
+        A thread that uses the store while Python ends would abort the process.
+        """
         self._closed.set()
         for thread in self._threads:
             thread.join(ANSWER)
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends."""
+        """Report to the other ranks why this rank ends."""
         with contextlib.suppress(Exception):
             self._show(failed=f"{type(error).__name__}: {brief(error)}")
 
     def culprit(self, error: BaseException, seconds: float = 8.0) -> str:
-        """Return which rank has gone, after an exchange that failed; it may take a moment to be seen."""
+        """Return a text that names the lost rank after a failed exchange; wait for it up to `seconds`."""
         self._known = range(self.size)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(BEAT / 2)
             if self._unanswered > 3 * BEAT:
-                return f"{self._name(0)} ended: it held what the others met by"
+                return f"{self._name(0)} ended: it hosted the store through which the processes met"
             others = [rank for rank in range(self.size) if rank != self.rank]
             if gone := self._silence(others, 3 * BEAT, 3 * BEAT):
                 return gone
@@ -153,7 +164,7 @@ class Watchdog:
         self._store.set(f"sign-{self.rank}", json.dumps(self._sign))
 
     def _look(self) -> None:
-        """Read the heartbeats of others, once all are there: thousands of processes do not begin at once."""
+        """Read the heartbeats of other ranks, once all exist: thousands of processes do not begin at once."""
         known = list(self._known)
         keys = [f"sign-{rank}" for rank in known]
         for rank, text in zip(known, self._store.multi_get(keys), strict=True) if self._store.check(keys) else ():
@@ -169,7 +180,7 @@ class Watchdog:
                 if steps:
                     longest.append(age)
                 place, age, steps = come, 0.0, True
-            age, steps = age + BEAT, steps and kind == ranges.STEPS  # all the time
+            age, steps = age + BEAT, steps and kind == ranges.STEPS  # was one of steps all the time
             mates = {rank: self._seen[rank] for rank in self._mates}
             sees = {str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._sign.place}
             at = dict(zip(("entered", "exchanges", "background"), come, strict=True))
@@ -183,9 +194,11 @@ class Watchdog:
                 logging.info("watchdog: no answer: %s", brief(error))
 
     def _judge(self) -> None:
-        """End with a verdict that is there, or find one for the next heartbeat."""
+        """End this process if there is a verdict, else look for one for the next heartbeat."""
         if verdict := "".join(sign.verdict for sign in self._seen[:2]):
-            time.sleep(2 * BEAT if self.rank == 0 else 0)  # its process may hold the store, which the others ask
+            time.sleep(
+                2 * BEAT if self.rank == 0 else 0
+            )  # rank 0 may host the store: the other ranks read the verdict there first
             self._end(verdict)
         if self.rank < 2:
             self._sign = self._sign._replace(verdict=self._verdict())
@@ -205,29 +218,33 @@ class Watchdog:
         return silence if silence or self.rank else self._behind()
 
     def _silence(self, ranks: Iterable[int], gone: float, unseen: float) -> str:
-        """Return which of these ranks have been silent for longer than their states allow, s."""
+        """Return a text that names ranks without a heartbeat for longer than their states allow, or "".
+
+        The limits are `gone` seconds for an ended or stopped process, `unseen` seconds for an unknown state, and the
+        limit of the current range for a running process.
+        """
         silent = dict[int, str]()
         for rank in ranks:
             if self._quiet[rank] > gone:
-                if self._seen[rank].failed:  # it could not end before the others
+                if self._seen[rank].failed:  # it reported the reason, but could not end before the other ranks
                     return f"{self._name(rank)} ended: {self._seen[rank].failed}"
                 said = self._state(rank)
                 allowed = self._limit([rank]) if said == THERE else unseen if said == UNSEEN else gone
                 if self._quiet[rank] > allowed:
                     silent[rank] = f"{self._place(rank)}: {said}"
         names = ", ".join([*silent.values()][:8])
-        return f"no sign of life for {min(self._quiet[rank] for rank in silent):.0f} s of {names}" if silent else ""
+        return f"no heartbeat for {min(self._quiet[rank] for rank in silent):.0f} s from {names}" if silent else ""
 
     def _behind(self) -> str:
-        """Return which ranks all others have awaited for too long."""
-        # Within one range, who takes part in a further exchange is ahead; while checkpoints are awaited, whose thread.
+        """Return a text that names the ranks for which all others have waited too long, or ""."""
+        # Within one range, the rank with more exchanges is ahead; while saving, background exchanges count, too.
         places = [(s.entered, s.exchanges, s.background if s.range == ranges.SAVING else 0) for s in self._seen]
         behind = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = self._limit(behind)
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
         if len(behind) == self.size:  # all compute, or wait for their network or file system
             limit = max(limit, GRACE)
-            said = f"no process has got any further for {limit:.0f} s, and none is behind the others"
+            said = f"no process has made progress for {limit:.0f} s, and none is behind the others"
             return said if waited > limit else ""
         names = ", ".join(map(self._place, behind[:8]))
         if NAMED < waited <= limit and behind != self._named:
@@ -236,7 +253,7 @@ class Watchdog:
         return f"all have waited for {limit:.0f} s for {names}" if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
-        """Return the seconds that all of these ranks may spend in their current ranges."""
+        """Return the seconds that these ranks may spend in their current ranges: the longest limit."""
         seconds = {
             ranges.STEPS: max(self.limits.stuck, LONGER * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
@@ -246,7 +263,7 @@ class Watchdog:
         return max(seconds[self._seen[rank].kind] for rank in ranks)
 
     def _state(self, rank: int) -> str:
-        """Return the state of a rank's process, by those that see it and showed a heartbeat just now."""
+        """Return the state of a rank's process, as seen by a rank of its node with a recent heartbeat."""
         fresh = (sign for sign, quiet in zip(self._seen, self._quiet, strict=True) if quiet <= 5 * BEAT)
         return next((said for sign in fresh if (said := sign.sees.get(str(rank)))), UNSEEN)
 
@@ -262,12 +279,12 @@ class Watchdog:
             return
         for rank in [rank for rank, said in self._sign.sees.items() if said == STOPPED]:
             with contextlib.suppress(OSError):
-                os.kill(self._seen[int(rank)].process, signal.SIGKILL)  # it hears no other request to end
-        end(f"{verdict}. This process ends with it", LOST)
+                os.kill(self._seen[int(rank)].process, signal.SIGKILL)  # a stopped process reacts to no other signal
+        end(f"{verdict}. This process ends, too", LOST)
 
 
 def _exchanges() -> tuple[int, int]:
-    """Return how many exchanges this rank has begun: in the groups of its steps, and in those of its threads."""
+    """Return the numbers of exchanges that this rank has begun: in its steps, and in its threads."""
     groups = list[Any](distributed_c10d._world.pg_map)
     begun = [(group.group_desc == BACKGROUND, group._get_sequence_number_for_group()) for group in groups]
     own, others = (sum(count for background, count in begun if background == kind) for kind in (False, True))
@@ -275,7 +292,7 @@ def _exchanges() -> tuple[int, int]:
 
 
 def state(process: int) -> str:
-    """Return the state of a process of this node by its number (proc(5))."""
+    """Return the state of a process of this node, given its number (proc(5))."""
     try:
         letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -284,7 +301,10 @@ def state(process: int) -> str:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Return whether an exception says that another rank has gone; a loader's or tracker's `OSError` does not."""
+    """Return whether an exception means that another rank is gone.
+
+    An `OSError`, such as a loader's or a tracker's, does not.
+    """
     return not isinstance(error, OSError) and (
         isinstance(error, dist.DistError) or any(words in str(error) for words in _GONE)
     )

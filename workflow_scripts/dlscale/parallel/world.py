@@ -1,6 +1,6 @@
-"""The ranks (processes) of a run: which of them this one is, what they exchange, and how they share the run's work.
+"""Ranks (processes) of a run: this process's rank, exchanges between ranks, and their mesh.
 
-A run on one device is a world of one rank, whose methods cost nothing. The axes of the mesh are dp (samples), cp
+A run on one device is a world of one rank: its methods cost nothing. The axes of the mesh are dp (samples), cp
 (tokens) and tp (weights of layers, and tokens).
 """
 
@@ -20,13 +20,13 @@ CPU = torch.device("cpu")
 AXES = ("dp", "cp", "tp")
 Value = TypeVar("Value")
 
-#: Description of a group in which a thread of a rank exchanges, which says nothing of its steps' progress.
+#: Description of process groups for background threads; their exchanges do not count as progress of steps.
 BACKGROUND = "background"
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, one a device, as this process sees them."""
+    """Ranks of a run, one per device, as this process sees them."""
 
     rank: int = 0
     size: int = 1
@@ -37,12 +37,12 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Whether this is rank 0, which writes the results."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Rank among those that load different samples; ranks that share a model have the same."""
+        """Rank among the ranks that load different samples; equal for ranks that share a model."""
         return self.mesh.rank("dp") if self.mesh else self.rank
 
     @property
@@ -61,9 +61,9 @@ class World:
         return self.mesh is None or self.mesh.rank("cp") == self.mesh.rank("tp") == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over all ranks of different samples, in place; every rank gets the same result.
+        """Sum a tensor over all ranks with different samples, in place; every rank gets the same result.
 
-        The sums of ranks that share a model may differ by rounding: all take the first one's.
+        The sums of ranks that share a model may differ by rounding: all take the sum of the first of these ranks.
         """
         if self.data_size > 1:
             dist.all_reduce(values, group=self.mesh.group("dp") if self.mesh else None)
@@ -73,20 +73,20 @@ class World:
         return values
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Broadcast tensors from the first of the ranks with the same weights, in place; no device waits."""
+        """Broadcast tensors from the first rank with the same weights, in place, without synchronising devices."""
         if self.size > 1 and (self.mesh is None or self.mesh.size("dp") * self.mesh.size("cp") > 1):
             for tensor in tensors:
                 dist.broadcast(tensor, group=self.replicas, group_src=0)
 
     def max(self, *values: float) -> list[float]:
-        """Return the greatest of all ranks' numbers, one by one; no device waits."""
+        """Return the maximum of each number over all ranks, without synchronising devices."""
         greatest = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.control)
         return [float(value) for value in greatest]
 
     def gather(self, value: Value) -> list[Value]:
-        """Gather the values of all ranks, in the order of ranks; all get them."""
+        """Gather the values of all ranks on every rank, in the order of ranks."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -108,28 +108,30 @@ def synchronize(device: torch.device) -> None:
 
 
 def arrangement(geometry: Geometry) -> torch.Tensor:
-    """Return the rank at each place of the mesh, int64 [dp, cp, tp]."""
+    """Return the rank at each position of the mesh, int64 [dp, cp, tp]."""
     slowest_first = geometry.order.split("-")[::-1]
     ranks = torch.arange(geometry.world_size).reshape([getattr(geometry, axis) for axis in slowest_first])
     return ranks.permute([slowest_first.index(axis) for axis in AXES])
 
 
 class Mesh:
-    """The mesh as this rank sees it; all ranks make it together, after `torch.distributed` has begun.
+    """Mesh of all ranks, as this rank sees it.
+
+    All ranks construct it together, after `torch.distributed` was initialised.
 
     Attributes
     ----------
     devices
         PyTorch's mesh, with dimensions dp, cp, tp.
     ranks
-        Ranks that hold the same weights, for each place along tp: int64 [tp, dp x cp]. They rise along a row, as in
+        Ranks that hold the same weights, for each position along tp: int64 [tp, dp x cp], ascending along a row, as in
         PyTorch's process groups.
     replicas
         Process group of this rank's row of `ranks`.
     model
-        Mesh of the ranks that share a model, in one dimension; None if a model is on one rank. They rise along it.
+        Mesh of the ranks that share a model, in one dimension and ascending; None if a model is on one rank.
     places
-        Position in `model` of each place along cp and tp, those along tp next to each other.
+        Position in `model` of each pair of positions along cp and tp; tp varies fastest.
     """
 
     def __init__(self, geometry: Geometry, kind: str) -> None:
@@ -145,7 +147,7 @@ class Mesh:
         self.places: list[int] = shared[0].argsort().argsort().tolist()  # the same for all models
 
     def rank(self, axis: str) -> int:
-        """Return this rank's place along an axis."""
+        """Return this rank's position along an axis."""
         return self.devices.get_local_rank(axis)
 
     def size(self, axis: str) -> int:
@@ -162,7 +164,10 @@ class Mesh:
 
 
 class Pretended:
-    """A mesh as its first rank would see it, without the others, to predict memory: exchanges have shapes alone."""
+    """Mesh as its first rank would see it, without other ranks, to predict memory.
+
+    Its exchanges have the right shapes and transfer nothing.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -182,7 +187,7 @@ class Pretended:
 
 @dataclass(frozen=True)
 class PretendedAxes:
-    """Axes of a pretended mesh, as `DeviceMesh` has them."""
+    """Axes of a pretended mesh, with the methods of `DeviceMesh`."""
 
     ranks: int
 

@@ -1,1 +1,1 @@
-"""The logic behind the rules: from wildcards to jobs, and what a call says before and after them."""
+"""Logic of the rules: files, parameters and commands of jobs, and messages before and after them."""

@@ -1,4 +1,4 @@
-"""A call of the workflow: what it would do, what keeps it from starting, and what it came to."""
+"""A call of the workflow: its jobs and their cost, the checks before it starts, and its results."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from dlscale.report.results import read_plan
 from dlscale.rules.context import Context
 from dlscale.rules.plans import Plans
 
-#: Plans whose results are told at the end of a call.
+#: Maximum number of plans with printed results at the end of a call.
 RESULTS_SHOWN = 8
 
 
 @dataclass
 class Call:
-    """A call for some plans and datasets, on its site."""
+    """Call of the workflow for some plans and datasets, on one site."""
 
     context: Context
     pages: Plans
     plans: Sequence[str]
     datasets: Sequence[str]
-    cores: int | None  #: That it may use of this machine.
-    tell: Callable[..., None]  #: Shows lines on the terminal.
+    cores: int | None  #: Cores of this machine that the call may use.
+    tell: Callable[..., None]  #: Function that prints lines on the terminal.
 
     def __post_init__(self) -> None:
         self.configuration, self.site = self.context.configuration, self.context.site
         self.results = Path(self.configuration.workflow.results)
-        #: Whether what is fetched is a job.
+        #: Whether `fetch` counts as a job: not if it runs on a login node.
         self._fetching = not (self.site.scheduler and self.site.scheduler.acquire == "here")
 
     # ---- what would run ------------------------------------------------------------------------------
 
     def works(self, waiting: Iterable[Any]) -> list[Work]:
-        """Return Snakemake's jobs as the estimate of their cost knows them: data counted by dataset."""
+        """Convert Snakemake's jobs for the estimate of cost; jobs that make data are counted by dataset."""
         plans = self.configuration.plans
         runs, data, halving = list[Work](), Counter[str](), dict[str, None]()
         for job in waiting:
@@ -62,7 +62,7 @@ class Call:
                 data[wildcards.dataset] += 1
             elif name == "promote":
                 halving[wildcards.plan] = None
-        # Which trials come to a later rung is not known yet, but how many.
+        # The trials of later rungs are not known yet, but their number is.
         again = {(work.plan, plans[work.plan][work.run_name].trial) for work in runs}
         later = cost.works(self.configuration, halving, again) if halving else []
         runs += [work for work in later if work.run and plans[work.plan][work.run_name].rung and work not in runs]
@@ -71,13 +71,13 @@ class Call:
         return [*(cost.data_work(self.configuration, name, number) for name, number in sorted(data.items())), *runs]
 
     def seconds_of(self, job: Any) -> cost.Expected:
-        """Return the time of a job on this machine."""
+        """Return the expected time of a job on this machine."""
         stage, known = why.stage_of(job.rule.name), job.wildcards
         work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
     def expected(self, waiting: Sequence[Any]) -> list[live.Job]:
-        """Return the jobs as the display of the call's progress knows them."""
+        """Convert Snakemake's jobs for the display of progress."""
         return [
             live.Job(
                 "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
@@ -92,7 +92,7 @@ class Call:
         ]
 
     def time_of(self, waiting: Sequence[Any], works: Iterable[Work]) -> cost.Expected:
-        """Return the time of jobs here together, those of later rungs included."""
+        """Return the expected time of all jobs on this machine, including later rungs."""
         cores = self.cores or 1
         jobs = [job for job in waiting if job.rule.name in RUN_STAGES]
         there = {(job.rule.name, job.wildcards.plan, job.wildcards.run) for job in jobs}
@@ -109,7 +109,7 @@ class Call:
     # ---- whether it would start ----------------------------------------------------------------------
 
     def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
-        """Refuse jobs that cannot be started here; `files` of settings have to be carried."""
+        """Raise `UserError` for jobs that cannot start here; paths of configuration `files` count, too."""
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
         for work in works:
             if work.run:
@@ -119,7 +119,7 @@ class Call:
                     raise UserError(f"{here}{problem}")
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:
-        """Return what is found of the site, or of this machine where it runs the jobs, before the first of them."""
+        """Check the site, or this machine if it runs the jobs, and return the findings."""
         if not works:
             return []
         if self.site.scheduler or self.site.engine != "none":
@@ -128,11 +128,11 @@ class Call:
         runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
         found = [*doctor.probe_here(runs, gpus()), probe_space(self.results)]
         if self.configuration.workflow.budget.model_dump(exclude_none=True):
-            found.append(Finding("budget", "warn", "not looked at: this site has no queue that charges hours"))
+            found.append(Finding("budget", "warn", "not checked: this site has no queue that charges hours"))
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
 
     def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> int:
-        """Print what the jobs of a dry run cost, what keeps them from starting, and a verdict; return the status."""
+        """Print cost, problems and verdict of a dry run, and return the exit status."""
         if not waiting:
             return 0
         scheduler, works, problems = self.site.scheduler, self.works(waiting), list[str]()
@@ -156,7 +156,7 @@ class Call:
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
-        """Print what is found before jobs begin; a `UserError` where they may not."""
+        """Print the findings before jobs begin; raise `UserError` if they must not begin."""
         works = self.works(waiting)
         self.check(works, files)
         table = cost.price(works, self.site.scheduler, self.results) if self.site.scheduler else []
@@ -168,17 +168,17 @@ class Call:
         if failed or (works and self.site.engine != "none" and not self.context.image):
             raise UserError("Not ready: nothing was started. See the lines with FAIL above.")
 
-    # ---- what it came to -----------------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------------
 
     def lost(self, making: Collection[str] = ()) -> list[str]:
-        """Return lines of results that are gone, though nothing would make them."""
+        """Return a line for each missing result that no job would make."""
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
         datasets = dict.fromkeys([*self.pages.datasets(self.plans), *self.datasets])
         return why.lost(str(self.results), runs, datasets, making, self.context.call[1:])
 
     def show_pages(self, files: Iterable[Path]) -> None:
-        """Print where the pages of the files that were asked for are; of a part of a plan its page."""
+        """Print the paths of the requested pages; for part of a plan, the page of the plan."""
         files = list(files)
         pages = [file for file in files if file == Path(self.context.page) or file.name == "report.html"]
         plans = {
@@ -193,10 +193,10 @@ class Call:
             self.tell(f"Preview: {file.resolve()}", *(f"  {fact}" for fact in _facts(file.with_name("manifest.json"))))
 
     def show_results(self) -> None:
-        """Print what each plan that was asked for came to, and what to ask next."""
+        """Print the result of each requested plan, and a command to try next."""
         plans = []
         for name in self.plans:
-            with contextlib.suppress(UserError):  # only a part of it was asked for
+            with contextlib.suppress(UserError):  # only part of the plan was requested
                 plans.append(read_plan(self.context.paths.plan(name)))
         self.tell(*map(sections.line, plans[:RESULTS_SHOWN]))
         if len(plans) > RESULTS_SHOWN:
@@ -208,7 +208,10 @@ class Call:
 
 
 def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:
-    """Return what jobs would ask of Slurm in lines, from resources, rule and wildcards of each; alike ones together."""
+    """Return the Slurm requests of jobs as lines; jobs with equal requests are in one line.
+
+    `asked` has resources, rule and wildcards of each job.
+    """
     told = dict[str, set[str]]()
     for resources, rule, wildcards in asked:
         name = f"{wildcards.plan}.{wildcards.run}" if rule in RUN_STAGES else wildcards.dataset

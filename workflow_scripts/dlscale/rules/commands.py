@@ -1,4 +1,4 @@
-"""The words that start the command of a job, and what the job asks of Slurm."""
+"""Words before the command of a job, and its Slurm request."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Commands:
     context: Context
 
     def place(self, paths: Iterable[str]) -> launcher.Place:
-        """Return the folders that a container takes over, for a stage that reads `paths`."""
+        """Return the folders that a container mounts for a stage that reads `paths`."""
         folder, results = str(Path.cwd()), Path(self.context.paths.folder).absolute()
-        # Commands name it as it was typed, though a link may be on its way; that of a link in the folder is followed.
+        # Commands have the results folder as typed, even through links; a link in the working folder is followed.
         results = results.resolve() if results.is_relative_to(folder) else results
         sources = launcher.sources(self.context.site)
         return launcher.Place(
@@ -43,9 +43,9 @@ class Commands:
         )
 
     def start(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:
-        """Return the words that start a stage that reads `paths`: in a container it sees these, here and there alike.
+        """Return the command that starts a stage that reads `paths`; a container mounts these at the same paths.
 
-        Addresses with secrets, and secrets of programs, are kept from it unless `secrets`.
+        The stage gets addresses with secrets, and secrets of external programs, only if `secrets` is set.
         """
         try:
             return self.completed(launcher.launch(self.context.site, self.place(paths), geometry), secrets)
@@ -53,9 +53,10 @@ class Commands:
             self.context.refuse(error)
 
     def completed(self, words: list[str], secrets: bool = False) -> list[str]:
-        """Return the words that start a stage, with the studies that it knows, and without secrets.
+        """Add the user's studies to a command, and remove environment variables that the stage must not get.
 
-        Variables of the calling shell that number processes, such as RANK, are withheld: a starter sets its own.
+        These are secrets, unless `secrets` is set, and variables of the calling shell that number processes, such as
+        RANK: a starter sets its own.
         """
         names = [urls.VARIABLE] if self.context.configuration.secrets and not secrets else []
         names += [name for name in LAUNCHED if name in os.environ]
@@ -69,14 +70,14 @@ class Commands:
         return launcher.device(self.context.configuration.workflow.site)
 
     def resources(self, stage: str) -> dict[str, Callable[..., Any]]:
-        """Return functions from wildcards to the resources of a run's stage, or of `data` stages, by name."""
+        """Return the functions that compute a job's resources, by name; `stage` is one of runs, or `data`."""
         scheduler = self.context.site.scheduler
         if not scheduler:
             return {}
 
-        @functools.lru_cache(maxsize=1)  # Snakemake asks for one resource after the other
+        @functools.lru_cache(maxsize=1)  # Snakemake requests one resource after the other
         def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
-            """Return all that a job requests: its time limit grows with attempts, and follows rates just measured."""
+            """Return all resources of a job; its time limit grows with attempts and uses the latest rates."""
             configuration = self.context.configuration
             geometry: Geometry | None = None
             processes: Geometry | None = None
@@ -90,7 +91,7 @@ class Commands:
             return slurm.request(scheduler, stage, geometry, minutes and minutes * attempt, processes)
 
         def resource(name: str) -> Callable[..., Any]:
-            # A missing resource is None: the executor asks which resources there are.
+            # A missing resource is None: the executor tests which resources are set.
             return lambda wildcards, attempt: request(
                 int(time.monotonic()), attempt, *(getattr(wildcards, key, "") for key in ("dataset", "plan", "run"))
             ).get(name)

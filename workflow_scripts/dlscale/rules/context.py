@@ -1,8 +1,8 @@
-"""What the rules of one call share: its configuration and site, and the parameters of a job.
+"""State that the rules of one call share: configuration, site, and parameters of jobs.
 
 A job's parameters are one dict: the SHA-256 of the sources that the stage reaches, and its settings. Snakemake compares
-parameters as a set of values, so one dict is compared as a whole. A function of a rule that also takes `input` is not
-compared.
+parameters as a set of values; in one dict, names and values stay together. The result of a parameter function that also
+takes `input` is not compared.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Params = dict[str, Any]
 
 @dataclass
 class Context:
-    """What the rules of one call share."""
+    """State that the rules of one call share."""
 
     configuration: Configuration
-    site: Site  #: With its choices made.
-    page: str  #: Of all targets.
+    site: Site  #: Site, with `auto` resolved.
+    page: str  #: Path of the page of all targets.
     call: Sequence[str]  #: Words that call the workflow again with this call's settings.
-    own_settings: Sequence[str]  #: Of these the settings.
+    own_settings: Sequence[str]  #: Words of `call` that contain the settings.
     is_live: bool  #: Whether the call writes a live page of the targets.
     image: str  #: The image's identity, if any.
-    say: Callable[[Finding], None]  #: Prints what was found, and ends the call if nothing can be made of it.
+    say: Callable[[Finding], None]  #: Prints a finding, and ends the call on FAIL.
     refuse: Callable[[object], NoReturn]
-    rung_file: Callable[[str, int], str]  #: The file that says which trials come to a rung, once it is there.
+    rung_file: Callable[[str, int], str]  #: Returns the file with the trials of a plan's rung, once it exists.
     keep_going: Callable[[], bool]  #: Whether a broken dataset fails in its own jobs only.
-    looked: set[str] = field(default_factory=set)  #: What was looked at, and is not told of twice.
+    looked: set[str] = field(default_factory=set)  #: Names checked so far: each is reported once.
 
     def __post_init__(self) -> None:
         workflow = self.configuration.workflow
         self.paths, self.datasets, self.plans = Results(workflow.results), workflow.datasets, self.configuration.plans
         self._packages = launcher.packages(self.site)
-        #: GPUs of this machine, where it runs the jobs itself.
+        #: Number of GPUs of this machine; 0 if a scheduler runs the jobs.
         self.gpus = 0 if self.site.scheduler else gpus()
 
     def dataset(self, wildcards: Wildcards) -> DatasetSettings:
@@ -60,7 +60,10 @@ class Context:
         return self.plans[wildcards.plan][wildcards.run].run
 
     def params(self, modules: Sequence[str], settings: Any, files: Iterable[Path] = ()) -> Params:
-        """Return what makes a job run again; without modules (a fetched file) no code of dlscale decides the result."""
+        """Return a job's parameters: a change of one makes the job run again.
+
+        Without modules (for a fetched file) the result depends on no code of dlscale.
+        """
         around = {"image": self.image, "packages": self._packages}
         kept = {key: value for key, value in around.items() if modules and value}
         return {"sources": fingerprint(modules, files), "settings": settings, **kept}

@@ -1,4 +1,4 @@
-"""From the wildcards of a job that makes data to its files, parameters and command words."""
+"""Files, parameters and command words of jobs that make data, from their wildcards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Datasets:
         return self.context.paths.raw_file(raw.name, name) if acquired else str(raw.origin)
 
     def _look_for_raw_files(self, name: str) -> None:
-        """Say once what to do about raw files that are not there: Snakemake takes what was made of others for done."""
+        """Report missing raw files once, with a remedy.
+
+        Snakemake takes results for done even if their raw files are missing.
+        """
         if name not in self.context.looked and (
             found := probe_raw(name, self.context.datasets[name], Path(self.context.paths.folder))
         ):
@@ -39,13 +42,16 @@ class Datasets:
         self.context.looked.add(name)
 
     def _say(self, found: Finding) -> None:
-        """Print a finding about a dataset; one that nothing can be made of ends the call, unless it keeps going."""
+        """Print a finding about a dataset; FAIL ends the call, unless it has --keep-going."""
         self.context.say(
             replace(found, status="warn") if self.context.keep_going() and found.status == "FAIL" else found
         )
 
     def existing(self, files: Iterable[str]) -> list[str]:
-        """Return which of other people's files are inputs: a missing one would end a call that keeps going."""
+        """Return the files that are inputs; with --keep-going, without missing files that no rule makes.
+
+        Snakemake would end the call for a missing input.
+        """
         return [file for file in files if not self.context.keep_going() or os.access(file, os.F_OK) or self.makes(file)]
 
     def makes(self, file: str) -> bool:
@@ -82,7 +88,7 @@ class Datasets:
             return [self.raw_path(name, raw) for raw in raws]
         try:
             return kind.prepared_files(dataset)
-        except UserError:  # which was printed; its jobs report it
+        except UserError:  # printed already; the dataset's jobs report it
             return kind.origins(dataset)
 
     def files(self, wildcards: Wildcards) -> list[str]:
@@ -104,7 +110,7 @@ class Datasets:
         return self.context.params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
 
     def _seen(self, name: str, raw: Any) -> Any:
-        """Return the state of a raw file's origin, or the fault of a broken one, which its job reports."""
+        """Return the state of a raw file's origin, or the error of a broken one, which its job reports."""
         dataset = self.context.datasets[name]
         kind = parts.kind_of(dataset)
         if type(kind).look is DatasetKind.look:
@@ -117,7 +123,7 @@ class Datasets:
         return self._broken[name]
 
     def _stamp(self, name: str, raw: Any) -> list[int] | None:
-        """Return size and time of a user's file; of a missing one those that the manifest remembers."""
+        """Return size and modification time of a user's file; if it is missing, those in the manifest."""
         if raw.origin == "simulated" or "://" in raw.origin or self.makes(raw.origin):
             return None
         if os.access(path := Path(raw.origin), os.F_OK) and path.is_file():
@@ -131,7 +137,7 @@ class Datasets:
         dataset = self.context.dataset(wildcards)
         part = self.part(wildcards)
         settings = parts.kind_of(dataset).part_settings(dataset, part)
-        # Files of users may be swapped for older ones, which modification times alone do not show.
+        # A user may replace files by older ones, which Snakemake's comparison of times does not notice.
         raws = [raw for raw in part.raws if not parts.acquired(dataset, raw)]
         if files := {raw.origin: seen for raw in raws if (seen := self._stamp(wildcards.dataset, raw))}:
             settings = {**settings, "files": files}
@@ -146,7 +152,7 @@ class Datasets:
         settings: Params = {"parts": [part.label for part in parts.parts(dataset)]}
         if parts.kind_of(dataset).prepared(dataset):
             settings["dataset"] = dataset.model_dump(mode="json")
-            # Files of others may be swapped for older ones, which modification times alone do not show.
+            # A user may replace files by older ones, which Snakemake's comparison of times does not notice.
             files = [Path(file) for file in self.files_of(wildcards.dataset)]
             settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.exists()]
         return self.context.params(data_modules("describe", dataset.kind), settings)
@@ -155,7 +161,7 @@ class Datasets:
         return self.context.params(data_modules("preview", self.context.dataset(wildcards).kind), None)
 
     def samples(self, dataset: str) -> list[str]:
-        """Return a dataset's files, and its statistics, by which loaders normalise."""
+        """Return a dataset's files and its statistics, with which loaders normalise."""
         return [*self.files_of(dataset), self.context.paths.stats(dataset)]
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Of plans: runs, tables and pages."""
+"""Runs, tables and pages of plans."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Plans:
         return self.context.own_params("promote", self.sweep_settings(wildcards.plan))
 
     def measured(self, name: str) -> list[str]:
-        """Return the files that a plan's runs leave, of all the stages that they go through."""
+        """Return the output files of a plan's runs, of all their stages."""
         return [
             self.context.paths.run(file, resolved.plan, resolved.name)
             for run, resolved in self.context.plans[name].items()
@@ -89,14 +89,14 @@ class Plans:
         ]
 
     def _known(self, name: str) -> list[str]:
-        # Of successive halving none are known, for the table asks for its runs.
+        # With successive halving, the files are not known yet: the table requests its runs.
         return [] if self.context.configuration.workflow.plans[name].halves else self.measured(name)
 
     def files(self, name: str) -> list[str]:
         return [*self._known(name), self.context.paths.table(name)]
 
     def shown_files(self, name: str, page: bool) -> list[str]:
-        """Return what Snakemake's own report shows of a plan; `page`: whether its own page is asked for."""
+        """Return the files of a plan that Snakemake's own report shows; `page` adds the plan's page."""
         paths = self.context.paths
         pictures = [file for file in self._known(name) if Path(file).name == "prediction.png"]
         return [*pictures, paths.table(name), *([paths.plan_page(name)] if page else [])]

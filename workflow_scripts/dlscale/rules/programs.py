@@ -1,4 +1,4 @@
-"""Of runs of other programs: files, folders, revisions and command words."""
+"""Files, folders, revisions and command words of runs of external programs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dlscale.preflight.probe import Finding, probe_script
 from dlscale.rules.commands import Commands
 from dlscale.rules.context import Context, Params, Wildcards
 
-#: Folder of a run for what its program writes.
+#: Subfolder of a run for the output of its external program.
 OUT = "out"
 
 
 @dataclass
 class Programs:
-    """Runs of other programs."""
+    """Runs of external programs."""
 
     context: Context
     commands: Commands
 
     def placed(self, run: Run) -> Run:
-        """Return a run whose program's folder is where its revision is fetched to."""
+        """Return the run with its program's folder set to the fetched revision, if it names one."""
         if not (run.program and run.program.repository):
             return run
         folder = Path(self.context.paths.program(str(run.program.revision)), run.program.folder)
@@ -63,9 +63,9 @@ class Programs:
         return self.commands.completed([*launcher.PYTHON_HERE])
 
     def named_files(self, run: Run) -> list[str]:
-        """Return the files that the command of a run's program names: it runs again where they change.
+        """Return the files that the command of a run's program names; the program runs again when one changes.
 
-        Its first word is one of them if it lies in the program's folder: Python's own file is none of the program's.
+        The first word counts only if it is in the program's folder: Python itself is not a file of the program.
         """
         if not run.program:
             return []
@@ -73,7 +73,7 @@ class Programs:
         first, *known = [Path(words.folder, word) for word in words.command]
         if "/" in words.command[0] and first.resolve().is_relative_to(Path(words.folder).resolve()):
             known.append(first)
-        # `os.path` takes a word that is too long for a name, such as a script after `-c`, for no file.
+        # `os.path.isfile` returns False for words too long for a name, such as a script after `-c`.
         files = [
             file
             for file in known
@@ -101,16 +101,22 @@ class Programs:
         return self.named_files(run)
 
     def out_folder(self, wildcards: Wildcards) -> str:
-        """Return the folder `{out}` of a run's program, which stays between its tries."""
+        """Return the folder `{out}` of a run's program, which is kept between attempts."""
         return self.context.paths.run(OUT, wildcards.plan, wildcards.run)
 
     def sources(self, wildcards: Wildcards, input: Any) -> str:
-        """Return a digest of what decides a program's results: a try goes on from those of one that had the same."""
+        """Return a digest of all parameters of a program's results.
+
+        An attempt continues from the results of an earlier one with the same digest.
+        """
         stage = json.dumps(self.params("program", self.context.run(wildcards)), sort_keys=True)
         return hashlib.sha256(stage.encode()).hexdigest()
 
     def params(self, stage: str, run: Run) -> Params:
-        """Return what makes a stage of a run of a program run again: its command has its other settings."""
+        """Return the parameters that make a stage of an external program run again.
+
+        The program's own settings are words of its command.
+        """
         if not STAGES[stage].program:
             self.context.refuse(
                 f"{stage}: a run of a program has no such stage; ask for the files of "
@@ -119,12 +125,12 @@ class Programs:
         seen = run.slice(stage)
         own = ("program", "geometry", "dataset", *STAGES[stage].settings)
         settings = json.dumps({key: seen[key] for key in own})
-        # Files may be swapped for older ones, which modification times alone do not show.
+        # Files may be replaced by older ones, which Snakemake's comparison of times does not notice.
         digests = {file: sha256(file) for file in self.named_files(run)}
         return self.context.params([str(STAGES[stage].program), program.__name__], settings) | {"files": digests}
 
     def candidates(self, wildcards: Wildcards) -> list[Any]:
-        """Return the settings to try of a run's program: each its changes, and its run as the stage sees it."""
+        """Return the settings of a program to try: for each, the changes and the run as the stage sees it."""
         asked = self.context.plans[wildcards.plan][wildcards.run].asked
         if asked is None:
             return []
@@ -145,7 +151,7 @@ class Programs:
         return ["--start", json.dumps(self.launch(input, run)[1])] if run.program else []
 
     def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
-        """Return the words that start the stage of a run's program, and those that it puts before the command."""
+        """Return the command of the stage of a run's program, and the words before the program's command."""
         placed = self.placed(run)
         assert placed.program
         place = self.commands.place([*paths, placed.program.folder])

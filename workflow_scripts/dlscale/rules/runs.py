@@ -1,4 +1,4 @@
-"""From the wildcards of a job of a run to its files, parameters and command words."""
+"""Files, parameters and command words of jobs of runs, from their wildcards."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from dlscale.rules.context import Context, Params, Wildcards
 from dlscale.rules.datasets import Datasets
 from dlscale.rules.programs import Programs
 
-#: Cores of one machine for what is timed: more than there are, so that no other job disturbs it.
+#: Cores requested by timed jobs: more than a machine has, so that no other job runs at the same time.
 ALL_CORES = 1_024
 
 
 def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings that make a stage run again.
 
-    Those that only change what is learnt count for stages that see the run's `training`, and for no other.
+    Settings that only change the learning count only for stages that use the run's `training`.
     """
     if "training" in STAGES[stage].settings:
         return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
-    whole = ("samples", "parallel", *STAGES[stage].settings)  # how many there are, what is tested, what is tried
+    whole = ("samples", "parallel", *STAGES[stage].settings)  # number of samples, self-test, and settings of the stage
     return {**compute_settings(run), **{key: run[key] for key in whole}}
 
 
@@ -52,7 +52,7 @@ class Runs:
         return self.context.paths.manifest(self.context.run(wildcards).dataset)
 
     def weights(self, wildcards: Wildcards) -> list[str]:
-        """Return the file of weights that a run starts from; that of another run is made first."""
+        """Return the file of weights that a run starts from; weights of another run are made first."""
         weights: str | None = self.context.run(wildcards).training.weights
         run = f"{wildcards.plan}.{wildcards.run}"
         remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
@@ -63,7 +63,7 @@ class Runs:
                 self.context.say(
                     Finding(f"run {run}", "FAIL", what, f"copy it out of {self.context.paths.plans}, or {remedy}")
                 )
-            # Those of the best epoch are no declared output, as not every run keeps them.
+            # The weights of the best epoch are not a declared output, as not every run keeps them.
             weights = re.sub(r"model_best\.pt$", "model.pt", weights)
         elif weights and run not in self.context.looked and not Path(weights).exists():
             self.context.say(Finding(f"run {run}", "FAIL", f"{weights}: no such file or folder", remedy))
@@ -71,7 +71,7 @@ class Runs:
         return [weights] if weights else []
 
     def params(self, stage: str) -> Callable[[Wildcards], Params]:
-        """Return the function of the parameters of a stage that depends on the run alone."""
+        """Return the parameter function of a stage that depends only on the run."""
         return lambda wildcards: self._params(stage, self.context.run(wildcards))
 
     def program_params(self, wildcards: Wildcards) -> Params:
@@ -85,7 +85,7 @@ class Runs:
         )
 
     def _params(self, stage: str, run: Run, loaders: Iterable[str] = (), modules: Iterable[str] = ()) -> Params:
-        """Return what makes a stage run again: sources of study and loaders, and the settings in the stage's row."""
+        """Return the parameters that make a stage run again: sources of study and loaders, and settings."""
         if run.program:
             return self.programs.params(stage, run)
         modules = [*run_modules(stage, run.study, *run.loaders(stage), *loaders), *modules]
@@ -98,13 +98,16 @@ class Runs:
         return self.programs.placed(self.context.run(wildcards)).model_dump_json()
 
     def beside(self, wildcards: Wildcards) -> Run | None:
-        """Return the run that a run is timed in turn with: the plan's first, if one process runs it."""
+        """Return the plan's first run if paired timing compares a run with it, else None.
+
+        Both must have one process, and no image of an external program.
+        """
         plan, runs = wildcards.plan, self.context.plans[wildcards.plan]
         first = next(
             (runs[name].run for name in runs if "throughput" in self.context.configuration.stages(plan, name)), None
         )
         run = self.context.run(wildcards)
-        # How little a run and its copy differ takes ten seconds to see.
+        # The first run is timed with its copy: seeing how little they differ takes ten seconds.
         enough = run.throughput.beside >= 10 if run is first else run.throughput.beside > 0
         alone = first is not None and all(
             (each.geometry if each.program else each.processes).world_size == 1 for each in (first, run)
@@ -118,11 +121,11 @@ class Runs:
         params = self._params("throughput", run, first.loaders("throughput") if first else ())
         if first and bool(first.program) != bool(run.program):
             params["first"] = self._params("throughput", first)["sources"]
-        # Of the first run only what its steps do: another learning rate of it is no reason to time all of a plan again.
+        # Only settings of the first run that change its steps: another learning rate must not repeat all timings.
         return params | ({"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {})
 
     def first_data(self, wildcards: Wildcards) -> list[str]:
-        """Return manifest and data of the run that a run is timed with, where they are not its own."""
+        """Return manifest and data of the run in paired timing, if its dataset is another one."""
         first = self.beside(wildcards)
         if not first or first.dataset == self.context.run(wildcards).dataset:
             return []
@@ -136,7 +139,7 @@ class Runs:
         return ["--beside", json.dumps(self.programs.placed(first).slice("throughput")), *manifest]
 
     def train_threads(self, wildcards: Wildcards) -> int:
-        """Return the cores of one machine that a training takes: all, unless it says how many, and needs no GPU."""
+        """Return the cores of a training job: all, unless its run sets a number and needs no GPU."""
         return (
             cost.threads("train", self.context.run(wildcards), bool(self.context.site.scheduler or self.context.gpus))
             or ALL_CORES
@@ -146,7 +149,7 @@ class Runs:
         return fingerprint(run_modules("train", self.context.run(wildcards).study))
 
     def checkpoint_folder(self, wildcards: Wildcards) -> str:
-        """Return where a run saves what it goes on from; the rungs of a trial share it."""
+        """Return the folder of a run's checkpoints; the rungs of a trial share it."""
         resolved = self.context.plans[wildcards.plan][wildcards.run]
         return self.context.paths.checkpoints(wildcards.plan, resolved.trial or wildcards.run)
 
