@@ -83,7 +83,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
             words = [*recording(tool, kept, world.device.type == "cuda"), *words]
         status, said = _run(words, world)
         failed = f"the profiled process ended with status {status}: {_last(said)}"
-        # Only the process that failed has a message; the others were ended because they waited for it.
+        # Only the failed process has a message; the other processes were ended because they waited for it.
         problem = next(filter(None, world.gather("" if status in (0, None) else failed)), None)
         if problem or not profiled or not tool:
             return ProfiledTool(name="nsys", problem=problem), []
@@ -185,7 +185,7 @@ def averaged(hook: CommHook) -> CommHook:
 
 
 def _run(words: list[str], world: World) -> tuple[int | None, str]:
-    """Run this rank's child to its end, together with those of all ranks; return its status and its output.
+    """Run this rank's child to its end, together with the other ranks' children; return its status and its output.
 
     If a child fails, the other children, which would wait for it, are ended: their status is None.
     """

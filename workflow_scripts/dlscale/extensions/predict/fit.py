@@ -123,7 +123,7 @@ class Fit:
     def doublings(self, job: Job) -> float:
         """Return the doublings from the measured points to a job.
 
-        They are the doublings of the devices, plus those of the devices that share a model.
+        They are the doublings of all devices, plus the doublings of the devices that share a model.
         """
         devices, shared = (
             max(sizes) for sizes in zip(*((p.job.devices, p.job.shared) for p in self.points), strict=True)

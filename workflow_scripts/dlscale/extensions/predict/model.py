@@ -1,7 +1,7 @@
 """Scaling model: compute time of a step, an epoch and a training on any number of devices, and memory, from `Costs`.
 
-A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Collectives are
-those of Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521): reduce-scatter in a node, all-reduce
+A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Collectives
+follow Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521): reduce-scatter in a node, all-reduce
 between nodes, all-gather in a node. All levels work at once, so the slowest one counts, as in AMD's Primus and in
 ASTRA-sim.
 

@@ -67,7 +67,7 @@ class MeasuredRuns:
     run: Any  #: Settings of the first run, for the stage `train`.
     fit: Fit
     device: str
-    machine: str  #: Name or file of the machine whose links are used.
+    machine: str  #: Name or file of the machine, which decides the links.
     batch: float  #: Samples per step of a group of devices that share a model, as measured on the fewest devices.
     epoch: tuple[int | None, int | None]  #: Samples of training and validation.
     links: Links | None  #: Links measured by a self-test, unless a machine was named.
@@ -155,7 +155,7 @@ def _follows(key: str) -> bool:
 
 
 def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
-    """Refuse the last run if its settings differ from those of the first run."""
+    """Refuse the last run if its settings differ from the first run's."""
     first, last = next(iter(settings)), next(reversed(settings))
     expected, found = settings[first], settings[last]
     for key in sorted([*expected, *found], key=lambda key: not key.endswith(".kind")):

@@ -102,7 +102,7 @@ def _keep(parent: int, write: int, all_end: bool) -> None:
 
     The keeper does not return: it exits with the program's status.
     """
-    # The keeper blocks signals: those of a terminal, of Slurm and of dlscale reach the program directly.
+    # The keeper blocks signals: a terminal, Slurm and dlscale signal the program directly.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     machine.with_parent(parent, signal.SIGCHLD)
     machine.adopt_orphans()

@@ -110,8 +110,8 @@ def values(
 ) -> dict[str, list[tuple[float, int, float]]]:
     """Return time, step and value of each logged point since the start, by dlscale's names.
 
-    `tags` maps the log's tags to these names. Of several event files only those of the `own` processes (HOST.PID)
-    count, if there are any: the folder may also have files of other tries. If times cannot be read, the points are
+    `tags` maps the log's tags to these names. Of several event files only files of the `own` processes (HOST.PID)
+    count, if they exist: the folder may also have files of other tries. If times cannot be read, the points are
     numbered instead.
     """
     found = defaultdict[str, list[tuple[float, int, float]]](list)

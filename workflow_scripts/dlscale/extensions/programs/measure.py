@@ -220,5 +220,5 @@ def _programs(record: PlanRecord, known: Sequence[tuple[str, RunResult]]) -> lis
 
 
 def _measured(*runs: Path) -> list[Any]:
-    """Return the stages of which at least one run has a record."""
+    """Return the stages with a record in at least one run."""
     return ["throughput", *(["profile"] if any((run / "profile/profile.json").exists() for run in runs) else [])]

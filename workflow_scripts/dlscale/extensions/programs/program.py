@@ -215,7 +215,7 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     found
         The program's speed.
     begin
-        Begin of the try, seconds since 1970-01-01 UTC; earlier points are those of earlier tries.
+        Begin of the try, seconds since 1970-01-01 UTC; earlier points are from earlier tries.
     """
     assert found.full and found.outside
     size, speed = found.batch_size, found.full.mean if found.outside.samples else None

@@ -112,7 +112,7 @@ def _objects(repository: Path, where: str, revision: str) -> Path:
 
 
 def _check_complete(folder: Path, where: str, revision: str) -> None:
-    """Refuse commits with submodules or Git LFS files, whose contents they do not have."""
+    """Refuse commits with submodules or Git LFS files, since the contents are not in the commit."""
     entries = [entry.partition("\t") for entry in _git(folder, where, revision, "ls-files", "-sz").split("\0") if entry]
     modules = [name for mode, _, name in entries if mode.startswith("160000")]
     files = [name for mode, _, name in entries if mode.startswith("100") and _is_pointer(folder / name)]

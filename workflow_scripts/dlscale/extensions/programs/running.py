@@ -86,7 +86,7 @@ class Outcome:
     losses: dict[str, list[tuple[float, float]]]  #: Other printed numbers, by the name of their pattern: time, value.
     stopped: bool = False  #: Whether dlscale ended the program because it had made enough steps.
     signals: tuple[int, ...] = ()  #: Signals that were forwarded to the program.
-    frameworks: frozenset[str] = frozenset()  #: Keys of FRAMEWORKS whose libraries the program loaded.
+    frameworks: frozenset[str] = frozenset()  #: Keys of FRAMEWORKS that the program loaded.
     users: frozenset[int] = frozenset()  #: User ids of the program's processes.
     in_steps: bool = False  #: Whether printed rates are steps/s; otherwise samples/s.
     refused: str = ""  #: First text that matches the pattern of rates, but is not a rate.
@@ -357,7 +357,7 @@ def _in_front() -> bool:
 
 
 def _end_rest(before: set[psutil.Process], told: bool) -> None:
-    """End the processes that the program left running, except those in `before`; report them if `told`."""
+    """End the processes that the program left running, unless they are in `before`; report them if `told`."""
     rest = [each for each in psutil.Process().children(recursive=True) if each not in before]
     _, rest = psutil.wait_procs(rest, 1)  # a container's monitor ends shortly after its container
     for each in rest:

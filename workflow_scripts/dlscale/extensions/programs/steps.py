@@ -71,7 +71,7 @@ class Process:
     #: Ends of the first and last step of each optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that its optimisers use; 0 if unknown.
-    cut: int = 0  #: Batches whose steps are in gaps, minus steps whose batches are in gaps.
+    cut: int = 0  #: Batches with their step in a gap, minus steps with their batch in a gap.
     file: str = ""
     damaged: int = 0  #: First line of the file that cannot be read; 0 if all can.
 
@@ -522,7 +522,7 @@ def pace_of_log(
     points: Sequence[tuple[float, float]], batch_size: int | None, apart: Sequence[Span] = ()
 ) -> Pace | None:
     """Return the pace of logged steps; None for fewer than three points."""
-    # Of points with the same time, as by a clock of whole seconds, the first counts.
+    # If points have the same time, as from a clock without fractions of a second, the first one counts.
     points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]
     if len(points) < 3:
         return None

@@ -101,8 +101,8 @@ def _known(name: str) -> str:
 class Mlflow:
     """MLflow, at MLFLOW_TRACKING_URI, or in `mlflow.db` of the plan's folder.
 
-    Only settings and numbers are logged, under TensorBoard's tags. A resumed training appends to its run, whose id is
-    in the file `mlflow` of the folder `kept`; steps that this run already has are not logged again.
+    Only settings and numbers are logged, under TensorBoard's tags. A resumed training appends to its run; the run's id
+    is in the file `mlflow` of the folder `kept`. Steps that this run already has are not logged again.
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
