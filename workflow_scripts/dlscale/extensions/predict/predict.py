@@ -267,7 +267,7 @@ class Row:
     seconds: float | None  #: Duration of the training, seconds.
     node_hours: float | None
     parts: StepTimes
-    measured: float | None  #: Measured samples/s of exactly this job.
+    measured: float | None  #: Measured samples/s of this job, or None.
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:

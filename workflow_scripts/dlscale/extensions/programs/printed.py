@@ -32,7 +32,7 @@ MAX_WAITING, PATIENCE_SECONDS = 100_000, 30.0
 #: Number of characters shown of a text that is not a rate.
 MAX_SHOWN = 80
 
-#: Upper bound of a printed rate.
+#: Upper bound of a number that counts as a rate.
 MAX_RATE = 1e12
 
 #: Escape sequences of a terminal, as for colours.

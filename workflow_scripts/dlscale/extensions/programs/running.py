@@ -580,7 +580,7 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         return f"{asked} after {duration(run.seconds)}, before it trained"
     if run.status:
         ended = f"the program ended with status {run.status} after {duration(run.seconds)}"
-        return f"{ended}, before a step was seen. Steps are written once a second"
+        return f"{ended}, before a step was seen. Steps are written once a second, so the last ones may be missing"
     if reason := seen.stopped(folder):
         return f"dlscale's hook stopped before a step was seen: {reason}"
     if way == "rate":
