@@ -55,8 +55,8 @@ def locate(field: BoxField) -> NpyMirror:
     if told := [f"{path.name} has {what}" for path, what in wrong.items() if what != OTHER]:
         raise UserError(
             f"{original}: the file next to it is not a mirror of its {field.readers[0].name}: {'; '.join(told)}; "
-            f"expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, and a mirror is made; or "
-            f"{INSTEAD}"
+            f"expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, and a mirror is "
+            f"made; or {INSTEAD}"
         )
     content = hashlib.sha256(" ".join([*field.digests, str(field.dtype)]).encode()).hexdigest()[:16]
     return NpyMirror(field.stem.with_name(f"{field.stem.name}-{content}.npy"), edges, own=True)
