@@ -296,9 +296,14 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "epochs", "message", "by_torch"),
     [
-        ("Permission Denied: Try running again", 2, "py-spy may not look into other processes here", "torch, 10 steps"),
-        ("no such thing", 1, "py-spy made no profile: Error: no such thing", "the program ended within the window"),
-        (None, 0, "the program ended before py-spy looked at it", "fewer than 30 steps of PyTorch's optimisers"),
+        ("Permission Denied: Try running again", 2, "py-spy may not read other processes here", "torch, 10 steps"),
+        (
+            "no such thing",
+            1,
+            "py-spy made no profile: Error: no such thing",
+            "the program ended during the profiled steps",
+        ),
+        (None, 0, "the program ended before py-spy sampled it", "fewer than 30 steps of PyTorch's optimisers"),
     ],
 )
 def test_profilers_that_do_not_work_say_why(
@@ -313,7 +318,7 @@ def test_profilers_that_do_not_work_say_why(
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, text), 0.001, path=path)
     assert ended.returncode == 0 and by_torch in ended.stderr, ended.stderr
-    if said != "no such thing" or "before py-spy looked" not in ended.stderr:  # the window ends with the program
+    if said != "no such thing" or "before py-spy sampled" not in ended.stderr:  # the window ends with the program
         assert f"py-spy: no profile: {message}" in ended.stderr
     record = found(tmp_path)
     assert record.outside and not record.outside.profiled
@@ -326,7 +331,7 @@ def test_a_run_of_profiled_steps_alone_says_so(tmp_path: Path) -> None:
         throughput, _ = measured(["python"], tmp_path, tmp_path / "none.csv", ended, Reading(rate="nersc"), apart)
         assert throughput.outside and throughput.outside.profiled == said and throughput.full
         text = "\n".join(lines(tmp_path, throughput, Verdict(None, [], "", "", "")))
-        assert ("profilers were at work in these steps" in text) == said
+        assert ("steps that profilers slowed down. Measure again without --profile" in text) == said
 
 
 def test_no_program_waits_until_pytorch_is_imported() -> None:

@@ -298,8 +298,8 @@ def test_it_begins_with_a_day_and_is_drawn(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--since", "yesterday"], "--since: yesterday: expected a day, as 2026-11-26"),
-        (["--since", "2027-01-01"], "history: nothing was timed since 2027-01-01"),
+        (["--since", "yesterday"], "--since: yesterday: expected a day such as 2026-11-26"),
+        (["--since", "2027-01-01"], "history: no measurements since 2027-01-01"),
     ],
 )
 def test_what_is_wrong_is_one_message(

@@ -116,7 +116,7 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
         ),
         ({"Val": (0, 1, 2), "Train": ()}, 1, "the log counts epochs from 0"),
         ({"Val": (1, 3), "Train": (0, 1, 2, 3)}, 2, "the log counts epochs from 0"),
-        ({"Val": (0, 1, 2), "Train": (1, 2)}, 0, "point 0 is drawn as that of the untrained model\n"),
+        ({"Val": (0, 1, 2), "Train": (1, 2)}, 0, "point 0 is drawn as the untrained model\n"),
         ({"Val": (1, 2), "Train": (1, 2)}, 1, ""),
     ],
 )
@@ -151,7 +151,7 @@ def test_point_0_of_a_published_program_is_the_untrained_model(
 ) -> None:
     log = write(tmp_path / "events.out.tfevents.1", [(n, n, {"Loss/val": 1.0}) for n in (0, 1)])
     assert bring(log, "--epoch-samples", 1000, study="imagenet_resnet50") == 0
-    assert "untrained model; if it is that of the first epoch, add --counts epoch" in capfd.readouterr().out
+    assert "untrained model; if it belongs to the first epoch, add --counts epoch" in capfd.readouterr().out
     found = Reference.read(results / "references/theirs/reference.json")
     assert points(found, "loss/valid", "samples") == [(0, 1.0), (1000, 1.0)]
 
@@ -168,7 +168,7 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "two trainings": (
         {"1": curve(*range(0, 101, 10)), "2": curve(*range(0, 81, 10), value=2.0)},
         [2.0] * 9,
-        "loss/valid: 11 points left out, of an earlier training, or another process, in the same folder; import its",
+        "loss/valid: 11 points left out, of an earlier training, or another process, in the same folder; import that",
     ),
     "a resumed training": (
         {"1": curve(0, 10, 20, 30), "2": curve(20, 30, 40, value=2.0)},
@@ -183,7 +183,7 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "no steps": (
         {"1": curve(*[0] * 11)},
         [1.0],
-        "loss/valid: 10 points left out, because all have one step; log them with a step: add_scalar(tag",
+        "loss/valid: 10 points left out, because all have the same step; log them with a step: add_scalar(tag",
     ),
     "bad steps": (
         {"1": [*curve(0, 1), (-1, 1.0, {"Loss/valid": 7.0}), (2, math.nan, {"Loss/valid": 8.0})]},
@@ -343,7 +343,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "short": (lambda file: file.write_text("{}"), "not an event file of TensorBoard, or cut short (b'{}')"),
     "damaged later": (lambda file: file.write_bytes(flipped(file.read_bytes())), "record 2 is damaged: copy the file"),
     "missing": (lambda file: file.unlink(), "no such file"),
-    "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name its own: --tag"),
+    "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name these: --tag"),
 }
 
 
@@ -382,8 +382,8 @@ def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) 
         (["--study", "mnist_cnn"], "declares no published tags"),
         (["--batch-size", 0], "batch_size: got 0; expected greater than or equal to 1"),
         (["--tag", "Loss"], "--tag: Loss: expected THEIRS=OURS"),
-        (["--tag", "a=loss/valid", "--tag", "b=loss/valid"], "--tag: b=loss/valid: one of the two stands in another"),
-        (["--tag", "a=loss/vald"], "no quantity of ours is called 'loss/vald' (did you mean 'loss/valid'?)"),
+        (["--tag", "a=loss/valid", "--tag", "b=loss/valid"], "--tag: b=loss/valid: one of the two is also in another"),
+        (["--tag", "a=loss/vald"], "no quantity is called 'loss/vald' (did you mean 'loss/valid'?)"),
     ],
 )
 def test_mistakes(

@@ -579,7 +579,7 @@ def test_an_mlflow_server_that_is_not_there(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{SECRET}@127.0.0.1:{deaf.getsockname()[1]}")
         era5(status=2, training={"epochs": 1, "trackers": ["mlflow"]})
     told = said(capfd)
-    assert "training.trackers: mlflow: " in told and "else leave mlflow out" in told and SECRET not in told
+    assert "training.trackers: mlflow: " in told and "Otherwise remove mlflow" in told and SECRET not in told
 
 
 @pytest.mark.slow

@@ -578,7 +578,7 @@ def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path
     [
         (lambda x: x[:-1], r"\(12, 11, 12, 4\) of float32"),
         (lambda x: x.astype(np.float64), r"\(13, 11, 12, 4\) of float64"),
-        (np.asfortranarray, "the first axis quickest"),
+        (np.asfortranarray, "Fortran order"),
         (lambda x: x + np.float32(1), r"other values in cell"),
         (lambda x: None, "no such values"),
         (None, r"no such values \(.*EOF"),
@@ -596,7 +596,10 @@ def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: 
         os.mkfifo(path)
     else:
         path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00{" + b"(" * 200)
-    with pytest.raises(UserError, match=rf"0.h5: no mirror of its Nbody .*0_data.npy has {said}.*loader.reader h5py"):
+    with pytest.raises(
+        UserError,
+        match=rf"0.h5: the file next to it is not a mirror of its Nbody: .*0_data.npy has {said}.*loader.reader h5py",
+    ):
         prepare.make_mirror(whole_file.input)
 
 
@@ -630,7 +633,7 @@ def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path
     content = bytearray(path.read_bytes())
     content[-40:-36] = bytes(4)
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"0_data.npy: damaged: other values in the rows 0 to 12 than .*0.h5; remove"):
+    with pytest.raises(UserError, match=r"0_data.npy: damaged: other values in the rows 0 to 12 than .*0.h5. Remove"):
         prepare.make_mirror(whole_file.input)
     assert path.read_bytes() == content
 
@@ -669,7 +672,7 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     samples = crops(tmp_path, VOLUMES["chunks"])
     with monkeypatch.context() as full:
         full.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(UserError, match=r"takes 71.8 kB, and there is room for 1.00 kB; use loader.reader h5py"):
+        with pytest.raises(UserError, match=r"takes 71.8 kB, but only 1.00 kB are free; use loader.reader h5py"):
             prepare.make_mirror(samples.input)
     monkeypatch.setattr(type(samples.input), "copy", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -694,7 +697,7 @@ def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
     """Mirrors exist for volumes only: series are refused."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     settings = DaliLoader(kind="dali", reader="numpy")
-    with pytest.raises(UserError, match=r"loader.reader: numpy reads boxes of volumes, .*\(Pairs\); use h5py"):
+    with pytest.raises(UserError, match=r"loader.reader: numpy reads only boxes of volumes, .*\(Pairs\); use h5py"):
         dali_loader.build(pairs(tmp_path, {}), settings, Share(4), CPU)
 
 

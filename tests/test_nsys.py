@@ -107,7 +107,7 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
     [
         ("silent", "nsys made no report: Something else.; see the log, and run the stage again"),
         ("fails", "the profiled process ended with status 3: ValueError: no such thing"),
-        ("unread", "nsys.rank0.nsys-rep: nsys 2099.1.2 cannot export it, which Nsight's window opens; see the log"),
+        ("unread", "nsys.rank0.nsys-rep: nsys 2099.1.2 cannot export the report; see the log"),
     ],
 )
 def test_what_fails_says_why(tmp_path: Path, pretended: Any, behaviour: str, words: str) -> None:

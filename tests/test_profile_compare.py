@@ -188,7 +188,7 @@ def test_published_reports_show_fewer_collectives(capsys: pytest.CaptureFixture[
             'Can\'t parse message of type "QuadDAnalysis.Data.SessionState"',
             "this nsys 2022.4.2.1 is older than the report",
         ),
-        ("Section Table Reference magic number mismatch.", "nsys 2022.4.2.1 cannot export it"),
+        ("Section Table Reference magic number mismatch.", "nsys 2022.4.2.1 cannot export the report"),
     ],
 )
 def test_a_report_of_a_later_nsys(
@@ -247,7 +247,7 @@ def test_what_is_no_report_is_one_message(
     for name, expected in {
         none: "it contains no step",
         tmp_path / "nosuch.sqlite": "nosuch.sqlite: no such file",
-        tmp_path / "a.nsys-rep": "export it where nsys is: nsys export --type=sqlite a.nsys-rep",
+        tmp_path / "a.nsys-rep": "Export it on a machine with nsys: nsys export --type=sqlite a.nsys-rep",
     }.items():
         assert stage("compare", "--profiles", theirs, name) == 2
         assert expected in capsys.readouterr().err.splitlines()[-1]

@@ -693,7 +693,7 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
     assert "cosmo_unet/two: threads differs from that of" in error and ": 1, not 2; runs that" in error
     throughput.write(record)
     config.write_text(yaml.safe_dump(settings | {"batch_size": 2 * settings["batch_size"]}))
-    assert stage(*both) == 2 and "measured with other settings than config.yaml beside it" in capsys.readouterr().err
+    assert stage(*both) == 2 and "measured with other settings than those in config.yaml" in capsys.readouterr().err
     config.write_text(yaml.safe_dump(settings | {"parallel": own | {"sync": False}}))
     assert stage(*both) == 2 and "parallel.sync is false" in capsys.readouterr().err
     config.write_text(yaml.safe_dump(settings | {"geometry": settings["geometry"] | {"order": "dp-tp-cp"}}))
@@ -704,7 +704,7 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ([], "RUN: expected runs that were measured"),
+        ([], "RUN: expected measured runs"),
         (["cosmo_unet.three"], "cosmo_unet.three: no such run; expected PLAN.RUN"),
         (["cosmo_unet.one", "era5_vit.one"], "model.kind differs from that of"),
         (["cosmo_unet.one", "--machine", "perlmuter"], "did you mean 'perlmutter'"),
@@ -724,10 +724,10 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
         (["cosmo_unet.one", "--memory", "nan"], "--memory: got nan"),
         (["cosmo_unet.one", "--memory", "inf"], "--memory: got inf"),
         (["cosmo_unet.one", "--target-samples", "0"], "--target-samples: got 0"),
-        (["cosmo_unet.one", "--devices", "5"], "5 devices: no whole nodes of 2"),
+        (["cosmo_unet.one", "--devices", "5"], "5 devices: not a multiple of the 2 devices per node"),
         (["cosmo_unet.one", "--devices", "4", "--tp", "2"], "does not support tp or cp"),
-        (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices: not divided by tp x cp = 3"),
-        (["cosmo_unet.one", "--devices", "64", "--batch-size", "8"], "less than a sample for each of 64"),
+        (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices: not a multiple of tp x cp = 3"),
+        (["cosmo_unet.one", "--devices", "64", "--batch-size", "8"], "less than one sample for each of 64"),
         (["cosmo_unet.one", "--memory", "0.000001"], "nothing is left to predict"),
     ],
 )

@@ -211,7 +211,8 @@ def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree,
     settings.write_text(settings.read_text() + "from: https://me:pa55@example.org/images?sig=t0ken\n")
     refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")
     assert (
-        refused.returncode == 2 and "plans/mnist_cnn/tiny/config.yaml: holds an address with a login" in refused.stderr
+        refused.returncode == 2
+        and "plans/mnist_cnn/tiny/config.yaml: contains an address with a login" in refused.stderr
     )
     assert not file.exists() and "pa55" not in refused.stderr
     settings.write_text(settings.read_text().replace("me:pa55@", "").replace("t0ken", "***"))

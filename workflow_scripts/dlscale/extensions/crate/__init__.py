@@ -1,1 +1,1 @@
-"""Results of a plan as a Workflow Run RO-Crate."""
+"""Pack the results of a plan as a Workflow Run RO-Crate."""

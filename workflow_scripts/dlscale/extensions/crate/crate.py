@@ -1,4 +1,4 @@
-"""`dlscale crate PLAN`: a plan's results and how they came about, as a Workflow Run RO-Crate; docs/crate.md."""
+"""`dlscale crate PLAN`: pack a plan's results and their provenance as a Workflow Run RO-Crate; docs/crate.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: The newest versions that roc-validator 0.13 checks: 0.6 of the profiles, for RO-Crate 1.3, renames terms.
+#: Newest versions that roc-validator 0.13 checks. Version 0.6 of the profiles, for RO-Crate 1.3, renames terms.
 RO_CRATE, PROFILE_VERSION = "1.1", "0.5"
 PROFILES = {
     f"https://w3id.org/ro/wfrun/process/{PROFILE_VERSION}": "Process Run Crate",
@@ -49,17 +49,17 @@ PROFILES = {
 }
 TERMS = "https://w3id.org/ro/terms/workflow-run"
 
-#: Of the description of data (https://docs.mlcommons.org/croissant).
+#: Version of Croissant, the format of descriptions of data (https://docs.mlcommons.org/croissant).
 CROISSANT = "http://mlcommons.org/croissant/1.1"
 HDF5 = ["application/x-hdf5"]
 
-#: Greatest file that is copied, bytes; of others the crate has name, size and digest.
+#: Size of the largest file that is copied, bytes; the crate has name, size and digest of larger files.
 COPIED = 10_000_000
 
-#: What a record says of the machine of its stage, by its keys; `Environment` has more of it, and the software.
+#: Keys of a record that describe the machine of its stage; `Environment` has more about it, and the software.
 MACHINE = ("host", "slurm", "device", "cores", "memory_bytes")
 
-#: Begin of the preview's head: nothing in it is run, or loaded.
+#: Begin of the preview's head; its policy forbids scripts and loading.
 PREVIEW = (
     '<head><meta charset="utf-8">'
     """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
@@ -92,7 +92,7 @@ class Author(_Cff):
 
 
 class Citation(_Cff):
-    """What is read of a CITATION.cff (https://citation-file-format.github.io)."""
+    """Keys of a CITATION.cff that are used (https://citation-file-format.github.io)."""
 
     authors: list[Author] = Field(min_length=1)
     license: str  #: SPDX identifier.
@@ -100,7 +100,7 @@ class Citation(_Cff):
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Write the crate of `args.plan` beside the results, or as the file `args.zip`."""
+    """Write the crate of `args.plan` into the results folder, or as the file `args.zip`."""
     try:
         import mlcroissant  # noqa: F401
         import rocrate  # noqa: F401
@@ -108,8 +108,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError(f"crates cannot be written ({error}); pip install 'dlscale[crate]'") from None
     if not args.citation:
         raise UserError(
-            "records do not say who made the results, and under which licence they are; write a CITATION.cff with your "
-            "`authors` and `license` (docs/crate.md has one), and name it with --citation"
+            "--citation: missing; the records do not have the authors and the licence of the results. Write a "
+            "CITATION.cff with your `authors` and `license` (docs/crate.md has an example), and name it with --citation"
         )
     (name,), results = check_plans([args.plan], configuration), results_of(configuration)
     record = Path(Results(results).plan(name))
@@ -129,10 +129,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 class Crate:
-    """The crate of a plan. Its files lie as in the folder of results; the workflow's lie beside them."""
+    """Crate of a plan, with the files of the results in the same folders, and the files of the workflow."""
 
     def __init__(self, results: Path, plan: PlanResult, citation: Path) -> None:
-        """Begin a crate; `citation` is the CITATION.cff of the results: their authors and licence."""
+        """Begin a crate; `citation` is the CITATION.cff with the authors and the licence of the results."""
         from rocrate.rocrate import ROCrate
 
         self.results, self.plan = results, plan
@@ -141,16 +141,16 @@ class Crate:
         self.software = _read_citation(WORKFLOW / "CITATION.cff")
         self.citation = _read_citation(citation)
         self.authors = self._authors(self.citation)
-        self.times = list[tuple[str, str]]()  #: Begin and end of the stages whose records tell them.
+        self.times = list[tuple[str, str]]()  #: Begin and end of the stages, if their records have them.
         self.actions, self.controls = list[Any](), list[Any]()
         self.tools, self.steps = dict[str, Any](), dict[str, Any]()
 
     def write(self, folder: Path) -> None:
-        """Write the files; a secret in any of them is a `UserError`."""
+        """Write the files; raise `UserError` if one of them contains a secret."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of entities that are no files
+            warnings.simplefilter("ignore")  # about entities without a file
             self.crate.write(folder)
-        preview = folder / "ro-crate-preview.html"  # which has titles and names as they are
+        preview = folder / "ro-crate-preview.html"  # with unescaped titles and names
         preview.write_text(preview.read_text(encoding="utf-8").replace("<head>", PREVIEW, 1), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix in (".png", ".pt"):
@@ -158,21 +158,21 @@ class Crate:
             record = read_yaml(path) if path.name == "config.yaml" else {}
             if has_secret(path.read_text(encoding="utf-8", errors="replace")) or redact_programs(record) != record:
                 raise UserError(
-                    f"{path.relative_to(folder)}: holds an address with a login or a signature, or a program's secret, "
-                    "which a crate would publish; make its results again by the workflow, which hides them"
+                    f"{path.relative_to(folder)}: contains an address with a login or a signature, or a program's "
+                    "secret, which a crate would publish. Make the results again with the workflow, which redacts them"
                 )
 
     # ---- entities ------------------------------------------------------------------------------------
 
     def add(self, identifier: str, type: str, **properties: Any) -> Any:
-        """Add something that is no file; what is empty is left out, and one value is no list."""
+        """Add an entity without a file; skip empty properties, and unwrap lists of one value."""
         from rocrate.model.contextentity import ContextEntity
 
         known = {key: _one(value) for key, value in properties.items() if value not in (None, "", [])}
         return self.crate.add(ContextEntity(self.crate, identifier, properties={"@type": type, **known}))
 
     def file(self, path: Path) -> Any:
-        """Add a file of the results; one that is too large to be copied is known by its digest (RFC 6920)."""
+        """Add a file of the results; a file that is too large to copy gets its digest as its name (RFC 6920)."""
         place, digest = path.relative_to(self.results).as_posix(), sha256(path)
         known = {
             "name": place,
@@ -182,12 +182,12 @@ class Crate:
         }
         if path.stat().st_size <= COPIED:
             return self.crate.get(quote(place)) or self.crate.add_file(path, place, properties=known)
-        known["description"] = "Not in the crate: it is where the results are."
+        known["description"] = "Not in the crate: the file is in the results folder."
         named = base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
         return self.crate.add_file(f"ni:///sha-256;{named}", properties=known)
 
     def files(self, folder: Path, names: Iterable[str]) -> list[Any]:
-        """Add those files of a folder that are there."""
+        """Add the files of a folder that exist."""
         return [self.file(folder / name) for name in names if (folder / name).is_file()]
 
     def _authors(self, citation: Citation) -> list[Any]:
@@ -205,7 +205,7 @@ class Crate:
         place = author.orcid or f"#{quote(name)}"
         return self.add(place, kind, name=name, url=author.website, affiliation=affiliation)
 
-    # ---- what was done -------------------------------------------------------------------------------
+    # ---- actions -------------------------------------------------------------------------------------
 
     def action(
         self,
@@ -217,7 +217,7 @@ class Crate:
         times: tuple[str, str] | None = None,
         met: Environment | None = None,
     ) -> None:
-        """Add the execution of a stage, with the step of the workflow that it was, and what its records tell."""
+        """Add the execution of a stage, with its step of the workflow, and the facts in its records."""
         if not results:
             return
         told = record.model_dump(mode="json") if record else {}
@@ -265,7 +265,7 @@ class Crate:
             return None
         known, digest = image["name"], image["identity"].removeprefix("sha256:")
         file, (host, _, rest) = image["engine"] == "apptainer", known.partition("/")
-        # The first word of a name is a registry where it can be a host, as Docker has it.
+        # The first word of a name is a registry if it can be a host, as in Docker.
         registry = host if rest and not file and (host == "localhost" or set(host) & set(".:")) else ""
         name, _, tag = (known, "", "") if file else known.removeprefix(f"{registry}/").partition("@")[0].partition(":")
         return self.add(
@@ -281,7 +281,7 @@ class Crate:
     # ---- the plan ------------------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Add the workflow, its data, its runs and what came of them."""
+        """Add the workflow, its data, its runs and their results."""
         plan, folder = self.plan, Path(Results(self.results).plan(self.plan.name)).parent
         rungs = sorted(path.name for path in folder.glob("rung*.json"))
         lists = self.files(folder, ["plan.yaml", *rungs])
@@ -319,7 +319,7 @@ class Crate:
             properties={
                 "name": name,
                 "description": "; ".join([f"Data of kind {manifest.kind}", *manifest.facts])
-                + ". The crate has its description, not its files: manifest.json has place, size and digest of each.",
+                + ". The crate has its description, not its files: manifest.json has path, size and digest of each.",
                 "identifier": f"sha256:{manifest.own}",  # of the manifest's content
                 "contentSize": str(size),
                 "hasPart": parts,
@@ -334,15 +334,15 @@ class Crate:
             dataset.append_to("hasPart", described)
             dataset["subjectOf"] = described
         own = [part for part in parts if part.id.endswith("config.yaml")]
-        for stage in DATA_STAGES:  # no record tells when: those with a log were done here
+        for stage in DATA_STAGES:  # data stages have no record of their time; a log shows that a stage ran here
             if stage == "describe" or (self.results / "logs" / stage / name).exists():
                 self.action(stage, name, own, [dataset])
         return dataset
 
     def _workflow(self, objects: list[Any], results: list[Any]) -> None:
-        """Add the workflow with its execution, and say of the crate as a whole what is known then."""
+        """Add the workflow with its execution, and the properties of the crate itself."""
         if not self.times:
-            raise UserError(f"{self.plan.name}: no record says when a stage ran; run the plan again")
+            raise UserError(f"{self.plan.name}: no record has the time of a stage. Run the plan again")
         begun, ended = min(first for first, _ in self.times), max(last for _, last in self.times)
         for path in sorted(WORKFLOW.glob("rules/*.smk")):
             place = str(path.relative_to(WORKFLOW))
@@ -384,7 +384,7 @@ class Crate:
         root["name"] = self.plan.title
         root["description"] = (
             f"{many(len(self.plan.runs), 'run')} of plan {self.plan.name}, study {self.plan.record.study}: settings, "
-            "records and tables, and what data they are from."
+            "records and tables, and the data that they are made from."
         )
         root["datePublished"], root["license"] = ended, self._licence(self.citation)
         root["author"] = _one(self.authors)
@@ -396,18 +396,18 @@ class Crate:
 
 
 def _one(value: Any) -> Any:
-    """Return the value of a list of one, as RO-Crate 1.1 has it."""
+    """Unwrap a list of one value, as RO-Crate 1.1 requires."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _read_citation(path: Path) -> Citation:
     if not path.is_file():
-        raise UserError(f"{path}: no such file; expected a CITATION.cff, which names authors and a licence")
+        raise UserError(f"{path}: no such file; expected a CITATION.cff with authors and a licence")
     return validate(Citation, read_yaml(path), str(path))
 
 
 def _records(run: RunResult) -> dict[str, Record]:
-    """Return the records of a run by the stage that wrote them, in the order of stages."""
+    """Return the records of a run by stage, in the order of stages."""
     known = {
         "train": run.provenance,
         "program": run.program,
@@ -420,7 +420,7 @@ def _records(run: RunResult) -> dict[str, Record]:
 
 def _dataset_of(run: RunResult) -> str:
     name = str(run.settings.get("dataset"))
-    if not re.fullmatch(NAME, name):  # it is a folder, here and in the crate
+    if not re.fullmatch(NAME, name):  # the name of a folder, here and in the crate
         raise UserError(f"{run.folder / 'config.yaml'}: dataset: {name}: expected {NAME_IN_WORDS}; run the plan again")
     return name
 
@@ -432,7 +432,7 @@ def _environment(told: Raw, met: Environment | None) -> Raw:
 
 
 def _times(run: RunResult, stage: str) -> tuple[str, str] | None:
-    """Return when a stage of a run began and ended, by its record or else by the telemetry beside it."""
+    """Return the begin and the end of a run's stage, from its record, or from its telemetry."""
     made = run.provenance if stage == "train" else None
     if made and made.started and made.finished:
         return made.started, made.finished
@@ -445,26 +445,27 @@ def _utc(seconds: float) -> str:
 
 
 def _pack(folder: Path, file: Path) -> None:
-    """Write the files of a folder as a ZIP archive, which is the same whenever it is written."""
+    """Write the files of a folder as a ZIP archive, with the same bytes each time."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            member = zipfile.ZipInfo(path.relative_to(folder).as_posix())  # of 1980
+            member = zipfile.ZipInfo(path.relative_to(folder).as_posix())  # the default time stamp, in 1980
             member.external_attr = 0o644 << 16
             archive.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
-# ---- data, as other programs read them ---------------------------------------------------------------
+# ---- Croissant description of the data ---------------------------------------------------------------
 
 
 def _fits(manifest: Manifest) -> bool:
-    """Return whether Croissant can describe a dataset: it asks for the SHA-256 of each file's bytes."""
+    """Return whether Croissant can describe a dataset: it needs the SHA-256 of each file's bytes."""
     return all(file.verifiable for files in manifest.splits.values() for file in files)
 
 
 def _croissant(name: str, manifest: Manifest) -> Raw:
-    """Return the description of a dataset: a file object each, and a record set a split, with the manifest's fields.
+    """Return the Croissant description of a dataset.
 
-    Addresses of files are as in the manifest: absolute, or relative to the dataset's folder.
+    It has a file object per file, and a record set per split with the manifest's fields. Addresses of files are as in
+    the manifest: absolute, or relative to the dataset's folder.
     """
     import mlcroissant as mlc
 
@@ -472,7 +473,7 @@ def _croissant(name: str, manifest: Manifest) -> Raw:
     for split, files in manifest.splits.items():
         if not files:
             continue
-        # Numbered: an identifier has no spaces, which a path may have.
+        # Identifiers are numbered, since a path may have spaces, which are invalid in them.
         objects = [
             mlc.FileObject(
                 id=f"{split}-file-{number}",
@@ -516,6 +517,6 @@ def _croissant(name: str, manifest: Manifest) -> Raw:
 
 
 def _shape(info: FieldInfo) -> Raw:
-    """Return the shape of a record's values; that of volumes differs from file to file."""
+    """Return the shape of a record's values; the grid of volumes, which differs between files, is -1."""
     shape = (len(info.channels), *(-1 for _ in info.grid)) if info.channel_axis == 0 else info.row_shape
     return {"is_array": True, "array_shape": ",".join(map(str, shape))} if shape else {}

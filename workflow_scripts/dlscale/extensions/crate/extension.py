@@ -1,4 +1,4 @@
-"""What this extension adds."""
+"""Command of this extension: `dlscale crate`."""
 
 from dlscale.core.commands import Query
 from dlscale.core.stage import option
@@ -8,11 +8,14 @@ COMMANDS = {
         "dlscale.extensions.crate.crate",
         "Pack a plan's results and their provenance as a Workflow Run RO-Crate, to publish and to cite.",
         (
-            ("plan", {"metavar": "PLAN", "help": "a finished plan"}),
+            ("plan", {"metavar": "PLAN", "help": "finished plan"}),
             option(
-                "--citation", "CITATION.cff of the results: their authors and licence; needed", False, metavar="FILE"
+                "--citation",
+                "CITATION.cff with the authors and the licence of the results (required)",
+                False,
+                metavar="FILE",
             ),
-            option("--zip", "ZIP archive to write; a folder beside the results if absent", False, metavar="FILE"),
+            option("--zip", "ZIP archive to write (default: a folder in the results folder)", False, metavar="FILE"),
         ),
     ),
 }

@@ -1,1 +1,1 @@
-"""Loader that reads with NVIDIA DALI."""
+"""Loader `dali`, which reads with NVIDIA DALI."""

@@ -1,7 +1,7 @@
-"""Boxes for DALI's operators, which decode them: read by processes with h5py, or by DALI's threads from `.npy` mirrors.
+"""Read boxes for DALI's operators, by processes with h5py, or by DALI's threads from `.npy` mirrors.
 
-The published programs do either. The processes import this module and what samples need, not torch: they are to start
-quickly.
+The published programs use both ways. The processes import this module and the modules of samples, but not torch, so
+that they start quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlscale.extensions.dali.settings import DaliLoader as Settings
 
 
 class NativeField:
-    """Boxes of one field as inputs of DALI's operators; those of mirrors have their channels `last`.
+    """Boxes of one field as inputs of DALI's operators; boxes of mirrors have their channels `last`.
 
     Attributes
     ----------
@@ -37,25 +37,26 @@ class NativeField:
         self._numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
         self._turns = turns = None if turns is None or len(turns.axes) == 1 else turns
         plain = [[0, 1, 2]]
-        #: Ways to transpose boxes, three axes each; one if they never are.
+        #: Possible transpositions of boxes, three axes each; just [0, 1, 2] without symmetries.
         self._axes: list[list[int]] = plain if turns is None else np.unique(turns.axes, axis=0).tolist()
         self._mixed = turns is not None and bool((turns.source != np.arange(field.shape[0])).any())
         signed = turns is not None and bool((turns.sign != 1).any())
         neutral = self._numbers == np.array([[0], [1], [0]])
-        #: Which of shift (0), factor (1), offset (2) matter for any sample.
+        #: Numbers that change any sample: shift (0), factor (1), offset (2).
         self._parts = [part for part in range(3) if (signed and part == 1) or not neutral[:, part].all()]
         self.inputs = (len(self._axes) > 1) + (turns is not None) + self._mixed + len(self._parts)
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
-        """Return the values of one box at `start` [3], [C, a, b, c], and its `numbers`."""
+        """Return the values [C, a, b, c] of the box at `start` [3], and its `numbers`."""
         values = np.ascontiguousarray(self._field.stored(file, start), self._field.dtype)
         return [values, *(np.asarray(each[0]) for each in self.numbers(np.array([file]), np.array([symmetry])))]
 
     def numbers(self, file: np.ndarray, symmetry: np.ndarray) -> list[np.ndarray]:
         """Return the operators' other inputs for n boxes; `file` and `symmetry` [n] are as in `BoxIndex`.
 
-        Where boxes differ in it: the way to transpose them, int32 [n]; whether axes are reversed, int32 [n, 3]; the
-        source of each channel, int32 [n, C]; shift, factor, offset, float32 [n, C, 1, 1, 1] each.
+        Only inputs in which boxes can differ are returned: the number of the transposition, int32 [n]; whether axes are
+        reversed, int32 [n, 3]; the source of each channel, int32 [n, C]; shift, factor and offset, float32
+        [n, C, 1, 1, 1] each.
         """
         found, numbers = list[np.ndarray](), self._numbers[file]
         if (turns := self._turns) is not None:
@@ -70,7 +71,7 @@ class NativeField:
         return found + [np.ascontiguousarray(numbers[:, part, :, None, None, None]) for part in self._parts]
 
     def decoded(self, fn: Any, types: Any, x: Any, numbers: list[Any], gpu: bool) -> Any:
-        """Return the graph that makes the model's values of stored ones and `numbers`, an operator a pass."""
+        """Return the graph that turns stored values and `numbers` into the model's values, one operator per pass."""
         x, rest = x.gpu() if gpu else x, numbers
         ways = [[3, *axes] if self._last else [0, *(1 + axis for axis in axes)] for axes in self._axes]
         if len(ways) > 1:
@@ -94,7 +95,7 @@ class NativeField:
 
 
 def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -> Any:
-    """Return each box transposed as its number says; DALI's transpose has one permutation for a whole batch."""
+    """Transpose each box by its number; DALI's own transpose has one permutation for all boxes of a batch."""
     (first, perm), others = choices[0], choices[1:]
     if not others:
         return fn.transpose(x, perm=perm)
@@ -106,17 +107,17 @@ def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -
 
 
 def _end_with_training() -> None:
-    """End this process after the one that started it, even if that was killed."""
+    """End this process when the process that started it ends or is killed."""
     if (training := multiprocessing.parent_process()) is not None:
         training.join()
         os._exit(1)
 
 
 class Boxes:
-    """Inputs and operators of a pipeline of boxes; DALI calls it in processes of its own for every sample.
+    """Inputs and operators of a pipeline of boxes; DALI calls it for every sample, in separate processes.
 
-    They learn the epoch from shared memory: DALI tells them only how many batches were asked for, and throws away what
-    is on its way when the epoch changes. `indices` are this rank's samples of each step.
+    The processes read the epoch from shared memory: DALI only passes them the number of requested batches, and discards
+    prefetched batches when the epoch changes. `indices` are this rank's samples of each step.
     """
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
@@ -124,11 +125,11 @@ class Boxes:
         self._prefetch, self._gpu = settings.prefetch, gpu
         self._fields = [NativeField(field) for field in (samples.input, samples.target)]
         self._memory = SharedMemory(create=True, size=16)
-        #: Options of the pipeline. Forked processes do not go together with CUDA.
+        #: Options of the pipeline. Processes are spawned, since CUDA does not work in forked ones.
         self.options = {"enable_conditionals": True, "py_num_workers": settings.workers, "py_start_method": "spawn"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in a process of DALI's, which has no other hook for what is to be done there first."""
+        """Set up a process of DALI: unpickling is the only hook for code that must run first."""
         outlive_signals()
         threading.Thread(target=_end_with_training, daemon=True).start()
         self.__dict__ = state
@@ -141,7 +142,7 @@ class Boxes:
         self._place[:] = epoch, start
 
     def outputs(self, fn: Any, types: Any) -> list[Any]:
-        """Return the graph that makes input and target of a full batch: a smaller one repeats its last sample."""
+        """Return the graph that makes input and target of a full batch; a smaller batch repeats its last sample."""
         x, y = self._fields
         given = fn.external_source(
             self, num_outputs=2 + x.inputs + y.inputs, batch=False, parallel=True, prefetch_queue_depth=self._prefetch
@@ -168,7 +169,7 @@ class Boxes:
         return (*x, *y)
 
     def explain(self, error: Exception) -> str | None:
-        """Return the message for the user of an error of the pipeline; DALI tells a process's text, not its type."""
+        """Return the message of a `UserError` in a process, or None; DALI passes on its text, but not its type."""
         name = f"{UserError.__module__}.{UserError.__name__}: "
         return str(error.__cause__) if name in str(error) else None
 
@@ -178,7 +179,7 @@ class Boxes:
 
 
 class Regions:
-    """Inputs and operators of a pipeline that reads boxes itself, from mirrors: Python only says where they lie."""
+    """Inputs and operators of a pipeline in which DALI reads boxes from mirrors; Python only gives their positions."""
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
         self._samples, self._indices, self._gpu = samples, indices, gpu
@@ -211,7 +212,7 @@ class Regions:
         return fn.readers.numpy(files=[self._paths[number]], cache_header_information=True, **box)
 
     def _source(self) -> list[np.ndarray]:
-        """Return first cell and `numbers` of both boxes of the next batch; a small one repeats its last sample."""
+        """Return first cell and `numbers` of both boxes of the next batch; a small batch repeats its last sample."""
         epoch, indices = next(self._batches)
         boxes = self._samples.boxes(epoch)
         some = np.minimum(np.arange(indices.start, indices.start + self._size), indices.stop - 1)
@@ -223,8 +224,8 @@ class Regions:
         return found
 
     def explain(self, error: Exception) -> str | None:
-        """Return None: there is no message of our own to find."""
+        """Return None: this pipeline has no messages of dlscale."""
         return None
 
     def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing: this pipeline has nothing to free."""

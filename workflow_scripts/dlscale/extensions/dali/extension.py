@@ -1,4 +1,4 @@
-"""What this extension adds: the loader `dali`."""
+"""Loader of this extension: `dali`."""
 
 from dlscale.core.registry import LoaderPlace
 

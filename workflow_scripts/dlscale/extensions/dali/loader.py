@@ -1,7 +1,7 @@
-"""`dali`: NVIDIA DALI's executor, threads, prefetching and operators around the one sample stream.
+"""Loader `dali`: NVIDIA DALI's executor, threads, prefetching and operators around dlscale's sample stream.
 
-DALI decodes, resizes and mirrors the windows of images that the stream names, for a GPU on it, and delivers bytes: they
-differ from Pillow's by rounding (docs/ladder.md). Boxes on grids: see `boxes`.
+DALI decodes, resizes and flips the windows of images that the stream names (on the GPU if the device is one), and
+delivers bytes. They differ from Pillow's by rounding (docs/ladder.md). Boxes on grids: see `boxes`.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from dlscale.extensions.dali.settings import DaliLoader as Settings
 
 
 class Pace:
-    """Holds the memory of batches while the device may read it, of at most `ahead` batches before the present one.
+    """Keep the memory of batches while the device may read it, for at most `ahead` batches before the present one.
 
-    `record` returns an event after all work given to the device so far.
+    `record` returns an event after all work that the device has been given so far.
     """
 
     def __init__(self, ahead: int, record: Callable[[], Any]) -> None:
         self._ahead, self._record = ahead, record
         self._held: deque[Any] = deque()
-        self._events: deque[Any] = deque()  # after the work on all that is held but the last
+        self._events: deque[Any] = deque()  # after the work on each kept batch except the last
 
     def hold(self, what: Any) -> None:
-        """Hold what the device's work reads that is given from now until the next call."""
+        """Keep data that the device reads in work launched from now until the next call."""
         if self._held:
             self._events.append(self._record())
         self._held.append(what)
         while len(self._events) > self._ahead:
             self._events.popleft().synchronize()
-            self._held.popleft()  # only now
+            self._held.popleft()  # only after its event
 
     def close(self) -> None:
-        """Wait until the device has done all work, and let go."""
+        """Wait until the device has done all work, then release the memory."""
         self._record().synchronize()
         self._events.clear()
         self._held.clear()
 
 
 class Images:
-    """Inputs and operators of a pipeline of images, as `Boxes` are those of boxes."""
+    """Inputs and operators of a pipeline of images, with the methods of `Boxes`."""
 
     def __init__(self, samples: CroppedImages, indices: list[range], settings: Settings, gpu: bool) -> None:
         self._samples: Any = samples
         self._indices, self._gpu = indices, gpu
         self._batches: Iterator[tuple[int, range]] = iter(())
-        #: Batches on their way, which DALI reads without a copy, and their samples.
+        #: Epoch, samples and inputs of prefetched batches, which DALI reads without a copy.
         self._kept: deque[tuple[int, range, Any]] = deque(maxlen=settings.prefetch + 2)
         self.options: dict[str, Any] = {}
 
@@ -75,8 +75,8 @@ class Images:
                 **window,
                 device="mixed" if self._gpu else "cpu",
                 output_type=types.RGB,
-                adjust_orientation=False,  # torchvision does not turn images either
-                jpeg_fancy_upsampling=True,  # the colours of a GPU's decoder are then those of a processor's
+                adjust_orientation=False,  # as torchvision, which does not turn images
+                jpeg_fancy_upsampling=True,  # gives the same colours on GPU and CPU
             )
         else:
             images = fn.slice(fn.reinterpret(images, layout="HWC"), **window)
@@ -87,7 +87,7 @@ class Images:
         return [images, labels]
 
     def _source(self) -> Any:
-        """Return the inputs of the next batch; places of squares are shares of the room for them."""
+        """Return the inputs of the next batch; positions of squares are fractions of the room for them."""
         epoch, indices = next(self._batches)
         windows = self._samples.windows(epoch, indices)
         room = np.maximum(windows.resized - self._samples.input_spec.shape[-1], 1)
@@ -99,22 +99,22 @@ class Images:
         return inputs
 
     def explain(self, error: Exception) -> str | None:
-        """Return the message for the user of an error; Pillow raises its own for an image that it cannot decode."""
+        """Return the user's message for an error; an image that Pillow cannot decode either raises Pillow's error."""
         for epoch, indices, _ in self._kept:
             for index in indices:
                 self._samples.read(epoch, index)
         return f"loader.kind: dali cannot decode an image that Pillow can; use torch or direct ({error})"
 
     def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing: this pipeline has nothing to free."""
 
 
 def on_volumes(samples: Samples) -> GridSamples:
-    """Return samples that are boxes of volumes; others have no mirrors: a `UserError`."""
+    """Return samples if they are boxes of volumes; raise `UserError` otherwise, since only these have mirrors."""
     if isinstance(samples, GridSamples) and samples.input.channel_axis == samples.target.channel_axis == 0:
         return samples
     raise UserError(
-        f"loader.reader: numpy reads boxes of volumes, and these samples are none ({type(samples).__name__}); use h5py"
+        f"loader.reader: numpy reads only boxes of volumes, not these samples ({type(samples).__name__}); use h5py"
     )
 
 
@@ -178,7 +178,7 @@ class DaliLoader(Loader):
         return x, y
 
     def _run(self) -> Any:
-        # Outputs are to be ready for the model's stream: without it the host would wait for each batch.
+        # With the model's stream outputs are ready on that stream; without it the host would wait for each batch.
         stream = torch.cuda.current_stream(self._device) if self._pace else None
         try:
             return self._pipeline.run(stream)
@@ -186,10 +186,10 @@ class DaliLoader(Loader):
             self._failed = True
             if (message := self._feed.explain(error)) is None:
                 raise
-        raise UserError(message)  # not within: it would hold DALI's error, and so the pipeline and its processes
+        raise UserError(message)  # outside `except`: it would keep DALI's error, the pipeline and its processes alive
 
     def _drain(self) -> None:
-        """Throw away what was prefetched, and make the pipeline ready for another epoch."""
+        """Discard prefetched batches, and prepare the pipeline for another epoch."""
         self._feed.begin(0, len(self))
         with contextlib.suppress(StopIteration):
             while True:

@@ -1,7 +1,7 @@
-"""Mirrors of volumes: their values in a `.npy` file [D, H, W, C], of which DALI reads boxes.
+"""Mirrors of volumes: copies of their values in a `.npy` file [D, H, W, C], from which DALI reads boxes.
 
-The published program's lie beside its HDF5 files, and are read if they are there. Others hold all volumes of a split,
-one after another, and lie beside the manifest; `prepare.py` makes them before a stage begins.
+Mirrors of the published program are next to its HDF5 files, and are used if they exist. Mirrors of dlscale have all
+volumes of a split, one after another, and are next to the manifest; `prepare.py` makes them before a stage begins.
 """
 
 from __future__ import annotations
@@ -17,31 +17,34 @@ import numpy as np
 from dlscale.core.errors import UserError, brief
 from dlscale.data.samples import BoxField
 
-#: Bytes that are written at a time, and cells that are compared of a mirror that somebody else made.
+#: Bytes written at a time, and number of cells compared in a mirror that dlscale has not made.
 SLAB, CELLS = 64_000_000, 64
-#: How the published program's converter names inputs and targets.
+#: Names of inputs and targets in files of the published program's converter.
 NAMES = ("data", "label")
 INSTEAD = "use loader.reader h5py"
-#: What the mirror of another field has.
+#: Difference between a field and the mirror of another field.
 OTHER = "other channels"
 
 
 @dataclass(frozen=True)
 class NpyMirror:
-    """A mirror of all volumes of a field in a split; smaller ones are padded along H and W."""
+    """Mirror of all volumes of a field in a split; smaller volumes are padded along H and W."""
 
     path: Path
     edges: np.ndarray  #: size of each volume, int64 [files, 3]
-    own: bool  #: whether dlscale makes it
+    own: bool  #: whether dlscale makes the mirror
 
     @property
     def first(self) -> np.ndarray:
-        """Where each volume begins along D, int64 [files]."""
+        """First row of each volume along D, int64 [files]."""
         return np.asarray(np.cumsum(self.edges[:, 0]) - self.edges[:, 0])
 
 
 def locate(field: BoxField) -> NpyMirror:
-    """Return where a field's mirror is, or is to be made; one beside its file that is not one is a `UserError`."""
+    """Return a field's mirror, which may not exist yet.
+
+    Raise `UserError` if a file next to the field's file has the name of its mirror, but other contents.
+    """
     edges = np.array([field.shape_of(file)[1:] for file in range(len(field.readers))])
     original = Path(field.readers[0].path)
     beside = [original.with_name(f"{original.stem}_{name}.npy") for name in NAMES] if len(edges) == 1 else []
@@ -51,37 +54,40 @@ def locate(field: BoxField) -> NpyMirror:
             return NpyMirror(path, edges, own=False)
     if told := [f"{path.name} has {what}" for path, what in wrong.items() if what != OTHER]:
         raise UserError(
-            f"{original}: no mirror of its {field.readers[0].name} beside it: {'; '.join(told)}; expected "
-            f"{(*edges[0].tolist(), field.shape[0])} of {field.dtype}; remove what is no mirror, and one is made, or "
-            f"{INSTEAD}"
+            f"{original}: the file next to it is not a mirror of its {field.readers[0].name}: {'; '.join(told)}; "
+            f"expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, and a mirror is "
+            f"made; or {INSTEAD}"
         )
     content = hashlib.sha256(" ".join([*field.digests, str(field.dtype)]).encode()).hexdigest()[:16]
     return NpyMirror(field.stem.with_name(f"{field.stem.name}-{content}.npy"), edges, own=True)
 
 
 def mirror(field: BoxField) -> NpyMirror:
-    """Return the mirror of a field; one that nobody made is a `UserError`."""
+    """Return the mirror of a field; raise `UserError` if it does not exist."""
     found = locate(field)
     if not found.path.exists():
-        raise UserError(f"{found.path}: no such mirror; the workflow's stages make it before they begin; or {INSTEAD}")
+        raise UserError(f"{found.path}: no such mirror. The workflow's stages make it before they begin; or {INSTEAD}")
     return found
 
 
 def difference(path: Path, field: BoxField) -> str:
-    """Return what a file has that is not the mirror of a field's only file, by its form and some of its cells."""
+    """Compare a file with a field's mirror, by shape, type and some cells.
+
+    Return the difference, or an empty text. The field has a single file.
+    """
     expected = (*field.shape_of(0)[1:], field.shape[0])
     if not path.is_file():
         return "no such values (not a file)"
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # of a damaged header Python's tokenizer raises its own, too
+    except Exception as error:  # for a damaged header Python's tokenizer raises its own errors
         return f"no such values ({brief(error)})"
     if values.shape[:-1] == expected[:-1] and values.shape != expected:
         return OTHER
     if (values.shape, values.dtype) != (expected, field.dtype):
         return f"{values.shape} of {values.dtype}"
     if not values.flags.c_contiguous:
-        return "the first axis quickest"
+        return "Fortran order"
     for cell in np.random.default_rng(0).integers(expected[:3], size=(CELLS, 3)):
         own = np.empty((expected[3], 1, 1, 1), field.dtype)
         field.copy(0, cell, own)
@@ -91,7 +97,7 @@ def difference(path: Path, field: BoxField) -> str:
 
 
 def compare(found: NpyMirror, field: BoxField) -> str:
-    """Compare all values of a published mirror with its HDF5 file; return the difference, empty if there is none."""
+    """Compare all values of a published mirror with its HDF5 file; return the difference, or an empty text."""
     values = np.load(found.path, mmap_mode="r", allow_pickle=False)
     for file, start, stop in slabs(found, field):
         if values[start:stop].tobytes() != _slab(found, field, file, start, stop).tobytes():
@@ -109,7 +115,7 @@ def _shape(found: NpyMirror, field: BoxField) -> tuple[int, ...]:
 
 
 def slabs(found: NpyMirror, field: BoxField) -> list[tuple[int, int, int]]:
-    """Return what is written at a time: file, first and last row."""
+    """Return the parts that are written at a time: file, first row, and row after the last."""
     _, *row = _shape(found, field)
     rows = max(1, SLAB // (int(np.prod(row)) * field.dtype.itemsize))
     return [
@@ -129,7 +135,7 @@ def write(found: NpyMirror, field: BoxField, parts: Iterator[tuple[int, int, int
 
 
 def _slab(found: NpyMirror, field: BoxField, file: int, start: int, stop: int) -> np.ndarray:
-    """Return rows [start, stop) of a volume as they are in its mirror, [rows, H, W, C]."""
+    """Return rows [start, stop) of a volume in the mirror's layout, [rows, H, W, C]."""
     slab = np.zeros((stop - start, *_shape(found, field)[1:]), field.dtype)
     _, height, width = found.edges[file].tolist()
     field.copy(file, np.array([start, 0, 0]), np.moveaxis(slab[:, :height, :width], -1, 0))

@@ -1,4 +1,4 @@
-"""Mirrors are made, and verified, before a stage begins."""
+"""Make and verify mirrors before a stage begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.extensions.dali import mirrors
 
 
 def make_mirrors(manifest: str | Path) -> None:
-    """Make the mirrors of all volumes of a dataset that have none yet; the first process makes them, others wait."""
+    """Make the missing mirrors of all volumes of a dataset; other processes wait for the first one."""
     found = Manifest.read(manifest)
     for split in (split for split, files in found.splits.items() if files):
         for name, info in found.fields.items():
@@ -28,9 +28,9 @@ def make_mirrors(manifest: str | Path) -> None:
 
 
 def make_mirror(field: BoxField) -> None:
-    """Make the mirror of a field, whole or not at all, if there is none; verify one that changed since it was verified.
+    """Make the mirror of a field by an atomic write if it is missing; verify it if it has changed since then.
 
-    A damaged mirror is made again. One beside its file, which somebody else made, is compared with that file.
+    A damaged mirror is made again. A mirror that dlscale has not made is compared with the field's file.
     """
     made, record = mirrors.locate(field), field.stem.parent / RECORD
     if _is_known(made.path, record):
@@ -48,7 +48,7 @@ def make_mirror(field: BoxField) -> None:
                     digest = sha256(made.path)
             elif what := mirrors.compare(made, field):
                 raise UserError(
-                    f"{made.path}: damaged: {what} than {field.readers[0].path}; remove it, and one is made, or "
+                    f"{made.path}: damaged: {what} than {field.readers[0].path}. Remove it, and a mirror is made; or "
                     f"{mirrors.INSTEAD}"
                 )
             with contextlib.suppress(UserError):
@@ -58,7 +58,7 @@ def make_mirror(field: BoxField) -> None:
 
 
 def _is_known(path: Path, record: Path) -> bool:
-    """Return whether a mirror is as it was when it was verified."""
+    """Return whether a mirror has not changed since it was verified."""
     known = read_record(record).get(str(path))
     return known is not None and path.is_file() and known == file_state(path, known[0])
 
@@ -69,8 +69,8 @@ def _write_mirror(made: mirrors.NpyMirror, field: BoxField) -> None:
     needed, free = mirrors.bytes_of(made, field), free_bytes(made.path.parent)
     if needed > free:
         raise UserError(
-            f"loader.reader: numpy: the mirror {made.path} takes {size(needed, ' ')}, and there is room for "
-            f"{size(free, ' ')}; {mirrors.INSTEAD}"
+            f"loader.reader: numpy: the mirror {made.path} takes {size(needed, ' ')}, but only "
+            f"{size(free, ' ')} are free; {mirrors.INSTEAD}"
         )
     parts = mirrors.slabs(made, field)
     with whole(made.path) as temporary, open(temporary, "wb") as out:

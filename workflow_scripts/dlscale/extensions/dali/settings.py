@@ -16,8 +16,8 @@ class DaliLoader(Reading):
     kind: Literal["dali"]
     reader: Literal["h5py", "numpy"] = Field(
         "h5py",
-        description="What reads samples on grids. h5py: processes, the files; numpy: DALI's own threads, boxes of "
-        "`.npy` mirrors of volumes, which are made once if they are not there (docs/ladder.md).",
+        description="Reader of samples on grids. h5py: processes read the files. numpy: DALI's threads read boxes of "
+        "`.npy` mirrors of volumes, which are made once if they are missing (docs/ladder.md).",
     )
     workers: Annotated[Workers, Field(ge=1)] = Field(
         2, description="Threads of the pipeline; with `reader: h5py` also the number of processes that read."

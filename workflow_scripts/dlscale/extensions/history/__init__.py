@@ -1,1 +1,1 @@
-"""Speed of each run at each of its measurements."""
+"""Show the speed of each run at each of its measurements."""

@@ -1,6 +1,6 @@
-"""`dlscale history`: all measurements of any number of results folders, in the order in which they were made.
+"""`dlscale history`: show all measurements of any number of results folders in the order of time.
 
-Each is held against the one before of the same run, work and device, with the noise that `compare` allows for.
+Each one is compared with the previous one of the same run, work and device, with the noise that `compare` allows for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     results = results_of(configuration)
     found = history(args.results or [str(results)], configuration, _day(args.since))
     if found.empty:
-        raise UserError(f"history: nothing was timed{f' since {args.since}' * bool(args.since)}; measure a plan first")
+        raise UserError(f"history: no measurements{f' since {args.since}' * bool(args.since)}. Measure a plan first")
     if args.out:
         draw(found, Path(args.out))
     if args.json:
@@ -48,8 +48,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
                 ("", "results", [cell(row.results) for row in rows]),
                 ("", "device", [cell(row.device) for row in rows]),
                 ("", "speed", [_speed(row) for row in rows]),
-                ("", "over the one before", [cell(row.over_before) for row in rows]),
-                ("", "what differs from it", [cell(row.differs) for row in rows]),
+                ("", "over the previous one", [cell(row.over_before) for row in rows]),
+                ("", "differences to it", [cell(row.differs) for row in rows]),
             ]
         )
     )
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def history(names: list[str], configuration: Configuration | None, since: str = "") -> pd.DataFrame:
-    """Return a row for each measurement since a day, by run and time.
+    """Return a row for each measurement since a day, sorted by run and time.
 
     Columns: run, time (ISO 8601), results, device, samples_per_second or steps_per_second, interval (half of the 95 %
     interval, in this unit; NaN if unknown), over_before (in words), ratio, differs (in words).
@@ -74,7 +74,7 @@ def history(names: list[str], configuration: Configuration | None, since: str = 
     for each in sorted(runs, key=lambda each: each[:3]):
         same = by_work.setdefault((each[1], each[3].compute, each[3].device.name), [])
         if not any((each[0], each[3].speed) == (other[0], other[3].speed) for other in same):
-            same.append(each)  # and not its copy, or a run that another plan names
+            same.append(each)  # without copies, and runs that several plans name
     rows = list[dict[str, Any]]()
     for same in by_work.values():
         for before, after in pairwise([None, *same]):
@@ -103,7 +103,7 @@ def _row(measured: tuple[str, str, str, RunResult], before: RunResult | None) ->
 
 
 def _time(run: RunResult) -> str:
-    """Return when a run was measured, ISO 8601; empty if it is not known."""
+    """Return the time of a run's measurement, ISO 8601; empty if unknown."""
     if run.environment:
         return run.environment.time
     return (run.provenance.finished or "") if run.provenance else ""
@@ -113,7 +113,7 @@ def _day(since: str | None) -> str:
     try:
         return dt.date.fromisoformat(since).isoformat() if since else ""
     except ValueError:
-        raise UserError(f"--since: {since}: expected a day, as 2026-11-26") from None
+        raise UserError(f"--since: {since}: expected a day such as 2026-11-26") from None
 
 
 def _speed(row: Any) -> Cell:
@@ -126,7 +126,7 @@ def _around(interval: float | None) -> str:
 
 
 def draw(found: pd.DataFrame, path: Path) -> None:
-    """Draw each run's speed over time, relative to the first time that it was measured on a device, as a PNG file."""
+    """Draw each run's speed over time, relative to its first measurement on a device, as a PNG file."""
     from matplotlib.dates import date2num
     from matplotlib.figure import Figure
 
@@ -140,7 +140,7 @@ def draw(found: pd.DataFrame, path: Path) -> None:
         axes.errorbar(days, rows.speed / first, errors, marker="o", capsize=3, label=f"{run}, {device}")
     axes.xaxis_date()
     axes.axhline(1.0, color="0.6", linewidth=1)
-    axes.set(xlabel="measured (UTC)", ylabel="speed, relative to the first time")
+    axes.set(xlabel="measured (UTC)", ylabel="speed, relative to the first measurement")
     axes.tick_params(axis="x", rotation=30)
     axes.legend(fontsize="small")
     save_png(figure, path, dpi=100)

@@ -1,1 +1,1 @@
-"""Logs of other programs beside dlscale's runs."""
+"""Import logs of external programs, to compare them with dlscale's runs."""

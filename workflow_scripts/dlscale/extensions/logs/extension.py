@@ -1,4 +1,4 @@
-"""What this extension adds."""
+"""Command of this extension: `dlscale import`."""
 
 from dlscale.core.commands import Query
 from dlscale.core.stage import option
@@ -6,26 +6,32 @@ from dlscale.core.stage import option
 COMMANDS = {
     "import": Query(
         "dlscale.extensions.logs.imports",
-        "Import another program's TensorBoard log; the page draws it beside our runs.",
+        "Import a TensorBoard log of an external program; the page draws it with the runs.",
         (
-            ("events", {"metavar": "EVENTS", "help": "event file, or a folder of event files"}),
+            ("events", {"metavar": "EVENTS", "help": "event file, or folder of event files"}),
             option("--as", "name of the reference", metavar="NAME", dest="name"),
-            option("--study", "the study whose plans show it", metavar="STUDY", dest="reference_study"),
-            option("--plans", "plans that show it; all plans of the study if absent", False, nargs="+", default=[]),
-            option("--label", "its label on the page; its name if absent", False, metavar="TEXT"),
+            option("--study", "study with the plans that show the log", metavar="STUDY", dest="reference_study"),
             option(
-                "--batch-size", "the log's global batch size, to convert steps to samples", False, type=int, metavar="N"
+                "--plans", "plans that show the log (default: all plans of the study)", False, nargs="+", default=[]
             ),
-            option("--epoch-samples", "the log's training samples per epoch", False, type=int, metavar="N"),
+            option("--label", "label on the page (default: the name)", False, metavar="TEXT"),
+            option(
+                "--batch-size",
+                "global batch size of the log, to convert steps to samples",
+                False,
+                type=int,
+                metavar="N",
+            ),
+            option("--epoch-samples", "training samples per epoch of the log", False, type=int, metavar="N"),
             option(
                 "--counts",
-                "unit of the log's steps; that of the study's published program if absent",
+                "unit of the log's steps (default: that of the study's published program)",
                 False,
                 choices=("step", "epoch"),
             ),
             option(
                 "--tag",
-                "a tag of the log and ours, as 'Val Loss=loss/valid'; those of the published program if absent",
+                "tag of the log = dlscale's name, as 'Val Loss=loss/valid' (default: the published program's)",
                 False,
                 action="append",
                 default=[],

@@ -1,4 +1,4 @@
-"""`dlscale import`: a TensorBoard log of another program as `references/NAME`, for the page and TensorBoard."""
+"""`dlscale import`: import a TensorBoard log of an external program as `references/NAME`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from dlscale.report.curves import Reference
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Least points of a longer curve that are kept; at most twice as many.
+#: Minimum number of points to which a longer curve is thinned; the maximum is twice as many.
 POINTS = 2000
 
-#: Most points of a log: they are all in memory.
+#: Maximum number of points of a log, which are all in memory.
 MOST = 1_000_000
 
-#: Greatest distance from 1970 of an event's time, s; others are left out.
+#: Maximum distance of an event's time from 1970, seconds; other events are left out.
 FARTHEST = 1e15
 
-#: Quantities of every run, as `dlscale.train.logs` calls them; metrics are `valid/NAME`.
+#: Quantities of every run, as named by `dlscale.train.logs`; metrics are `valid/NAME`.
 QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second", "steps_per_second")
 
-#: Why points of a log are left out.
+#: Reasons for leaving out points of a log.
 REPEATED = "of a step that is logged again later; the later one counts"
-RESTARTED = "of an earlier training, or another process, in the same folder; import its file by itself"
-ABANDONED = "of an abandoned try: the program went on from an earlier step (purge_step)"
-STEPLESS = "because all have one step; log them with a step: add_scalar(tag, value, global_step)"
+RESTARTED = "of an earlier training, or another process, in the same folder; import that file separately"
+ABANDONED = "of an abandoned try: the program resumed from an earlier step (purge_step)"
+STEPLESS = "because all have the same step; log them with a step: add_scalar(tag, value, global_step)"
 UNDATED = "with a negative step or an impossible time"
 NO_NUMBER = "that are not a number"
 THINNED = f"of a curve of more than {2 * POINTS} points, thinned out evenly"
@@ -48,7 +48,7 @@ THINNED = f"of a curve of more than {2 * POINTS} points, thinned out evenly"
 #: Points left out, by reason, for each curve.
 Dropped = dict[str, Counter[str]]
 
-#: Begins of the quantities that programs may log before training, too.
+#: Prefixes of the quantities that programs may also log before training.
 VALIDATION = ("loss/valid", "valid/")
 
 #: A point: step, seconds since 1970-01-01 UTC, value.
@@ -63,12 +63,12 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError(f"--plans: {unknown('plan', strange[0], configuration.plans)}")
     study_of = {plan: configuration.workflow.plans[plan].study for plan in args.plans} if configuration else {}
     if others := [plan for plan, study in study_of.items() if study != args.reference_study]:
-        raise UserError(f"--plans: {others[0]} is of study {study_of[others[0]]}, not of {args.reference_study}")
+        raise UserError(f"--plans: {others[0]} is a plan of study {study_of[others[0]]}, not of {args.reference_study}")
     log = registry.study(args.reference_study).published_log
     tags, counts = _given(args.tag) or log.tags, args.counts or log.over
     if not tags:
         raise UserError(
-            f"study {args.reference_study} declares no published tags; name those of the log: "
+            f"study {args.reference_study} declares no published tags; name the log's tags: "
             "--tag 'Loss/valid=loss/valid'"
         )
     files = _files(Path(args.events))
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         "batch_size": args.batch_size,
         "epoch_samples": args.epoch_samples,
     }
-    validate(Reference, {**settings, "curves": {}}, "import")  # before all is read
+    validate(Reference, {**settings, "curves": {}}, "import")  # before the log is read
     percent = frozenset[str]() if args.tag else log.percent
     curves, dropped, from_zero = read(files, tags, percent, epochs=args.counts == "epoch")
     place = results_of(configuration) / "references" / args.name
@@ -104,17 +104,17 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if from_zero:
         print("the log counts epochs from 0: its point 0 is drawn after the first epoch, not as the untrained model")
     elif counts == "epoch" and any(curve[0][0] == 0 for curve in curves.values()):
-        remedy = "" if args.counts else "; if it is that of the first epoch, add --counts epoch"
-        print(f"point 0 is drawn as that of the untrained model{remedy}")
+        remedy = "" if args.counts else "; if it belongs to the first epoch, add --counts epoch"
+        print(f"point 0 is drawn as the untrained model{remedy}")
     for name in _too_short(curves):
         print(
-            f"{name}: its steps end at {curves[name][-1][0]}, those of training in the same time much later; if it "
-            "counts epochs, import it by itself: --counts epoch --tag"
+            f"{name}: its steps end at {curves[name][-1][0]}, but those of training in the same time much later. If it "
+            "counts epochs, import it separately: --counts epoch --tag"
         )
     missing = [over for over in ("step", "samples") if reference.scale(over) is None]
     if missing:
         needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
-        print(f"not drawn over {' and '.join(missing)}: {needed} would tell how many they are")
+        print(f"not drawn over {' and '.join(missing)}: give {needed}")
     print("the next `snakemake` shows it")
     return 0
 
@@ -122,17 +122,18 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 def read(
     files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str], epochs: bool = False
 ) -> tuple[dict[str, list[Point]], Dropped, bool]:
-    """Return the curves that `tags` (theirs: ours) name, the number of dropped points, and if epochs began at 0.
+    """Return curves by dlscale's names, the number of dropped points, and whether epochs are counted from 0.
 
-    Points have seconds since training began: at step 0, or else with the first file that has a point. Values of tags
-    in `percent` become fractions. Of a repeated step the later value counts; a file that starts at the first step
-    again replaces the earlier ones. A restart of TensorBoard's (`purge_step`) drops earlier points from its step on.
-    Epochs from 0 become epochs from 1, unless only validation has a point 0.
+    `tags` maps the log's tags to dlscale's names. Points have seconds since training began: at step 0, or with the
+    first file that has a point. Values of tags in `percent` become fractions. Of a repeated step the later value
+    counts; a file that starts at the first step again replaces the earlier files. A restart event of TensorBoard
+    (`purge_step`) drops earlier points from its step on. Epochs from 0 become epochs from 1, unless only validation
+    has a point 0.
     """
     found: dict[str, dict[int, tuple[float, float]]] = {}
     dropped: Dropped = {ours: Counter() for ours in tags.values()}
     others: dict[str, None] = {}
-    begins, count = dict[str, list[float]](), 0  # of the files with a point that counts, by tag
+    begins, count = dict[str, list[float]](), 0  # by tag, of the files with a point that counts
     for file in files:
         begin = math.inf
         new: dict[str, dict[int, tuple[float, float]]] = {}
@@ -162,7 +163,7 @@ def read(
                 raise UserError(f"{files[0]}: a log of more than {MOST} points; name fewer tags: --tag 'THEIRS=OURS'")
         for tag, points in new.items():
             earlier = found.setdefault(tag, {})
-            # One point alone is of a second writer, as of a last evaluation.
+            # A single point is from a second writer, for example of a last evaluation.
             if earlier and len(points) > 1 and next(iter(points)) <= min(earlier):
                 dropped[tags[tag]][RESTARTED] += len(earlier)
                 earlier.clear()
@@ -171,11 +172,11 @@ def read(
             dropped[tags[tag]][REPEATED] += len(points.keys() & earlier.keys())
             earlier.update(points)
     if found and not any(found.values()):
-        raise UserError(f"{files[-1]}: all points are {ABANDONED}, and it logged no point since")
+        raise UserError(f"{files[-1]}: all points are {ABANDONED}, and logged no point since")
     if not found:
-        there = f"it has {', '.join(others)}. Name its own: --tag 'THEIRS=OURS'" if others else "it has no scalars"
+        there = f"it has {', '.join(others)}. Name these: --tag 'THEIRS=OURS'" if others else "it has no scalars"
         below = "" if others else _below(files[0].parent)
-        raise UserError(f"{files[0]}: none of the tags {', '.join(tags)} is in it; {there}{below}")
+        raise UserError(f"{files[0]}: it does not have the tags {', '.join(tags)}; {there}{below}")
     found = {tag: points for tag, points in found.items() if points}
     begun = min(itertools.chain.from_iterable(begins.values()))
     training = [tag for tag in found if not tags[tag].startswith(VALIDATION)]
@@ -195,7 +196,7 @@ def read(
 
 
 def _too_short(curves: Mapping[str, Sequence[Point]]) -> list[str]:
-    """Return the curves of validations that span the time of training in less than a third of its steps."""
+    """Return the validation curves that cover the time of training with less than a third of its steps."""
     training = [points for name, points in curves.items() if not name.startswith(VALIDATION)]
     steps, seconds = (max((points[-1][column] for points in training), default=0) for column in (0, 1))
     return [
@@ -206,7 +207,7 @@ def _too_short(curves: Mapping[str, Sequence[Point]]) -> list[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return an event file, or all of a folder: a program that was started again writes another one."""
+    """Return an event file, or all event files of a folder: a restarted program writes another file."""
     if path.is_dir():
         files = [file for file in sorted(path.glob("*.tfevents.*")) if file.is_file()]
         if not files:
@@ -214,16 +215,16 @@ def _files(path: Path) -> list[Path]:
             raise UserError(f"{path}: no event file in this folder{below}")
         return files
     if not path.exists():
-        raise UserError(f"{path}: no such file; expected an event file of TensorBoard, or a folder with some")
+        raise UserError(f"{path}: no such file; expected an event file of TensorBoard, or a folder of event files")
     no_pipe(path, "an event file of TensorBoard")
     return [path]
 
 
 def _below(folder: Path) -> str:
-    """Return a remedy that names the folders below with event files; nothing if there are none."""
+    """Return a remedy that names the subfolders with event files, or an empty text."""
     found = sorted({str(file.parent) for file in itertools.islice(folder.glob("*/**/*.tfevents.*"), 1000)})
     more = f" and {len(found) - 10} more" if len(found) > 10 else ""
-    return f"; there are some in {', '.join(found[:10])}{more}: import each by itself" if found else ""
+    return f"; there are some in {', '.join(found[:10])}{more}: import each separately" if found else ""
 
 
 def _given(texts: Sequence[str]) -> dict[str, str]:
@@ -233,8 +234,8 @@ def _given(texts: Sequence[str]) -> dict[str, str]:
         if not theirs:
             raise UserError(f"--tag: {text}: expected THEIRS=OURS")
         if ours not in QUANTITIES and not (ours.startswith("valid/") and len(ours) > len("valid/")):
-            raise UserError(f"--tag: {unknown('quantity of ours', ours, (*QUANTITIES, 'valid/METRIC'))}")
+            raise UserError(f"--tag: {unknown('quantity', ours, (*QUANTITIES, 'valid/METRIC'))}")
         if theirs in tags or ours in tags.values():
-            raise UserError(f"--tag: {text}: one of the two stands in another --tag, too; give each once")
+            raise UserError(f"--tag: {text}: one of the two is also in another --tag; give each once")
         tags[theirs] = ours
     return tags

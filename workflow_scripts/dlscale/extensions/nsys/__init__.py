@@ -1,1 +1,1 @@
-"""NVIDIA Nsight Systems as a profiler, and its reports."""
+"""Profiler `nsys` (NVIDIA Nsight Systems), and its reports."""

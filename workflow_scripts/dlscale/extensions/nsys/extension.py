@@ -1,3 +1,3 @@
-"""What this extension adds: the profiler `nsys`."""
+"""Profiler of this extension: `nsys`."""
 
 PROFILERS = {"nsys": "dlscale.extensions.nsys.nsys"}

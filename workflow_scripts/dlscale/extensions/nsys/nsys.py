@@ -1,7 +1,7 @@
-"""`nsys`: some steps of a run under NVIDIA Nsight Systems, in processes of their own, read from its report.
+"""Profiler `nsys`: profile some steps of a run with NVIDIA Nsight Systems, and read its report.
 
-Every rank starts a child in its own container, those to be profiled through `nsys profile`. NVIDIA documents the
-exported database in "SQLite Schema Reference" and "SQLite Schema Event Values" of the Nsight Systems Analysis Guide
+Every rank starts a child process in its own container; children of profiled ranks run under `nsys profile`. NVIDIA
+documents the exported database in "SQLite Schema Reference" and "SQLite Schema Event Values" of its Analysis Guide
 (https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html).
 """
 
@@ -45,15 +45,15 @@ from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 
 NOT_FOUND = (
-    "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool, or "
-    "leave nsys out of profile.tools"
+    "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool. Or "
+    "remove nsys from profile.tools"
 )
-#: Range within which nsys records a run that has no CUDA.
+#: NVTX range in which nsys records a run without CUDA.
 CAPTURE = "dlscale capture"
 
 
 def profile(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
-    """Profile a run; every rank calls it, and gets the findings in its own report.
+    """Profile a run; every rank calls this, and gets the findings of its own report.
 
     The children need the device's memory.
 
@@ -66,7 +66,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
     device
         As on the command line: `auto`, `cpu`, `cuda`.
     folder
-        Where reports go.
+        Folder for the reports.
     """
     tool = shutil.which(os.environ.get("NSYS") or "nsys")
     profiled = world.rank in load_run(run_json, "profile").profile.ranks
@@ -83,12 +83,12 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
             words = [*recording(tool, kept, world.device.type == "cuda"), *words]
         status, said = _run(words, world)
         failed = f"the profiled process ended with status {status}: {_last(said)}"
-        # A process that others waited for says why; they say nothing.
+        # Only the failed process has a message; the other processes were ended because they waited for it.
         problem = next(filter(None, world.gather("" if status in (0, None) else failed)), None)
         if problem or not profiled or not tool:
             return ProfiledTool(name="nsys", problem=problem), []
         if not kept.exists():
-            problem = f"nsys made no report: {_last(said)}; see the log, and run the stage again"
+            problem = f"nsys made no report: {_last(said)}. See the log, and run the stage again"
             return ProfiledTool(name="nsys", problem=problem), []
         found, rows = _read(tool, world.rank, kept, Path(scratch) / "database.sqlite")
         cost = overhead(*json.loads(times.read_text())) if times.exists() else None
@@ -97,8 +97,8 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
 
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
-    """Return the words that have a command recorded into a report while its window is open."""
-    traces = "cuda,nvtx" if cuda else "nvtx"  # the operating system's calls would slow steps down
+    """Return the words before a command with which nsys records it while its window is open."""
+    traces = "cuda,nvtx" if cuda else "nvtx"  # traces of system calls would slow steps down
     window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
         *(tool, "profile", f"--trace={traces}", "--sample=none", "--cpuctxsw=none"),
@@ -107,14 +107,14 @@ def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
     ]
 
 
-# ---- a child: a process of its own, for nsys looks at whole processes ---------------------------------
+# ---- the child process: nsys profiles complete processes ---------------------------------------------
 
 
 def main() -> None:
-    """Make the steps that the only word on the command line, JSON, asks for."""
+    """Make the steps that the only argument on the command line describes, as JSON."""
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    hold_on()  # the stage holds the other end of standard input
+    hold_on()  # end when the stage does, which has the other end of standard input
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     profiled(**json.loads(sys.argv[1]))
 
@@ -122,14 +122,14 @@ def main() -> None:
 def profiled(
     config: str, manifest: str, device: str, threads: int | None, studies: list[tuple[str, str]], times: str | None
 ) -> None:
-    """Warm up, then make plain steps, those that are recorded, and plain ones again.
+    """Warm up; then make steps without recording, with recording, and without it again.
 
     Parameters
     ----------
     studies
-        From outside: names and files.
+        Names and files of studies that dlscale does not ship.
     times
-        File for the seconds of the steps: before, recorded, after; None of a process that is not recorded.
+        File for the seconds of the steps before, during and after the recording; None if the process is not recorded.
     """
     for study in studies:
         registry.add(*study)
@@ -141,7 +141,7 @@ def profiled(
         with contextlib.closing(Window(run.profile, session)) as window:
             window.run(run.profile.skip)
             seconds = [window.run()]
-            world.barrier()  # all have come so far
+            world.barrier()  # all ranks are ready
             with recorded(world.device) if times else contextlib.nullcontext():
                 seconds.append(window.run())
             seconds.append(window.run())
@@ -151,7 +151,7 @@ def profiled(
 
 @contextlib.contextmanager
 def recorded(device: torch.device) -> Iterator[None]:
-    """Have nsys, which waits for it, record this context (`nsys.recording`)."""
+    """Open the window of this block, in which nsys records (see `recording`)."""
     with marking(nvtx.annotate), contextlib.ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.profiler.start()
@@ -162,9 +162,9 @@ def recorded(device: torch.device) -> Iterator[None]:
 
 
 def averaged(hook: CommHook) -> CommHook:
-    """Return `hook`, which averages a bucket of gradients, in a range `comm`.
+    """Wrap `hook`, which averages a bucket of gradients, in a range `comm`.
 
-    The range lasts from the launch until the sum is there; with NCCL until the device has been told to make it.
+    The range lasts from the launch until the sum is available; with NCCL until the sum is enqueued on the device.
     """
 
     def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -174,8 +174,8 @@ def averaged(hook: CommHook) -> CommHook:
             nvtx.end_range(opened)
             return done.value()
 
-        # What DDP waits for is this future, after the range's end: a mere callback would wait for Python's lock until
-        # the thread that makes the steps, which then goes on, gives it away.
+        # DDP waits for this future, and so for the range's end. A plain callback would only get Python's lock after the
+        # training thread, which continues meanwhile, has released it.
         return hook(group, bucket).then(ended)
 
     return within
@@ -185,15 +185,17 @@ def averaged(hook: CommHook) -> CommHook:
 
 
 def _run(words: list[str], world: World) -> tuple[int | None, str]:
-    """Run this rank's child to its end together with those of the others; return its status and its output.
+    """Run this rank's child to its end, together with the other ranks' children; return its status and its output.
 
-    Where one fails the others, which would wait for it, are ended: their status is None.
+    If a child fails, the other children, which would wait for it, are ended: their status is None.
     """
-    # Through RANK or Slurm's variables the children know who they are, as their parents do; they meet elsewhere.
+    # The children get their ranks from RANK or Slurm's variables, as their parents do; they meet at another port.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    # Else nsys begins to record at those names of ranges alone that a program has registered, which PyTorch does not.
+    # Without this nsys starts recording only at registered names of ranges, and PyTorch registers none.
     environment["NSYS_NVTX_PROFILER_REGISTER_ONLY"] = "0"
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the site's further packages last, too
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, sys.path)
+    )  # with the site's further packages last, as here
     with socket.create_server(("", 0)) as free:
         number = world.gather(free.getsockname()[1])[0]
     environment["MASTER_PORT"] = str(number)
@@ -202,7 +204,7 @@ def _run(words: list[str], world: World) -> tuple[int | None, str]:
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             words,
-            stdin=subprocess.PIPE,  # it ends when this process is killed, and the child with it
+            stdin=subprocess.PIPE,  # closes when this process is killed, which ends the child
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -227,7 +229,7 @@ def _run(words: list[str], world: World) -> tuple[int | None, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
+    """End a process and all processes that it started."""
     for number, seconds in [(signal.SIGTERM, 10.0), (signal.SIGKILL, None)]:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -239,10 +241,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last(said: str) -> str:
-    """Return the last line of a traceback, after which nsys says more; else the last line of all."""
+    """Return the last line of a traceback, after which nsys prints more; without one, the last line."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.rpartition("\r")[2].strip()) for line in said.split("\n")]  # PyTorch's
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return next((line for line in reversed(raised or lines) if line), "it said nothing").removeprefix(
+    return next((line for line in reversed(raised or lines) if line), "no message was printed").removeprefix(
         f"{UserError.__module__}.{UserError.__name__}: "
     )
 
@@ -251,16 +253,18 @@ def _last(said: str) -> str:
 
 
 def of_report(path: Path) -> Found:
-    """Read a report that any program left: `.nsys-rep`, or `.sqlite` as nsys exports it.
+    """Read a report of any program: `.nsys-rep`, or `.sqlite` as nsys exports it.
 
-    One that cannot be read is a `UserError`.
+    Raise `UserError` if it cannot be read.
     """
     if path.suffix == ".sqlite":
         found = _summary(path, 0, path)
     else:
         if not (tool := shutil.which(os.environ.get("NSYS") or "nsys")):
             there = f"nsys export --type=sqlite {path.name}"
-            raise UserError(f"{path}: nsys, which reads it, is not here; export it where nsys is: {there}")
+            raise UserError(
+                f"{path}: nsys, which reads it, is not installed here. Export it on a machine with nsys: {there}"
+            )
         with tempfile.TemporaryDirectory() as scratch:
             database = Path(scratch) / "database.sqlite"
             if problem := _export(tool, path, database):
@@ -278,7 +282,7 @@ def _read(tool: str, rank: int, kept: Path, database: Path) -> Found:
 
 
 def _export(tool: str, kept: Path, database: Path) -> str:
-    """Export a report into a database; return why that failed, or an empty text."""
+    """Export a report into a database; return the reason of a failure, or an empty text."""
     words = [tool, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(kept)]
     done = subprocess.run(words, capture_output=True, text=True)
     if not done.returncode and database.exists():
@@ -286,13 +290,13 @@ def _export(tool: str, kept: Path, database: Path) -> str:
     text = done.stdout + done.stderr
     version = f"nsys {nsys_version(tool)}".rstrip()
     if OLDER.search(text):
-        return f"this {version} is older than the report; use the nsys that recorded it, or a later one"
+        return f"this {version} is older than the report. Use the nsys that recorded it, or a later one"
     logging.warning("nsys export: status %d\n%s", done.returncode, text[-2000:])
-    return f"{version} cannot export it, which Nsight's window opens; see the log"
+    return f"{version} cannot export the report; see the log. Nsight's own window may open it"
 
 
 def nsys_version(tool: str) -> str:
-    """Return the version of an nsys, as 2025.3.1; empty if it prints none."""
+    """Return the version of an nsys, such as 2025.3.1; empty if it prints none."""
     version = re.search(r"\d+(\.\d+)+", answer([tool, "--version"]) or "")
     return version.group() if version else ""
 
@@ -304,7 +308,7 @@ def _summary(database: Path, rank: int, kept: Path) -> Found:
         return ProfiledTool(name="nsys", problem=str(error).replace(str(database), kept.name)), []
 
 
-#: What nsys 2022.4 prints of a report of a later version, whose messages have other fields.
+#: Messages of an old nsys (2022.4) about a report of a later version, which has other fields.
 OLDER = re.compile(r"Can't parse message|ProtobufParseException|newer version|unsupported.*version", re.IGNORECASE)
 
 
@@ -312,7 +316,7 @@ def _case(column: str, names: Mapping[int, str], other: str) -> str:
     return f"CASE {column} {' '.join(f'WHEN {key} THEN {name!r}' for key, name in names.items())} ELSE {other} END"
 
 
-#: ENUM_CUDA_MEMCPY_OPER and ENUM_CUDA_MEM_KIND.
+#: Names of ENUM_CUDA_MEMCPY_OPER and ENUM_CUDA_MEM_KIND.
 COPIES = {1: "Host-to-Device", 2: "Device-to-Host", 3: "Host-to-Array", 8: "Device-to-Device", 10: "Peer-to-Peer"}
 COPIES[11] = "Unified Host-to-Device"
 MEMORIES = {0: "pageable", 1: "pinned", 2: "device", 4: "managed"}
@@ -320,8 +324,8 @@ PLACES = [_case(column, MEMORIES, "'unknown'") for column in ("srcKind", "dstKin
 COPY = f"{_case('copyKind', COPIES, 'copyKind')} || ' (' || {PLACES[0]} || ' to ' || {PLACES[1]} || ')'"
 STRING = "(SELECT value FROM StringIds WHERE id = {})".format
 CALLED = STRING("nameId")
-#: By table: kind, name and bytes of its events, whether they have a thread and a correlation, and which of them count.
-#: Of NVTX ranges those that one thread pushed and popped (59), and those that perhaps another one ended (60).
+#: SQL by table: kind, name, bytes, thread and correlation of its events, and the condition for an event to count. NVTX
+#: ranges that count are pushed and popped by one thread (59), or started and ended, maybe by another thread (60).
 TABLES = {
     "NVTX_EVENTS": ("'range'", f"COALESCE(text, {STRING('textId')})", "0", "globalTid", "0", "eventType IN (59, 60)"),
     "CUPTI_ACTIVITY_KIND_RUNTIME": ("'call'", CALLED, "0", "globalTid", "correlationId", "1"),
@@ -331,19 +335,19 @@ TABLES = {
 }
 
 
-#: Names that the published programs have for ranges of ours; the numbers of steps at their ends are left out.
+#: Names of the published programs' ranges, without step numbers, and dlscale's names.
 THEIRS = {"data copy in": "copy"}
 
 
 def events(path: Path) -> pd.DataFrame:
     """Return the events of a database as a table of `dlscale.measure.profilers.trace`.
 
-    Anything else than a database of Nsight Systems is a `UserError`.
+    Raise `UserError` if the file is not a database of Nsight Systems.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
             there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            # Threads are numbers of 64 bits, which a float would round.
+            # Thread numbers have 64 bits, which a float would round.
             found = [
                 pd.read_sql_query(
                     f"SELECT {kind} AS kind, {name} AS name, start AS begin, end, CAST({thread} AS TEXT) AS thread, "
@@ -360,7 +364,7 @@ def events(path: Path) -> pd.DataFrame:
         numbers = dict.fromkeys(("begin", "end", "correlation", "bytes", "own"), "int64")
         return rows.assign(thread=pd.factorize(rows.thread)[0], name=rows.name.fillna("unknown")).astype(numbers)
     except (sqlite3.Error, pd.errors.DatabaseError, ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{path}: not a database of Nsight Systems that can be read ({error})") from None
+        raise UserError(f"{path}: not a readable database of Nsight Systems ({error})") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What this extension adds."""
+"""Command of this extension: `dlscale predict`."""
 
 from dlscale.core.commands import Query
 from dlscale.core.stage import option
@@ -8,7 +8,7 @@ COMMANDS = {
         "dlscale.extensions.predict.predict",
         "Predict speed, memory, time and cost of measured runs on other devices, and recommend some.",
         (
-            ("runs", {"nargs": "*", "metavar": "RUN", "help": "a measured run: PLAN.RUN, or its folder"}),
+            ("runs", {"nargs": "*", "metavar": "RUN", "help": "measured run: PLAN.RUN, or its folder"}),
             option(
                 "--devices",
                 "numbers of devices",
@@ -26,27 +26,31 @@ COMMANDS = {
             ),
             option(
                 "--batch-size",
-                "samples per step of all devices; if absent, each device keeps its measured number",
+                "samples per step over all devices (default: each device keeps its measured number)",
                 False,
                 type=int,
             ),
             option(
-                "--machine", "a machine's name, or a YAML file of its levels; that of the measurement if absent", False
+                "--machine",
+                "name of a machine, or YAML file with its levels (default: machine of the measured device)",
+                False,
             ),
-            option("--per-node", "devices used per node; all if absent", False, type=int, metavar="N"),
+            option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),
             option(
                 "--storage", "samples/s that the storage delivers to all devices", False, type=float, metavar="RATE"
             ),
             option(
                 "--memory",
-                "GB of a device; configurations that need more are left out",
+                "memory per device, GB; configurations that need more are left out",
                 False,
                 type=float,
                 metavar="GB",
             ),
             option("--price", "price of a node-hour", False, type=float, metavar="PRICE"),
-            option("--epochs", "epochs of the training; the run's if absent", False, type=int, metavar="N"),
-            option("--target-samples", "samples to the solution, in place of epochs", False, type=int, metavar="N"),
+            option("--epochs", "epochs of the training (default: the run's)", False, type=int, metavar="N"),
+            option(
+                "--target-samples", "samples that the training needs, in place of epochs", False, type=int, metavar="N"
+            ),
             option("--validate", "compare predictions with published figures", False, action="store_true"),
         ),
     ),

@@ -1,6 +1,6 @@
-"""Costs of the scaling model from a few measurements and log-normal priors: the maximum of the posterior.
+"""Fit the costs of the scaling model to a few measurements and log-normal priors: the maximum of the posterior.
 
-Near it the logarithms of costs and predictions are taken as normal (Laplace's approximation); bands hold 90 %.
+Near it the logarithms of costs and predictions are assumed to be normal (Laplace's approximation). Bands contain 90 %.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ NAMES = tuple(field.name for field in fields(Costs))
 
 @dataclass(frozen=True)
 class Prior:
-    """Prior of a cost: log-normal, with its median and the factor that is one standard deviation."""
+    """Log-normal prior of a cost."""
 
-    middle: float
-    factor: float
+    middle: float  #: Median.
+    factor: float  #: Factor of one standard deviation.
     source: str
 
 
-#: `fixed` and `load` are in multiples of what a step, or a sample, takes where least devices were measured; so is
-#: `sample`, which the measurements themselves decide.
+#: Priors by cost. `fixed` is in multiples of the measured time of a step on the fewest devices; `load`, and `sample`,
+#: which the measurements decide, are in multiples of its time per sample.
 PRIORS = {
     "fixed": Prior(
         0.05, 3, "judgement: an update reads and writes 28 bytes a parameter, launches take the host's time"
     ),
     "sample": Prior(1.0, 10, "the measurements"),
-    "load": Prior(0.5, 2, "judgement: a loader could do twice what it was seen to do where it kept up"),
+    "load": Prior(0.5, 2, "judgement: a loader that keeps up can be twice as fast as it was seen to be"),
     "blend": Prior(1.5, 2.5, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 0.2 to 3.5"),
     "start": Prior(0.1, 4, "validations on at most 8 GPUs (SC22, SC23, HAL's log): 0.05, 0.4, and 2.5 s of 20 workers"),
     "spread": Prior(
@@ -64,21 +64,21 @@ PRIORS = {
     "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing beside collectives, mean 18.9 %"),
     "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient with 8-way sharing"),
 }
-#: Where devices are processes on a node's processors.
+#: Priors if devices are processes on a node's processors.
 PROCESSES = {
-    "host": Prior(0.3, 3, "judgement: processes share a memory, and cores where these are fewer"),
+    "host": Prior(0.3, 3, "judgement: processes share the memory, and cores if these are fewer"),
     "near": Prior(1.0, 4, "judgement: they also copy with these cores"),
 }
 #: Relative error of a throughput: two tables of one tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
 NOISE = 0.03
-#: Of a validation, which is short: six on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
+#: Relative error of a validation's rate, which is short: six validations on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
 VALIDATION_NOISE = 0.2
-#: The model's own error: standard deviation, relative, of one doubling of devices, or of those that share a model; it
-#: grows with the root of their number. From the published series (`tests/test_scaling_model.py`).
+#: The model's own error: relative standard deviation for one doubling of the devices, or of the devices that share a
+#: model; it grows with the root of the number of doublings. From the published series (`tests/test_scaling_model.py`).
 MISFIT = 0.053
-#: Of logarithms of costs, for slopes.
+#: Step of the logarithms of costs, to compute slopes.
 STEP = 1e-4
-#: Standard deviations on either side that hold 90 % of a normal distribution.
+#: Number of standard deviations on either side that contain 90 % of a normal distribution.
 BAND = 1.645
 
 
@@ -105,7 +105,7 @@ class Prediction:
     high: float
 
     def widened(self, deviation: float) -> Prediction:
-        """Return the prediction with a further relative error, of this standard deviation."""
+        """Return the prediction with a further relative error of standard deviation `deviation`."""
         down, up = (math.hypot(math.log(end / self.value), BAND * deviation) for end in (self.low, self.high))
         return Prediction(self.value, self.value * math.exp(-down), self.value * math.exp(up))
 
@@ -117,18 +117,21 @@ class Fit:
     machine: Machine
     work: Workload
     costs: Costs
-    covariance: np.ndarray  #: Of their logarithms, in the order of `NAMES`.
+    covariance: np.ndarray  #: Covariance of the costs' logarithms, in the order of `NAMES`.
     points: tuple[Point, ...]
 
     def doublings(self, job: Job) -> float:
-        """Return the doublings from the measured points to a job: of devices, and of those that share a model."""
+        """Return the doublings from the measured points to a job.
+
+        They are the doublings of all devices, plus the doublings of the devices that share a model.
+        """
         devices, shared = (
             max(sizes) for sizes in zip(*((p.job.devices, p.job.shared) for p in self.points), strict=True)
         )
         return max(0.0, math.log2(job.devices / devices)) + max(0.0, math.log2(job.shared / shared))
 
     def predict(self, quantity: Callable[[Costs], float]) -> Prediction:
-        """Return a positive quantity of the costs."""
+        """Predict a positive quantity that depends on the costs."""
         logs = np.log([getattr(self.costs, name) for name in NAMES])
         moved = STEP * np.eye(len(logs))
         ups, downs = (np.log([quantity(_costs(each)) for each in logs + sign * moved]) for sign in (1, -1))
@@ -137,18 +140,20 @@ class Fit:
         return Prediction(value, value, value).widened(math.sqrt(slopes @ self.covariance @ slopes))
 
     def rate(self, job: Job, of: Measure = STEPS, misfit: float = MISFIT) -> Prediction:
-        """Return samples/s over all devices, as measured."""
+        """Predict samples/s over all devices, as they would be measured."""
         found = self.predict(lambda costs: rate(self.machine, self.work, costs, job, of))
         return found.widened(math.hypot(Point(job, found.value, of).noise, misfit * math.sqrt(self.doublings(job))))
 
 
 def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
-    """Return the costs that the points and the priors make most probable."""
+    """Return the most probable costs, given the points and the priors."""
     computing = [point for point in points if point.of.mode not in ("IO", "VALIDATION")]
     if not computing:
-        raise UserError("predict: no throughput to start from; expected one measurement of FULL or SYNTHETIC at least")
+        raise UserError(
+            "predict: no throughput to start from; expected at least one measurement of training or computing"
+        )
     first = min(computing, key=lambda point: (point.job.devices, point.of.mode != "SYNTHETIC"))
-    own = first.job.devices * first.job.batch / first.job.shared / first.rate  # a device's seconds a step
+    own = first.job.devices * first.job.batch / first.job.shared / first.rate  # seconds per step of a device
     unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
     unit["load"] = 1 / work.loaded if work.loaded else unit["sample"]
     priors = PRIORS | (PROCESSES if work.processes else {})
@@ -169,34 +174,37 @@ def _costs(logs: np.ndarray) -> Costs:
     return Costs(*np.exp(logs).tolist())
 
 
-# ---- published series, fitted on few devices and predicted on many, beside Amdahl's law ----------------
+# ---- published series: fitted on few devices, predicted on many, compared with Amdahl's law ------------
 
 
 @dataclass(frozen=True)
 class Check:
-    """A published figure that the fit did not see, and its prediction: samples/s, an efficiency, or a share of time."""
+    """Published figure that the fit did not use, and its prediction.
+
+    The figure is in samples/s, an efficiency, or a fraction of time.
+    """
 
     series: str
     figure: Published
-    fitted: tuple[int, ...]  #: Devices of the points that the model saw.
+    fitted: tuple[int, ...]  #: Devices of the points that were fitted.
     published: float
-    ours: Prediction  #: Its band without the model's own misfit.
+    ours: Prediction  #: Prediction of the model; the band does not include its own misfit.
     doublings: float
-    amdahl: float | None  #: None: the law says nothing of it.
+    amdahl: float | None  #: Prediction by Amdahl's law; None if the law does not apply.
 
     @property
     def band(self) -> Prediction:
-        """Our prediction, with the model's own misfit in its band."""
+        """Prediction of the model, with its own misfit in the band."""
         return self.ours.widened(MISFIT * math.sqrt(self.doublings))
 
     @property
     def errors(self) -> tuple[float, float | None]:
-        """Relative errors: ours, and that of Amdahl's law."""
+        """Relative errors of the model and of Amdahl's law."""
         return self.ours.value / self.published - 1, None if self.amdahl is None else self.amdahl / self.published - 1
 
 
 def check(name: str, series: Series, figures: Iterable[Published]) -> list[Check]:
-    """Fit the model to a series' figures on few devices; return how it predicts the others."""
+    """Fit the model to a series' figures on few devices; return its predictions of the other figures."""
     own = [figure for figure in figures if name in figure.series]
     seen = [figure for figure in own if figure.gpus <= series.fit]
     points = [Point(_job(figure), _rate(figure), _measure(series, figure)) for figure in seen]
@@ -243,13 +251,13 @@ def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Pub
         published = 1 - published
         ours = fitted.predict(lambda costs: speed(costs, of=together) / speed(costs, of=alone)).widened(NOISE)
     elif figure.metric == "scaling_efficiency":
-        one, law = replace(job, devices=1), 1.0  # the law knows one device: nothing is lost
+        one, law = replace(job, devices=1), 1.0  # fitted on one device, the law predicts no loss
         ours = fitted.predict(lambda costs: speed(costs) / speed(costs, one) / job.devices).widened(NOISE)
     else:
         published, ours = _rate(figure), fitted.rate(job, of, misfit=0)
         known: dict[int, list[float]] = defaultdict(list)
         for each in seen:
-            # It knows nothing of devices that share a model: to it these are so many more.
+            # Amdahl's law has no devices that share a model: they count as separate devices.
             if _measure(series, each).mode == of.mode and (_job(each).batch == job.batch or job.shared > 1):
                 known[each.gpus].append(_rate(each))
         points = {gpus: statistics.fmean(rates) for gpus, rates in known.items()}
@@ -258,9 +266,9 @@ def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Pub
 
 
 def amdahl(points: Mapping[int, float], devices: int) -> float:
-    """Return samples/s by Amdahl's law (1967): seconds a sample = serial + parallel / devices, neither negative.
+    """Return samples/s by Amdahl's law (1967): seconds per sample = serial + parallel / devices.
 
-    The least squares of relative errors; from one point nothing is serial.
+    Both parts are at least 0, and minimise the squares of relative errors. With a single point the serial part is 0.
     """
     n, rates = np.array(list(points), float), np.array(list(points.values()))
     if len(n) < 2:
@@ -270,7 +278,7 @@ def amdahl(points: Mapping[int, float], devices: int) -> float:
 
 
 def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
-    """Return the rows of the table, the first one its heads."""
+    """Return the rows of the table; the first one has the column heads."""
     rows: list[tuple[str, ...]] = [
         ("series", "fitted on", "predicted", "published", "the model", "90 % band", "error", "Amdahl")
     ]
@@ -285,7 +293,7 @@ def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
 
 
 def summary(checks: Sequence[Check]) -> list[str]:
-    """Return in words how the model and Amdahl's law did, over what both predict."""
+    """Return lines with the errors of the model and of Amdahl's law, over the figures that both predict."""
     errors = pd.DataFrame([(each.series, *each.errors) for each in checks], columns=["series", "model", "Amdahl"])
     known = errors.dropna().set_index("series").astype(float).abs()
     means = {"error": known, "of the series' medians": known.groupby("series").median()}

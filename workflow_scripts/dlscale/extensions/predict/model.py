@@ -1,10 +1,11 @@
-"""Time of a step, an epoch and a training on any number of devices, and their memory, by arithmetic on `Costs`.
+"""Scaling model: compute time of a step, an epoch and a training on any number of devices, and memory, from `Costs`.
 
-A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Collectives follow
-as in Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521): reduce-scatter in a node, all-reduce between
-nodes, all-gather in a node, on all levels at once, so that the slowest counts, as in AMD's Primus and in ASTRA-sim.
+A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Collectives
+follow Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521): reduce-scatter in a node, all-reduce
+between nodes, all-gather in a node. All levels work at once, so the slowest one counts, as in AMD's Primus and in
+ASTRA-sim.
 
-A step takes as long as the slowest device, and the communication that the backward pass does not hide; loading bounds
+A step takes the time of the slowest device, plus the communication that the backward pass does not hide. Loading bounds
 both.
 """
 
@@ -26,24 +27,24 @@ from dlscale.core.schema import Strict
 from dlscale.core.settings import read_yaml, validate
 from dlscale.parallel.records import LinkLevel, Links
 
-#: Units of a level that joins as many as there are.
+#: Size of a level that joins any number of units.
 ANY = 2**31
 
 
 @dataclass(frozen=True)
 class Level:
-    """Links of one kind: between the devices of a node, the nodes of a group of switches, these groups."""
+    """Links of one kind: between devices of a node, between nodes of a switch group, or between groups."""
 
     name: str
-    size: int  #: Units that it joins: devices of a node, nodes of a group. The last level may join any number.
-    latency: float  #: alpha, seconds a message.
-    #: beta of one device while all send: of a network 1 / (bandwidth of a node / devices of a node).
+    size: int  #: Units that the level joins: devices of a node, nodes of a group. The last level may join any number.
+    latency: float  #: alpha, seconds per message.
+    #: beta of one device while all devices send; in a network 1 / (bandwidth of a node / devices of a node).
     seconds_per_byte: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Levels of topology, the nearest first; the last one joins as many units as are asked for."""
+    """Levels of topology, the nearest first; the last one joins any number of units."""
 
     levels: tuple[Level, ...]
 
@@ -53,9 +54,9 @@ class Machine:
         return self.levels[0].size
 
     def used(self, per_node: int | None = None, near: float = 1.0, far: float = 1.0) -> Machine:
-        """Return the machine with so many devices of a node in use (None: all), each with its own links.
+        """Return the machine with `per_node` devices of a node in use (None: all), each with its own links.
 
-        `near` and `far` are factors of the time a byte within a node and between nodes.
+        `near` and `far` multiply the time per byte within a node and between nodes.
         """
         first, *others = self.levels
         levels = [replace(first, size=per_node or first.size, seconds_per_byte=first.seconds_per_byte * near)]
@@ -77,7 +78,8 @@ class Machine:
     def members(self, ranks: int, stride: int = 1) -> list[int]:
         """Return a group's number of units on each level; their product is at least `ranks`.
 
-        `stride` is the distance of its ranks: 1 of devices that share a model, of copies a copy's number of devices.
+        `stride` is the distance between its ranks: 1 for devices that share a model; for copies of the model the number
+        of devices of a copy.
         """
         found, reach = list[int](), 1
         for level in self.levels[:-1]:
@@ -89,7 +91,7 @@ class Machine:
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
-        By rings, 2 (n - 1) (alpha + size / n beta) on each level; at the top by a double binary tree where that is
+        Rings take 2 (n - 1) (alpha + size / n beta) on each level. At the top a double binary tree is used if it is
         faster (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001): 2 ceil(log2 n) alpha + 2 size beta.
         """
         return self._time(size, ranks, stride, sweeps=2)
@@ -97,7 +99,7 @@ class Machine:
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes as long.
 
-        By rings: (n - 1) (alpha + size / n beta) on each level.
+        Rings take (n - 1) (alpha + size / n beta) on each level.
         """
         return self._time(size, ranks, stride, sweeps=1)
 
@@ -121,26 +123,28 @@ class Machine:
 
 
 class LevelSettings(Strict):
-    """A level in a file."""
+    """Settings of a level in a file."""
 
     name: str
-    size: PositiveInt = Field(ANY, description="Units of the level before that it joins; of the last one any number.")
-    latency: NonNegativeFloat = Field(description="Seconds a message.")
-    bandwidth: PositiveFloat = Field(
-        description="Bytes/s that a device sends while all of them do: what nccl-tests calls the bus's bandwidth."
+    size: PositiveInt = Field(
+        ANY, description="Units of the level before that this level joins; any number on the last level."
     )
-    efficiency: float = Field(1.0, gt=0, le=1, description="What is reached of it; 1 of what was measured.")
+    latency: NonNegativeFloat = Field(description="Seconds per message.")
+    bandwidth: PositiveFloat = Field(
+        description="Bytes/s that a device sends while all devices send: the bus bandwidth of nccl-tests."
+    )
+    efficiency: float = Field(1.0, gt=0, le=1, description="Fraction of the bandwidth that is reached; 1 if measured.")
 
 
 class MachineSettings(Strict):
-    """A machine in `machines.yaml`, or in a file of one's own."""
+    """Settings of a machine, in `machines.yaml` or in a file of the user."""
 
-    source: str = Field(description="Where the figures are from.")
-    devices: list[str] = Field([], description="Parts of the names of devices that are taken to be in such a machine.")
-    levels: list[LevelSettings] = Field(min_length=1, description="The nearest first.")
+    source: str = Field(description="Source of the figures.")
+    devices: list[str] = Field([], description="Parts of the names of devices that are assumed to be in such machines.")
+    levels: list[LevelSettings] = Field(min_length=1, description="Levels, the nearest first.")
 
     def has(self, device: str) -> bool:
-        """Return whether a device of this name is taken to be in such a machine."""
+        """Return whether a device of this name is assumed to be in such a machine."""
         return any(part in device for part in self.devices)
 
     @property
@@ -160,7 +164,7 @@ def shipped() -> dict[str, MachineSettings]:
 
 
 def named(name: str) -> MachineSettings:
-    """Return a shipped machine, or that of a YAML file."""
+    """Return a shipped machine, or the machine of a YAML file."""
     if name.endswith((".yaml", ".yml")):
         return validate(MachineSettings, read_yaml(name), name)
     machines = shipped()
@@ -170,79 +174,81 @@ def named(name: str) -> MachineSettings:
 
 
 def for_device(device: str) -> str | None:
-    """Return the name of the first shipped machine that has such devices, if any."""
+    """Return the name of the first shipped machine with such devices, or None."""
     return next((name for name, each in shipped().items() if each.has(device)), None)
 
 
-# ---- what is trained, and on which devices -------------------------------------------------------------
+# ---- workloads and devices -----------------------------------------------------------------------------
 
-#: Share of a step's computing that is the forward pass: a backward pass takes twice as long (Kaplan et al. 2020,
+#: Fraction of a step's computing that the forward pass takes: a backward pass takes twice as long (Kaplan et al. 2020,
 #: arXiv:2001.08361, section 2.1).
 FORWARD = 1 / 3
-#: What is measured: the three modes of `dlscale.measure.records.MODES`; SYNTHETIC without averaging over copies of the
-#: model; an epoch of training with the wait for its first batch; a validation; and both one after the other.
+#: Measured quantity: the three modes of `dlscale.measure.records.MODES`; ALONE: SYNTHETIC without averaging over copies
+#: of the model; EPOCH: an epoch of training with the wait for its first batch; VALIDATION; BOTH, one after the other.
 Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs that a fit finds; all are positive."""
+    """Costs found by a fit; all are positive."""
 
-    fixed: float  #: Computing of a device, s a step: launches and the update,
-    sample: float  #: and s a sample: the rest.
-    load: float  #: Loading of a device, s a sample.
+    fixed: float  #: Fixed computing time of a device, seconds per step: launches and the update.
+    sample: float  #: Remaining computing time of a device, seconds per sample.
+    load: float  #: Loading time of a device, seconds per sample.
     blend: float  #: Overlap of loading and computing: step^p = loading^p + computing^p with p = 1 + blend.
-    start: float  #: Seconds in which a loader starts one worker, one after the other.
-    spread: float  #: Standard deviation of the devices' times of a step, relative.
-    #: Slowdown of loading by each further device of a node, relative: they share its processors. Where devices are
-    #: processes on these, of computing, too.
+    start: float  #: Start of one worker of a loader, seconds; workers start one after the other.
+    spread: float  #: Relative standard deviation of the step times of the devices.
+    #: Relative slowdown of loading by each further device of a node, since they share its processors. If the devices
+    #: are processes on these, computing slows down as well.
     host: float
-    near: float  #: Time a byte within a node, in multiples of the machine's own;
-    far: float  #: between nodes.
-    slowdown: float  #: Seconds that computing loses for each second of communication beside it.
-    split: float  #: Increase of computing with each doubling of the devices that share a model, relative.
+    near: float  #: Time per byte within a node, as a multiple of the machine's.
+    far: float  #: Time per byte between nodes, as a multiple of the machine's.
+    slowdown: float  #: Seconds that computing loses per second of simultaneous communication.
+    split: float  #: Relative increase of computing per doubling of the devices that share a model.
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A model of tokens, as devices share it."""
+    """Model of tokens that devices can share."""
 
-    count: int  #: Of a sample.
+    count: int  #: Tokens per sample.
     width: int
-    depth: int  #: Blocks.
-    bytes: int = 2  #: Of a number that is sent.
-    again: bool = False  #: A backward pass computes its blocks again (activation checkpointing).
+    depth: int  #: Number of blocks.
+    bytes: int = 2  #: Bytes per number sent.
+    again: bool = False  #: Whether the backward pass computes the blocks again (activation checkpointing).
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device that has all of a model."""
+    """Memory of one device that has a complete model, bytes."""
 
-    state: float  #: Weights, gradients, optimiser.
-    activations: float  #: Of a sample.
+    state: float  #: Weights, gradients and optimiser state.
+    activations: float  #: Activations per sample.
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Bytes that a training sends and keeps, whatever machine it is on."""
+    """Bytes that a training sends and keeps on any machine."""
 
-    gradients: float  #: Bytes that are averaged.
-    buckets: tuple[float, ...]  #: Their shares of it, in the order in which they are ready.
-    tokens: Tokens | None = None  #: None: devices cannot share the model.
-    processes: bool = False  #: Devices are processes on a node's processors.
-    #: FSDP: bytes of weights that are gathered before the forward pass, and before the backward pass; None: each device
-    #: has all of the weights.
+    gradients: float  #: Bytes of gradients that are averaged.
+    buckets: tuple[float, ...]  #: Fraction of these bytes in each bucket, in the order in which buckets are ready.
+    tokens: Tokens | None = None  #: None if devices cannot share the model.
+    processes: bool = False  #: Whether devices are processes on a node's processors.
+    #: Bytes of weights that FSDP gathers before the forward pass, and before the backward pass. None: each device has
+    #: all weights.
     gathered: tuple[float, float] | None = None
-    workers: int = 1  #: Of a device's loader, each of which makes batches of its own; threads that share one are one.
-    loaded: float | None = None  #: Samples/s that a device's loader was seen to keep up with, if with another model.
+    workers: int = (
+        1  #: Workers of a device's loader that make their own batches; threads that share a batch count as 1.
+    )
+    loaded: float | None = None  #: Samples/s that a device's loader has delivered to another model.
     storage: float = math.inf  #: Samples/s that the storage serves to all devices together.
     memory: Memory | None = None
 
 
 def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
-    """Return the shares of DistributedDataParallel's buckets, a small one first.
+    """Return the fraction of the gradients in each bucket of DistributedDataParallel, a small bucket first.
 
-    A bucket is full with the tensor that reaches its size (torch/csrc/distributed/c10d/reducer.cpp,
+    The tensor that reaches a bucket's size is the last one in it (torch/csrc/distributed/c10d/reducer.cpp,
     compute_bucket_assignment_by_size). `tensors` are the bytes of gradients in the order of readiness.
     """
     parts, filling, limit = list[float](), 0.0, first
@@ -256,44 +262,44 @@ def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2*
 
 
 def evenly(size: float) -> list[float]:
-    """Return gradients of a mebibyte each, `size` bytes in all, where the tensors are not known."""
+    """Split `size` bytes of gradients into parts of about a mebibyte, for a model with unknown tensors."""
     count = max(1, round(size / 2**20))
     return [size / count] * count
 
 
 @dataclass(frozen=True)
 class Job:
-    """Devices, and the samples of a step."""
+    """Devices of a training, and its samples per step."""
 
     devices: int
-    batch: float  #: Samples of a group of devices that share a model; of each device if none do.
+    batch: float  #: Samples per step of each device, or of each group of devices that share a model.
     tp: int = 1
     cp: int = 1
-    per_node: int | None = None  #: Devices that are used of a node; None: all of them.
+    per_node: int | None = None  #: Devices used per node; None: all.
 
     @property
     def shared(self) -> int:
-        """Devices that share one copy of the model."""
+        """Number of devices that share one copy of the model."""
         return self.tp * self.cp
 
     @property
     def dp(self) -> int:
-        """Groups of devices that see different samples."""
+        """Number of groups of devices that get different samples."""
         return self.devices // self.shared
 
     @property
     def samples(self) -> float:
-        """Of a step, over all devices."""
+        """Samples per step over all devices."""
         return self.batch * self.dp
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Quantity that is measured, and of an epoch or a validation the samples."""
+    """Measured quantity."""
 
     mode: Mode = "FULL"
-    samples: float = 0.0
-    validated: float = 0.0  #: Of BOTH: samples of the validation.
+    samples: float = 0.0  #: Samples of an epoch or a validation.
+    validated: float = 0.0  #: Samples of the validation, in mode BOTH.
 
 
 STEPS = Measure()
@@ -303,11 +309,11 @@ STEPS = Measure()
 class StepTimes:
     """Parts of a step, seconds."""
 
-    compute: float  #: The mean device's.
-    waiting: float  #: For the slowest device.
-    slowed: float  #: By communication beside it.
-    exposed: float  #: Communication with nothing beside it.
-    loading: float  #: Of samples, beyond what computing hides.
+    compute: float  #: Computing of the mean device.
+    waiting: float  #: Waiting for the slowest device.
+    slowed: float  #: Slowdown of computing by simultaneous communication.
+    exposed: float  #: Communication that computing does not hide.
+    loading: float  #: Loading that computing does not hide.
 
     @property
     def seconds(self) -> float:
@@ -322,14 +328,14 @@ class StepTimes:
 def expected_maximum(count: int) -> float:
     """Return the mean of the greatest of `count` standard normal numbers: the integral of x d(Phi(x)^n).
 
-    David and Nagaraja 2003, Order Statistics, section 3.1. Right to 1e-6 for counts up to 1e9.
+    Source: David and Nagaraja 2003, Order Statistics, section 3.1. Accurate to 1e-6 for counts up to 1e9.
     """
     x = np.linspace(-9, 9, 18001)
     return float(np.trapezoid(np.heaviside(x, 0.5) - np.exp(count * log_ndtr(x)), x))
 
 
 def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
-    """Return when the last bucket is sent: one after the other, none before it is ready."""
+    """Return when the last bucket is sent; each one is sent when it is ready and the previous one is sent."""
     now = 0.0
     for begin, cost in zip(ready, costs, strict=True):
         now = max(now, begin) + cost
@@ -362,21 +368,22 @@ def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
 
 
 def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    """Return the seconds to the first batch: workers start, and one of them makes it alone."""
+    """Return the seconds to the first batch: all workers start, and a single one makes the batch."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
 def _blended(first: float, second: float, blend: float) -> float:
-    """Return the seconds of two overlapping times: from their sum (blend 0) to the longer one."""
+    """Return the time of two overlapping parts: from their sum (blend 0) to the longer one (blend infinite)."""
     most, power = max(first, second), 1 + blend
     return most * ((first / most) ** power + (second / most) ** power) ** (1 / power)
 
 
 def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tuple[float, float]:
-    """Return the seconds of communication over the copies of a model, exposed and hidden.
+    """Return the exposed and the hidden seconds of communication between the copies of a model.
 
-    A share of the gradients' bytes is ready after the same share of the backward pass. With FSDP each unit's weights
-    are gathered before it computes, forward and (unless they were kept) backward, and its gradients reduced after.
+    A fraction of the gradients' bytes is ready after the same fraction of the backward pass. With FSDP each unit's
+    weights are gathered before its forward pass and, unless they were kept, before its backward pass; its gradients are
+    reduced after it.
     """
     ranks, stride, size = job.dp * job.cp, job.tp, work.gradients / job.tp
     if ranks == 1:
@@ -390,7 +397,7 @@ def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tu
         [machine.all_gather(share * bytes_ / job.tp, ranks, stride) for share in work.buckets]
         for bytes_ in (*work.gathered, work.gradients)
     )
-    # A unit's gather before its forward pass is, seen backwards in time, a bucket after its backward pass.
+    # Backwards in time, a gather before a unit's forward pass is like a bucket that is sent after its backward pass.
     exposed = _exposed(FORWARD * compute, ends, forward)
     exposed += _exposed((1 - FORWARD) * compute, ends, [sum(both) for both in zip(again, reduced, strict=True)])
     return exposed, sum(forward) + sum(again) + sum(reduced) - exposed
@@ -401,10 +408,10 @@ def _exposed(seconds: float, ends: np.ndarray, sent: Sequence[float]) -> float:
 
 
 def _model(machine: Machine, work: Workload, job: Job) -> float:
-    """Return the seconds of communication between devices that share a model; nothing hides them.
+    """Return the seconds of communication between devices that share a model; computing does not hide them.
 
-    Tensor-parallel devices sum the tokens twice in either half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
-    figure 3); sequence parallelism takes as long. Context-parallel ones gather keys and values, and reduce their
+    Tensor-parallel devices sum the tokens twice in each half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
+    figure 3); sequence parallelism takes as long. Context-parallel devices gather keys and values, and reduce their
     gradients. Blocks that are computed again gather their inputs again.
     """
     if work.tokens is None or job.shared == 1:
@@ -438,15 +445,15 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
 
 
 def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
-    """Return samples/s over all devices; of an epoch or a validation those of its `samples`."""
+    """Return samples/s over all devices; of an epoch or a validation with its `samples`."""
     done = of.samples if of.mode in ("EPOCH", "VALIDATION", "BOTH") else job.samples
     return done / seconds(machine, work, costs, job, of)
 
 
 def memory(work: Workload, job: Job) -> float | None:
-    """Return the bytes that a device needs, without transient gathers and libraries' own; None if not known.
+    """Return the bytes that a device needs, or None if unknown; gathers and libraries' own memory are not included.
 
-    Tensor-parallel devices divide the weights, with FSDP all devices do; those that share a model divide its
+    Tensor-parallel devices divide the weights; with FSDP all devices do. Devices that share a model divide its
     activations.
     """
     if work.memory is None:

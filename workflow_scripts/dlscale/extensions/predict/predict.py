@@ -1,6 +1,6 @@
-"""`dlscale predict RUN …`: a run on other devices, and which of them are fastest and cheapest.
+"""`dlscale predict RUN …`: predict a run on other devices, and find the fastest and the cheapest.
 
-The model of `dlscale.extensions.predict` is fitted to what was measured of the runs (docs/planning.md).
+The model of `dlscale.extensions.predict` is fitted to the measurements of the runs (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
 from dlscale.train.provenance import Provenance
 
-#: Options that are numbers, and the greatest value of one.
+#: Numeric options, and their greatest value.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
 MOST = 1e15
-#: Settings in which runs that are fitted together differ.
+#: Settings in which runs that are fitted together may differ.
 FREE = "geometry", "batch_size"
 
 
@@ -64,13 +64,13 @@ FREE = "geometry", "batch_size"
 class MeasuredRuns:
     """Measurements of runs, and the model fitted to them."""
 
-    run: Any  #: The first of them, as the train stage sees it.
+    run: Any  #: Settings of the first run, for the stage `train`.
     fit: Fit
     device: str
-    machine: str  #: Whose links it has.
-    batch: float  #: Samples of a group of devices that share a model, as measured on fewest devices.
+    machine: str  #: Name or file of the machine, which decides the links.
+    batch: float  #: Samples per step of a group of devices that share a model, as measured on the fewest devices.
     epoch: tuple[int | None, int | None]  #: Samples of training and validation.
-    links: Links | None  #: As a self-test measured them, if the machine is the device's own.
+    links: Links | None  #: Links measured by a self-test, unless a machine was named.
 
 
 def read(folders: Sequence[Path], machine: str | None, storage: float) -> MeasuredRuns:
@@ -79,7 +79,8 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     Parameters
     ----------
     machine
-        Name or file of a machine. None: that of the device, with the links that the largest run's self-test found.
+        Name or file of a machine. None: the machine of the device, with the links that the largest run's self-test
+        measured.
     storage
         Samples/s that the storage serves.
     """
@@ -92,17 +93,17 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     for path in folders:
         here = load_run(path / "config.yaml", "train")
         if not getattr(here.parallel, "sync", True):
-            raise UserError(f"{path}: parallel.sync is false, and such a run sends nothing; name one that averages")
+            raise UserError(f"{path}: parallel.sync is false, so the run averages no gradients. Name a run that does")
         if (order := here.geometry.order) != Geometry().order:
             raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
         measured, raw = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
-                f"{path}: neither throughput nor training was measured; add throughput to the plan's measure"
+                f"{path}: neither throughput nor training was measured. Add throughput to the plan's measure"
             )
         if measured and measured.unit != SAMPLE_RATE:
             raise UserError(
-                f"{path}: its batch size is unknown, and its rate is in steps/s; put {{batch_size}} into "
+                f"{path}: the batch size is unknown, so the rate is in steps/s. Put {{batch_size}} into "
                 "program.command, or measure with --batch-size"
             )
         settings[path] = flat({key: each for key, each in compute_settings(raw).items() if key not in FREE})
@@ -118,14 +119,14 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
             _check_alike(own)
         if measured and measured.compute != compute_digest(raw):
             raise UserError(
-                f"{path / 'throughput.json'}: measured with other settings than config.yaml beside it has; run the "
-                "throughput stage again"
+                f"{path / 'throughput.json'}: measured with other settings than those in config.yaml next to it. Run "
+                "the throughput stage again"
             )
         points += _points(here, path, measured, results)
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
         raise UserError(
             f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
-            "throughput.json, or a second epoch in metrics.jsonl: run their stages"
+            "throughput.json, or a second epoch in metrics.jsonl. Run these stages"
         )
     device_name = next((each.device.name for each in records if each.device.kind == "cuda"), "")
     on_device = device_name or "CPU"
@@ -133,7 +134,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     links = max(tested, key=lambda each: each.processes, default=None)
     whose = machine or for_device(on_device) or ("processes" if links else "")
     if not whose:
-        raise UserError(f"--machine: no machine with {on_device} is known; give a YAML file with its levels")
+        raise UserError(f"--machine: no shipped machine has {on_device}; give a YAML file with its levels")
     described = named(whose)
     if machine and described.devices and not described.has(on_device):
         raise UserError(
@@ -148,27 +149,27 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
 
 
 def _follows(key: str) -> bool:
-    """Return whether a setting of a program follows from devices and batch size."""
+    """Return whether a program's setting depends only on devices and batch size."""
     own = key.removeprefix("program.values.")
     return own == key or own.split(".")[0] in (*FREE, *MADE, "nodes", "gpus_per_node")
 
 
 def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
-    """Refuse the last of some runs where its settings differ from those of the first."""
+    """Refuse the last run if its settings differ from the first run's."""
     first, last = next(iter(settings)), next(reversed(settings))
     expected, found = settings[first], settings[last]
     for key in sorted([*expected, *found], key=lambda key: not key.endswith(".kind")):
         if found.get(key) != expected.get(key):
             raise UserError(
                 f"{last}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)}; runs that are "
-                "fitted together differ in devices and batch size alone: ask for them one by one"
+                "fitted together may differ only in devices and batch size. Predict them one by one"
             )
 
 
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
-    """Yield the measured modes of a run, and its epochs after the first, which warms up.
+    """Yield the measured modes of a run, and its epochs after the first, which is warm-up.
 
-    Of a run that went on with another geometry or loader the epochs made with the last one count.
+    If the run was resumed with another geometry or loader, only epochs with the last one count.
     """
     at = run.geometry
     job = Job(at.world_size, run.batch_size * at.model_size / at.world_size, at.tp, at.cp, at.gpus_per_node)
@@ -185,18 +186,23 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
     rates = [epoch.samples_per_second for epoch in epochs if epoch.samples_per_second is not None]
     if rates and training:
         yield Point(job, statistics.median(rates), Measure("EPOCH", training))
-    # One that diverged was not validated.
+    # An epoch that diverged was not validated.
     taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds and math.isfinite(epoch.train_loss)]
     if taken and validating:
         yield Point(job, validating / statistics.median(taken), Measure("VALIDATION", validating))
 
 
 def workload(run: Any, results: Path, measured: Throughput | Provenance | None = None) -> Workload:
-    """Return what a run sends and keeps, from its model on the meta device; of another program as it was seen."""
+    """Return the workload of a run, from its model on the meta device.
+
+    The workload of an external program is computed from the gradients that its hook has seen.
+    """
     if run.program:
         outside = measured.outside if isinstance(measured, Throughput) else None
         if not (outside and outside.gradient_bytes):
-            raise UserError("a program whose optimiser was not seen: what it sends is not known, and not predicted")
+            raise UserError(
+                "the program's optimiser was not seen, so the size of its gradients is unknown: it cannot be predicted"
+            )
         return Workload(float(outside.gradient_bytes), buckets(evenly(float(outside.gradient_bytes))))
     import torch
 
@@ -213,7 +219,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     convert(model, run.precision)
     sharing, parallel = study.sharding(model), run.parallel
     pair = {"batch_size": 2 * run.local_batch_size, "geometry": type(run.geometry)(gpus_per_node=2)}
-    # A group of neighbours that shares the weights counts as all devices; DataParallel as what replaces it.
+    # FSDP within groups counts as FSDP over all devices; DataParallel as DistributedDataParallel.
     kind = parallel.model_copy(update={"shard": None}) if isinstance(parallel, FSDP) else parallel
     kind = DDP() if isinstance(kind, DP) else kind
     sent = averaged(run.model_copy(update=pair | {"parallel": kind}), model, sharing)
@@ -233,7 +239,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
         first = getattr(parallel, "first_bucket_mb", None) or given or 1
         shares = buckets(list(gradients.values()), (given or 25) * 2**20, first * 2**20)
     tokens = None
-    columns: list[Any] = [*modules(model, sharing.columns).values()]  # none of a model that context alone divides
+    columns: list[Any] = [*modules(model, sharing.columns).values()]  # empty for a model without tensor parallelism
     if (attend := modules(model, sharing.attend)) and columns:
         linear = columns[0]
         width = compute_dtype(run.arithmetic).itemsize
@@ -251,26 +257,26 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
 
 @dataclass(frozen=True)
 class Row:
-    """What a job would do."""
+    """Prediction of a job."""
 
     job: Job
     nodes: int
     rate: Prediction  #: Samples/s over all devices.
-    efficiency: float  #: Of as many times one device.
-    memory: float | None  #: Bytes of a device.
-    seconds: float | None  #: Of the training.
+    efficiency: float  #: Rate as a fraction of `devices` times the rate of one device.
+    memory: float | None  #: Bytes per device.
+    seconds: float | None  #: Duration of the training, seconds.
     node_hours: float | None
     parts: StepTimes
-    measured: float | None  #: Samples/s that were measured of this very job.
+    measured: float | None  #: Measured samples/s of this job, or None.
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print predictions of the runs `args.runs` on other devices, or how well published figures are predicted."""
+    """Print predictions of the runs `args.runs` on other devices, or of published figures; return the exit status."""
     if args.validate:
         print("\n".join(validated()))
         return 0
     if not args.runs:
-        raise UserError("RUN: expected runs that were measured, as PLAN.RUN or their folders; or --validate")
+        raise UserError("RUN: expected measured runs, as PLAN.RUN or their folders; or --validate")
     for flag in NUMBERS:
         given = getattr(args, flag)
         for value in given if isinstance(given, list) else [given]:
@@ -290,7 +296,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def validated() -> list[str]:
-    """Return the table of published figures that the model must predict, in Markdown, and its summary."""
+    """Return the table of published figures and their predictions, in Markdown, and its summary."""
     checks = [
         check
         for file in study_files().values()
@@ -302,14 +308,14 @@ def validated() -> list[str]:
 
 
 def table(measured: MeasuredRuns, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Return a prediction of each job that is asked for, and the reasons why others are left out."""
+    """Return predictions of the requested jobs, and the reasons for the jobs left out."""
     rows, left_out = list[Row](), list[str]()
     limit = args.memory * 1e9 if args.memory else math.inf
     for devices, tp, cp in itertools.product(args.devices, args.tp, args.cp):
         try:
             row = _row(measured, args, devices, tp, cp)
             if (row.memory or 0) > limit:
-                needed = f"{size(row.memory)} a device where --memory allows {args.memory:g} GB"
+                needed = f"{size(row.memory)} per device, but --memory allows {args.memory:g} GB"
                 raise UserError(needed + f" (tp {tp}, cp {cp})" * (tp * cp > 1))
             rows.append(row)
         except UserError as error:
@@ -320,15 +326,15 @@ def table(measured: MeasuredRuns, args: argparse.Namespace) -> tuple[list[Row], 
 def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int, cp: int) -> Row:
     fitted, here = measured.fit, args.per_node or measured.fit.machine.per_node
     if devices % (tp * cp):
-        raise UserError(f"not divided by tp x cp = {tp * cp}")
+        raise UserError(f"not a multiple of tp x cp = {tp * cp}")
     if devices > here and devices % here:
-        raise UserError(f"no whole nodes of {here}")
+        raise UserError(f"not a multiple of the {here} devices per node")
     if (tp > 1 or cp > 1) and fitted.work.tokens is None:
         raise UserError(f"study {measured.run.study} does not support tp or cp: its devices cannot share a model")
     dp = devices // (tp * cp)
     batch = args.batch_size / dp if args.batch_size else measured.batch
     if batch < 1:
-        raise UserError(f"--batch-size {args.batch_size}: less than a sample for each of {dp} groups of devices")
+        raise UserError(f"--batch-size {args.batch_size}: less than one sample for each of {dp} groups of devices")
     job, one = Job(devices, batch, tp, cp, min(devices, here)), Job(1, measured.batch)
     rate, nodes = fitted.rate(job), math.ceil(devices / here)
     total = _seconds(measured, args, job, rate.value)
@@ -346,7 +352,7 @@ def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int
 
 
 def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: float) -> float | None:
-    """Return how long the training takes, s: its epochs with their validations, or so many samples alone."""
+    """Return the duration of the training in seconds: its epochs with validations, or only `target_samples`."""
     if args.target_samples:
         return float(args.target_samples / rate)
     training, validating = measured.epoch
@@ -357,11 +363,11 @@ def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: f
     return epochs * fitted.predict(lambda costs: seconds(fitted.machine, fitted.work, costs, job, both)).value
 
 
-# ---- in words --------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------
 
 
 def head(measured: MeasuredRuns) -> list[str]:
-    """Return the measurements that predictions stand on."""
+    """Return lines with the measurements on which the predictions are based."""
     most = max(point.job.devices for point in measured.fit.points)
     kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
     fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"
@@ -369,7 +375,7 @@ def head(measured: MeasuredRuns) -> list[str]:
     return [
         f"{measured.run.study}, {kind}: {fitted}",
         *([f"Links as {links.processes} processes measured them: {links.line()}"] if links else []),
-        f"Efficiency: the share of as many times one device, with a batch of {measured.batch:g}.",
+        f"Efficiency: rate over that of one device times the number of devices, with a batch of {measured.batch:g}.",
     ]
 
 
@@ -395,22 +401,24 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def words(measured: MeasuredRuns, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
-    """Return which job is fastest, which the cheapest, and how far to trust it."""
+    """Return lines that name the fastest and the cheapest job, with warnings."""
     training = None if args.target_samples else measured.epoch[0]
     large = [row for row in rows if training and row.job.samples > training]
     possible = [row for row in rows if row not in large] or rows
     fastest = max(possible, key=lambda row: row.rate.value)
-    # Where the length of the training is unknown, node-seconds a sample.
+    # If the length of the training is unknown, compare node-seconds per sample.
     cheapest = min(possible, key=lambda row: row.nodes / row.rate.value if row.node_hours is None else row.node_hours)
     text = [f"Fastest: {_shown(fastest, args)}.", f"Cheapest: {_shown(cheapest, args)}."]
     if large:
         counts = ", ".join(f"{devices:,}" for devices in dict.fromkeys(row.job.devices for row in large))
         text.append(
-            f"{counts} devices: a step has more samples than the {training:,} of the training data; name a smaller "
+            f"{counts} devices: a step has more samples than the {training:,} of the training data. Give a smaller "
             "--batch-size, or --target-samples for other data."
         )
     if any(row.job.shared > 1 for row in rows):
-        text.append("The memory of devices that share a model is rough: its own page predicts it.")
+        text.append(
+            "The memory of devices that share a model is a rough estimate; the page of such a run has a better one."
+        )
     return text
 
 
@@ -419,7 +427,7 @@ def _shown(row: Row, args: argparse.Namespace) -> str:
     text += f", {number(row.rate.value)} samples/s"
     if row.seconds is None or row.node_hours is None:
         return text
-    price = f", {row.node_hours * args.price:,.2f} at {args.price:g} a node-hour" if args.price else ""
+    price = f", {row.node_hours * args.price:,.2f} at {args.price:g} per node-hour" if args.price else ""
     return f"{text}, trained in {duration(row.seconds)} for {number(row.node_hours)} node-hours{price}"
 
 

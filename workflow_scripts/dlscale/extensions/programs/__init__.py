@@ -1,1 +1,1 @@
-"""Programs of others, measured as they are: how their steps are seen, and what their speed comes to."""
+"""Measure external programs unchanged: detect their steps, and compute their speed."""

@@ -1,4 +1,4 @@
-"""Stage `checkout`: a revision of another program's repository, in a folder of its own."""
+"""Stage `checkout`: fetch a revision of an external program's repository into a new folder."""
 
 from __future__ import annotations
 

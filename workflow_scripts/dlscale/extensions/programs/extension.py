@@ -1,4 +1,4 @@
-"""What this extension adds: programs of others, measured as they are, alone or in plans."""
+"""Command, stages and modules of this extension: external programs, measured alone or in plans."""
 
 from dlscale.core.commands import Query
 from dlscale.core.stage import START, Stage, option, path, training_work
@@ -6,30 +6,30 @@ from dlscale.core.stage import START, Stage, option, path, training_work
 COMMANDS = {
     "measure": Query(
         "dlscale.extensions.programs.measure",
-        "Run any training program as it is: how fast it trains, and what bounds it.",
+        "Run any training program unchanged, and report its speed and its bottleneck.",
         (
-            ("command", {"nargs": "+", "metavar": "COMMAND", "help": "after --: the program and its words"}),
-            option("--name", "of what is measured; that of its script if absent", False, metavar="NAME"),
+            ("command", {"nargs": "+", "metavar": "COMMAND", "help": "program and its arguments, after --"}),
+            option("--name", "name of the result (default: name of the script)", False, metavar="NAME"),
             option(
                 "--batch-size",
-                "samples per step over all processes, in place of what the batches show",
+                "samples per step over all processes (default: detected from the batches)",
                 False,
                 type=int,
                 metavar="N",
             ),
             option(
                 "--steps",
-                "where it logs its steps: TensorBoard's file or folder, or a file of JSON lines",
+                "log of the program's steps: TensorBoard file or folder, or file of JSON lines",
                 False,
                 metavar="FILE",
             ),
             option(
                 "--rate",
-                "what it prints has its samples/s: a regular expression with one group",
+                "pattern of the rate that the program prints: regular expression with one group, or nersc",
                 False,
                 metavar="PATTERN",
             ),
-            option("--profile", "also where its time goes: py-spy, PyTorch's profiler", False, action="store_true"),
+            option("--profile", "profile with PyTorch's profiler and py-spy as well", False, action="store_true"),
         ),
         configured=False,
     ),
@@ -38,23 +38,28 @@ COMMANDS = {
 STAGES = {
     "checkout": Stage(
         "dlscale.extensions.programs.checkout",
-        "Fetch a revision of another program's repository.",
+        "Fetch a revision of an external program's repository.",
         "raw",
         (
             option("--repository", "address or folder of the repository", metavar="URL"),
-            option("--revision", "the commit", metavar="SHA1"),
+            option("--revision", "commit to fetch", metavar="SHA1"),
             path("--out", "folder to write"),
         ),
         after="configure",
     ),
     "program": Stage(
         "dlscale.extensions.programs.program",
-        "Run another program, in place of `train`, to its end.",
+        "Run an external program to its end, in place of `train`.",
         "run",
         (
-            path("--keep", "folder of the program's own, which a later try finds again"),
-            option("--sources", "digest of its files; with another one it starts afresh", False, metavar="SHA256"),
-            path("--out", "the run's folder"),
+            path("--keep", "folder for the program's files, kept for a later try"),
+            option(
+                "--sources",
+                "digest of the program's files; if it has changed, the program starts afresh",
+                False,
+                metavar="SHA256",
+            ),
+            path("--out", "folder of the run"),
             START,
         ),
         outputs=("program.json", "telemetry/program.csv"),
@@ -67,7 +72,7 @@ STAGES = {
     ),
 }
 
-#: Modules of stages of a run, if a program runs in place of dlscale's training.
+#: Modules of a run's stages if an external program runs in place of dlscale's training.
 PROGRAM_STAGES = {
     "throughput": "dlscale.extensions.programs.throughput",
     "tune": "dlscale.extensions.programs.tune",

@@ -1,4 +1,7 @@
-"""A process between dlscale and a program: it reaps the program's orphans, and ends them all if dlscale is killed."""
+"""Keeper process between dlscale and a program.
+
+It reaps the program's orphans, and ends all of the program's processes if dlscale is killed.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ import psutil
 
 from dlscale.core import machine
 
-#: Seconds between asking what a program started to end, and killing it.
+#: Seconds between SIGTERM to a program's processes and SIGKILL.
 GRACE = 5.0
 
-#: Seconds after which the keeper looks, even without a signal, whether dlscale is still there.
+#: Seconds between the keeper's checks, without a signal, that dlscale still runs.
 LOOK = 1.0
 
 
@@ -34,20 +37,20 @@ class Kept:
         stdin: int | None = None,
         session: bool = False,
     ) -> None:
-        """Start a program; an `OSError` if it cannot be run.
+        """Start a program; raise `OSError` if it cannot be run.
 
         Parameters
         ----------
         command
-            Its words.
+            Words of the command.
         folder
-            Its working folder; this process's if absent.
+            Working folder (default: this process's).
         environment
-            Its variables.
+            Environment variables.
         out, stdin
-            Where its output goes, and its input comes from, as in `subprocess.Popen`.
+            Target of the output and errors, and source of the input, as in `subprocess.Popen`.
         session
-            Whether it has a session of its own, all of whose processes end with it.
+            Whether the program gets its own session; all its processes then end with it.
         """
         parent, (read, write) = os.getpid(), os.pipe()
         try:
@@ -61,7 +64,7 @@ class Kept:
                 start_new_session=session,
                 preexec_fn=lambda: _keep(parent, write, all_end=session),
             )
-            self.pid = int(os.read(read, 32))  #: Of the program.
+            self.pid = int(os.read(read, 32))  #: Process id of the program.
         except subprocess.SubprocessError as error:  # the keeper could not fork
             raise OSError(errno.EAGAIN, "no more processes can be started here") from error
         finally:
@@ -70,19 +73,19 @@ class Kept:
 
     @property
     def streams(self) -> tuple[IO[bytes] | None, IO[bytes] | None]:
-        """Its output and its errors, if they are pipes."""
+        """Output and error stream of the program, if they are pipes."""
         return self._keeper.stdout, self._keeper.stderr
 
     def wait(self, seconds: float | None = None) -> int:
-        """Return its exit status, as a shell has it; raise `subprocess.TimeoutExpired` if it goes on."""
+        """Return the exit status, as a shell does; raise `subprocess.TimeoutExpired` if the program still runs."""
         return self._keeper.wait(seconds)
 
     def poll(self) -> int | None:
-        """Return its exit status, as a shell has it; None if it goes on."""
+        """Return the exit status, as a shell does; None if the program still runs."""
         return self._keeper.poll()
 
     def signal(self, number: int, descendants: bool = False) -> None:
-        """Send a signal to the program, or to all that it started, too."""
+        """Send a signal to the program, or also to all its descendants."""
         if self.poll() is not None:
             return
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -95,14 +98,17 @@ class Kept:
 
 
 def _keep(parent: int, write: int, all_end: bool) -> None:
-    """Split this process before it executes a program: return in the program's; the other one keeps it, and ends."""
-    # Signals are for the program: those of a terminal, of Slurm, and of dlscale reach it itself.
+    """Fork before a program is executed: return in the child, which executes it; the parent becomes the keeper.
+
+    The keeper does not return: it exits with the program's status.
+    """
+    # The keeper blocks signals: a terminal, Slurm and dlscale signal the program directly.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     machine.with_parent(parent, signal.SIGCHLD)
     machine.adopt_orphans()
     keeper = os.getpid()
     if not (program := os.fork()):
-        for each in (signal.SIGUSR1, signal.SIGUSR2):  # which the command line ignores
+        for each in (signal.SIGUSR1, signal.SIGUSR2):  # dlscale's command line ignores them
             signal.signal(each, signal.SIG_DFL)
         machine.with_parent(keeper, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -131,7 +137,7 @@ def _kept(program: int, parent: int, all_end: bool) -> int:
 
 
 def _reaped() -> dict[int, int]:
-    """Reap all children that have ended; return their statuses, as a shell has them, by process."""
+    """Reap all ended children; return their exit statuses, as a shell does, by process id."""
     found = dict[int, int]()
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -141,9 +147,9 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_all(grace: float) -> None:
-    """End all descendants, stopped ones included; kill those that remain after some seconds."""
+    """End all descendants, including stopped ones; kill those that still run after `grace` seconds."""
     end, asked = time.monotonic() + grace, set[Any]()
-    # Another user's process cannot be ended: it is not waited for without end.
+    # The wait is limited, since another user's process cannot be ended.
     while (rest := psutil.Process().children(recursive=True)) and (now := time.monotonic()) < end + GRACE:
         late = now >= end
         for each in rest:

@@ -21,31 +21,31 @@ from dlscale.core.files import irregular, open_regular
 from dlscale.core.text import shorten
 from dlscale.extensions.programs.printed import plain
 
-#: Bytes before the end of a log that identify it after it has grown.
+#: Bytes at the end of a log by which it is recognised after it has grown.
 TAIL = 4096
 
-#: Steps above this number cannot be counted exactly.
+#: Upper bound of step numbers: larger ones are not exact as floats.
 MAX_STEP = 2**53
 
-#: Clocks of other machines may be ahead by this time, s.
+#: Seconds by which the clocks of other machines may be ahead.
 SKEW_SECONDS = 1.0
 
-#: Units of times that are numbers: seconds, milliseconds, microseconds, nanoseconds.
+#: Units of numeric times: seconds, milliseconds, microseconds, nanoseconds.
 UNITS = (1.0, 1e-3, 1e-6, 1e-9)
 
-#: Oldest time of a day that a log may have, seconds since 1970-01-01 UTC.
+#: Earliest accepted time of day in a log, seconds since 1970-01-01 UTC.
 OLDEST = 1e9
 
-#: Fraction of steps before which a log's times may go back.
+#: Maximum fraction of steps at which a log's times may go back.
 MAX_BACKWARD = 0.1
 
-#: Fraction of a run that the times since its start cover at least.
+#: Minimum fraction of a run that times since its start must cover.
 MIN_GROWTH = 0.05
 
-#: Longer units that are recognised to be refused, by their seconds, and the fraction of a run that they cover at least.
+#: Longer units, by their seconds, that are recognised and refused; minimum fraction of a run that such times cover.
 LONGER, MIN_COVERED = {60.0: "minutes", 3600.0: "hours"}, 0.1
 
-#: Keys of a step's number in JSON lines, the first that is there counts.
+#: Keys of the step number in JSON lines; the first that exists counts.
 STEP_KEYS = ("step", "global_step", "iteration", "iter", "current_steps")
 
 EXPECTED = (
@@ -55,7 +55,7 @@ EXPECTED = (
 #: Time of a step (seconds since 1970-01-01 UTC), and its number.
 Point = tuple[float, int]
 
-#: Tag, time as it was logged, step and value.
+#: Tag, logged time, step and value.
 Row = tuple[str, float | datetime, int, float]
 
 
@@ -65,7 +65,7 @@ class Start:
 
     begin: float  #: Seconds since 1970-01-01 UTC.
     size: int = 0  #: Bytes that earlier runs wrote.
-    tail: bytes = b""  #: The last of these bytes.
+    tail: bytes = b""  #: Last `TAIL` of these bytes.
 
 
 def start_of(path: Path) -> Start:
@@ -82,15 +82,15 @@ def start_of(path: Path) -> Start:
 
 
 def logged(path: Path, start: Start, end: float | None = None) -> list[list[Point]]:
-    """Return the points of each training that a log has between the start and `end` (default: now).
+    """Return the logged points of each training between the start and `end` (default: now).
 
-    A training begins where the steps begin again. Of event files the tag with the most points counts. A line of JSON
-    has one of STEP_KEYS, and `time`.
+    A training begins when the step numbers start again. In event files the tag with the most points counts. A JSON line
+    needs one of STEP_KEYS, and `time`.
 
     Raises
     ------
     UserError
-        Its times are not those of this run, or do not increase with the steps.
+        The log's times are not within this run, or do not increase with the steps.
     """
     of = defaultdict[str, list[Row]](list)
     for row in _rows(path, start):
@@ -108,10 +108,11 @@ def logged(path: Path, start: Start, end: float | None = None) -> list[list[Poin
 def values(
     path: Path, tags: Mapping[str, str], start: Start, own: Iterable[str] = (), end: float | None = None
 ) -> dict[str, list[tuple[float, int, float]]]:
-    """Return time, step and value of each point of a log since the start, by the names that `tags` has for its own.
+    """Return time, step and value of each logged point since the start, by dlscale's names.
 
-    Of several event files those count that `own` processes (HOST.PID) wrote, if any did: a folder that the program
-    chooses may be that of another try, too. Where times cannot be read, they are the numbers of the points.
+    `tags` maps the log's tags to these names. Of several event files only files of the `own` processes (HOST.PID)
+    count, if they exist: the folder may also have files of other tries. If times cannot be read, the points are
+    numbered instead.
     """
     found = defaultdict[str, list[tuple[float, int, float]]](list)
     rows = _rows(path, start, tags, own)
@@ -124,7 +125,7 @@ def values(
     return {name: sorted(points) for name, points in found.items()}
 
 
-# ---- what is in a log --------------------------------------------------------------------------------
+# ---- contents ----------------------------------------------------------------------------------------
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -135,19 +136,23 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: Iterable[str] = ()) -> list[Row]:
-    """Return the rows that a log has since the start; without `tags` those of all tags, JSON's without a tag."""
+    """Return the rows of a log since the start, of all tags if `tags` is None.
+
+    In that case rows of JSON lines have an empty tag.
+    """
     files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
     if path.is_symlink():
         raise irregular(path, "a file or folder")
     if not files or not all(file.exists() for file in files):
         raise UserError(
-            f"log of steps {path}: no such file; expected a file of JSON lines, or TensorBoard's, or a folder of those"
+            f"log of steps {path}: no such file; expected a file of JSON lines, a TensorBoard file, or a folder of "
+            "TensorBoard files"
         )
     files = [file for file in files if any(f".{process}." in file.name for process in own)] or files
     if path.is_dir() or ".tfevents." in path.name:
         found = defaultdict[Path, list[Row]](list)
         for folder, event in _events(files):
-            # Abandoned steps have taken time, but their values are void.
+            # Abandoned steps count for the speed, but their values are void.
             if tags is not None and board.is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
             found[folder] += [
@@ -158,7 +163,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
         return [*itertools.chain.from_iterable(found.values())]
     rows, wrong, known = list[Row](), "", False
     with _opened(path) as lines:
-        # A program may also write its log anew.
+        # A program may have replaced its log: then all of it is new.
         lines.seek(max(start.size - len(start.tail), 0))
         if lines.read(len(start.tail)) != start.tail:
             lines.seek(0)
@@ -171,7 +176,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
                     continue
                 step, given = _step(entry[keys[0]]), entry["time"]
             except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
-                # Half a line, within which a program was ended, or one of something else.
+                # An incomplete line of a program that was ended, or a line of other text.
                 wrong = wrong or f"line {number}: expected JSON with `step` and `time`"
                 continue
             try:
@@ -190,7 +195,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
 
 
 def _missing(found: Mapping[str, object]) -> str:
-    """Return which keys a line of JSON lacks, those that it has, and those that are accepted."""
+    """Return a message with the missing, existing and accepted keys of a JSON line."""
     names = ", ".join(f"`{key}`" for key in STEP_KEYS)
     has = {f"no step ({names})": any(key in found for key in STEP_KEYS), "no `time`": "time" in found}
     absent = [text for text, there in has.items() if not there]
@@ -198,7 +203,10 @@ def _missing(found: Mapping[str, object]) -> str:
 
 
 def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yield folder and events of files, of a damaged one those before its damage; refuse if all are damaged."""
+    """Yield folder and event for all events of files; refuse if all files are damaged.
+
+    A damaged file yields the events before its damage.
+    """
     damaged = list[UserError]()
     for file in files:
         try:
@@ -236,14 +244,14 @@ def _time(value: object) -> float | datetime:
     return number
 
 
-# ---- its clock ---------------------------------------------------------------------------------------
+# ---- times -------------------------------------------------------------------------------------------
 
 
 def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> list[tuple[float, Row]]:
-    """Return the rows of a run, each with its time in seconds since 1970-01-01 UTC, in the order of time.
+    """Return the rows of a run with their times in seconds since 1970-01-01 UTC, in the order of time.
 
-    Of the clocks that the times may be of, the one counts that puts most rows into the run; that of the machine's
-    start, which may run as a time since the program's start does, must do so with all.
+    Of several possible clocks the one that puts most rows into the run counts. The clock since the machine's boot must
+    put all rows into it, since a time since the program's start can look the same.
     """
     end, begin = time.time() if end is None else end, max(begin, OLDEST)
     best, earlier = list[tuple[float, Row]](), False
@@ -259,8 +267,8 @@ def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> 
 
 
 def _clocks() -> Iterator[tuple[bool, Callable[[float | datetime], float | None]]]:
-    """Yield clocks that a log may use, each with True for the time of day, False for the time since the boot."""
-    for zone in (None, UTC):  # of dates without a zone
+    """Yield the clocks that a log may use, each with True (time of day) or False (time since boot)."""
+    for zone in (None, UTC):  # for dates without a time zone: local time, UTC
         yield True, partial(_of_date, zone=zone)
     for unit in UNITS:
         yield True, partial(_of_number, zero=0.0, unit=unit)
@@ -272,7 +280,7 @@ def _of_date(given: float | datetime, zone: tzinfo | None) -> float | None:
         return None
     try:
         return (given if given.tzinfo else given.replace(tzinfo=zone)).timestamp()
-    except (ValueError, OverflowError, OSError):  # before 1970, say
+    except (ValueError, OverflowError, OSError):  # before 1970, for example
         return None
 
 
@@ -281,12 +289,12 @@ def _of_number(given: float | datetime, zero: float, unit: float) -> float | Non
 
 
 def _floor(begin: float, when: float) -> float:
-    """Return a begin as a clock of whole seconds shows it, if `when` is of such a clock."""
+    """Return `begin`, rounded down to seconds if `when` is a whole number of seconds."""
     return math.floor(begin) if when.is_integer() else begin
 
 
 def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> list[tuple[float, Row]]:
-    """Return the rows of a log whose times are seconds since a moment in the run, or a smaller unit."""
+    """Return the rows of a log whose times count from a moment in the run, in seconds or milliseconds."""
     times, lasted = [row[1] for row in rows], end - begin
     known = [each for each in times if isinstance(each, float)]
     latest = max(known) if len(known) == len(times) and min(known) >= 0 else math.inf
@@ -294,13 +302,13 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
     if not fits or latest >= OLDEST or begin <= OLDEST:
         raise UserError(f"log of steps {path}: `time` {times[0]} is outside of the run; {EXPECTED}")
     seconds = [each * fits[0] for each in known]
-    # The last row was written when the log was last changed, whenever the clock began.
+    # The last row was written when the log was last changed: this gives the zero of its clock.
     zero = max(min(path.stat().st_mtime, end) - max(seconds), begin)
     dated = [(zero + each, row) for each, row in zip(seconds, rows, strict=True)]
     for tag in {row[0] for row in rows}:
         for training in _trainings([each for each in dated if each[1][0] == tag]):
             _check_order(path, training)
-    # Durations of steps add up to a time in the run, too, but hardly grow.
+    # Durations of steps are also within the run, but hardly grow.
     steps = max(row[2] for row in rows) - min(row[2] for row in rows)
     growth = max(seconds) - min(seconds)
     if growth < MIN_GROWTH * lasted or (growth < seconds[0] and steps * seconds[0] <= lasted):
@@ -309,12 +317,12 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
 
 
 def _other_clock(times: Sequence[float], lasted: float) -> str:
-    """Return what times seem to be that increase, but hardly within a run of some seconds."""
+    """Return a message that guesses the meaning of times that grow too little for a run of `lasted` seconds."""
     growth, latest = max(times) - min(times), max(times)
     for unit, name in LONGER.items():
         if MIN_COVERED * lasted <= growth * unit and latest * unit <= lasted + SKEW_SECONDS:
             return f"seems to be in {name}"
-    # As durations of steps they would be longer than the run.
+    # As durations of steps their sum would be longer than the run.
     if sum(times) * (1.0 if latest <= lasted + SKEW_SECONDS else UNITS[1]) > lasted + SKEW_SECONDS:
         return f"is outside of the run, which took {lasted:.3g} s"
     earlier = MIN_GROWTH * lasted <= growth <= lasted + SKEW_SECONDS < latest
@@ -322,10 +330,10 @@ def _other_clock(times: Sequence[float], lasted: float) -> str:
 
 
 def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row]]]:
-    """Return the rows of each training: one begins where the steps are back at the first one."""
+    """Split rows into trainings: a new one begins when the step numbers return to the first one."""
     found, steps = list[list[tuple[float, Row]]](), set[int]()
     for when, row in dated:
-        # Processes that log side by side are a step apart at most.
+        # Parallel processes that write one log are at most one step apart.
         if not found or (len(steps) > 2 and row[2] <= found[-1][0][1][2] and row[2] != found[-1][-1][1][2]):
             found.append([])
             steps.clear()

@@ -1,4 +1,4 @@
-"""`dlscale measure -- COMMAND`: run any program as it is, and say how fast it trains, and what bounds it."""
+"""`dlscale measure -- COMMAND`: run any program unchanged, and report its speed and its bottleneck."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from dlscale.report.results import PlanResult, RunResult, read_alone
 from dlscale.report.verdict import Verdict, of
 from dlscale.report.verdict import told as told_of
 
-#: The plan of all programs that were measured, and its study.
+#: Names of the plan of all measured programs, and of its study.
 PLAN, STUDY = MEASURED, "program"
 
-#: No program makes a step of more samples.
+#: Largest accepted number of samples per step.
 MAX_BATCH_SIZE = 1_000_000_000
 
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
-    """Run `args.command` to its end, and return its own exit status, whatever can be read of its steps."""
+    """Run `args.command` to its end; return its exit status, even if its steps cannot be read."""
     pattern = seen.pattern(args.rate) if args.rate else None
     if args.batch_size is not None and not 1 <= args.batch_size <= MAX_BATCH_SIZE:
         raise UserError(
@@ -65,10 +65,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         steps.mkdir()
         _write_settings(folder, own)
         if args.profile:
-            from dlscale.extensions.programs import profile as module  # with PyTorch, for which no other program waits
+            from dlscale.extensions.programs import profile as module  # imports PyTorch, which takes seconds
 
             profilers = module.Profilers(folder)
-        # Kineto, PyTorch's profiler, would print what it does among what the program prints.
+        # Without this Kineto, PyTorch's profiler, prints its own messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
         warn_of_lost_hook(args.command, reading)
         with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
@@ -79,10 +79,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
                 warn=not args.steps,
             )
     except BaseException:
-        if not (steps.is_dir() and any(steps.iterdir())):  # the program did not begin
+        if not (steps.is_dir() and any(steps.iterdir())):  # the program did not start
             remove(folder)
         raise
-    # From here on nothing changes the status, or loses what is known of the run.
+    # From here on an error changes neither the exit status nor the records that exist.
     try:
         _write_settings(folder, {**own, "status": run.status, "seconds": run.seconds})
         apart = profilers.apart if profilers else []
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             say("\n".join(module.lines(profilers.told(processes, throughput))))
         remove(steps)
     except Exception as error:
-        # Of a long run the record stays.
+        # The record of a long run is kept even if it has no steps.
         nothing = isinstance(error, Unseen) and not seen.processes(steps) and run.seconds < UNSEEN_SECONDS
         if nothing:
             remove(folder)
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 
 def _complain(error: Exception, known: str = "") -> None:
-    """Print the message of a failure, and what is `known` all the same."""
+    """Print the message of an error, followed by `known`: what was kept, or is missing."""
     mistake = explained(error, "") if isinstance(error, OSError) else error
     said = str(mistake) if isinstance(mistake, UserError) else redact(f"a defect of dlscale: {error!r:.300}")
     say(f"dlscale measure: {said}{known}")
@@ -120,23 +120,23 @@ def _write_settings(folder: Path, own: dict[str, Any], **more: Any) -> None:
 
 
 def _script(command: Sequence[str]) -> str:
-    """Return what a command trains: its script, or else its module or program."""
+    """Return the script of a command; without a script, its module or program."""
     scripts = [word for word in command if word.endswith(".py")]
     module = [after for word, after in itertools.pairwise(command) if word == "-m"]
     return [*scripts, *module[-1:], command[0]][0]
 
 
 def _called(command: Sequence[str]) -> str:
-    """Return a name for a command: that of its script, or else of its program."""
+    """Return a name for a command, made from its script, module or program."""
     stem = Path(_script(command)).stem.lower()
     return re.sub(r"[^a-z0-9]+", "_", stem).lstrip("_0123456789")[:40].strip("_") or "program"
 
 
 def _reserved(name: str, plan: Path) -> Path:
-    """Make a folder of that name, with a number where it is taken: what was measured before stays."""
+    """Make a new folder `name` in `plan`; add a number if it exists, to keep earlier results."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
         raise UserError(f"--name: {name}: expected up to 40 lower-case letters, digits and underscores")
-    plan.mkdir(parents=True, exist_ok=True)  # it fails if there is a file, or a link to nowhere, in its place
+    plan.mkdir(parents=True, exist_ok=True)  # raises if the path is a file or a broken link
     for count in itertools.count(1):
         folder = plan / (name if count == 1 else f"{name}_{count}")
         with contextlib.suppress(FileExistsError):
@@ -145,32 +145,35 @@ def _reserved(name: str, plan: Path) -> Path:
     return folder
 
 
-# ---- telling it --------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------
 
 
 def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
-    """Return what was measured, and the verdict, in lines for a terminal."""
+    """Return the result and the verdict as lines for a terminal."""
     full, outside = throughput.full, throughput.outside
     assert full and outside
     centre, reach = interval(full.trial_throughput)
     said = f"{number(centre)} {throughput.unit}"
-    said += f" ± {number(reach, 2)}" if reach < centre else " (too few steps to know how certain)"
+    said += f" ± {number(reach, 2)}" if reach < centre else " (too few steps for a 95 % interval)"
     batch = f" of {many(throughput.batch_size, 'sample')}" if throughput.batch_size else ""
     ranks = f", {throughput.nranks} processes" if throughput.nranks > 1 else ""
     count = many(outside.steps, "rate" if outside.way == "rate" else "step")
     text = [f"{folder.name}: {said} ({count}{batch}{ranks}; {WAYS[outside.way]})"]
-    ended = f", and ended with status {outside.status}" if outside.status else ""
-    first = f"  first step after {duration(outside.first_step_seconds)}; all took {duration(outside.seconds)}{ended}"
+    ended = f"; the program ended with status {outside.status}" if outside.status else ""
+    first = f"  first step after {duration(outside.first_step_seconds)}; total {duration(outside.seconds)}{ended}"
     text.append(first)
     if outside.trainings > 1:
-        text.append(f"  {outside.trainings} trainings, one after the other: the longest counts")
+        text.append(f"  {outside.trainings} trainings ran one after the other; the rate is that of the longest")
     if outside.profiled:
-        text.append("  the run is so short that profilers were at work in these steps: without --profile it is faster")
+        text.append(
+            "  the run is too short: the rate includes steps that profilers slowed down. Measure again without "
+            "--profile, or for longer"
+        )
     return [*text, *told_of(verdict)]
 
 
 def _page(plan: Path) -> Path:
-    """Write the page of all programs that were measured, with its plan; return its path."""
+    """Write the page of all measured programs, and their plan; return the page's path."""
     found = _runs(plan)
     known = list[tuple[str, RunResult]]()
     for folder in sorted(found, key=lambda folder: (folder / "throughput.json").stat().st_mtime):
@@ -178,13 +181,13 @@ def _page(plan: Path) -> Path:
             run = read_alone(folder)
             own = run.settings.get("program", run.settings)
             known.append((str(Path(own["folder"], _script(own["command"]))), run))
-        except Exception as error:  # another user's, or damaged: the other runs are shown
+        except Exception as error:  # another user's, or damaged: the page shows the other runs
             _complain(error, f"; the page leaves out {folder.name}")
     if not known:
         raise UserError(f"{plan}: no run can be read")
     record = PlanRecord(
         plan=PLAN,
-        title="Programs, as they are",
+        title="Measured programs",
         study=STUDY,
         kind="set",
         measure=_measured(*(run.folder for _, run in known)),
@@ -193,17 +196,17 @@ def _page(plan: Path) -> Path:
     write_yaml(plan / "plan.yaml", record.model_dump(mode="json"))
     page = plan / "report.html"
     write_text(page, report.page(record.title or PLAN, _programs(record, known), [], plan, call="dlscale measure"))
-    # Another call that ended meanwhile may have written its page before.
+    # A parallel call may have added a run meanwhile: then write the page again.
     return page if _runs(plan) == found else _page(plan)
 
 
 def _runs(plan: Path) -> set[Path]:
-    """Return the folders of runs that were measured; hidden ones are temporary."""
+    """Return the folders of measured runs, without hidden folders, which are temporary."""
     return {path.parent for path in plan.glob("[!.]*/throughput.json")}
 
 
 def _programs(record: PlanRecord, known: Sequence[tuple[str, RunResult]]) -> list[PlanResult]:
-    """Return a plan for each program, of its runs: the speeds of two programs say nothing of each other."""
+    """Return one plan per program: speeds of different programs are not comparable."""
     of = defaultdict[str, list[RunResult]](list)
     for script, run in known:
         of[script].append(run)
@@ -217,5 +220,5 @@ def _programs(record: PlanRecord, known: Sequence[tuple[str, RunResult]]) -> lis
 
 
 def _measured(*runs: Path) -> list[Any]:
-    """Return the stages that runs have records of."""
+    """Return the stages with a record in at least one run."""
     return ["throughput", *(["profile"] if any((run / "profile/profile.json").exists() for run in runs) else [])]

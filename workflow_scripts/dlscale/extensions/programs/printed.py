@@ -1,6 +1,6 @@
-"""Numbers in what programs print, found by a process of its own: a slow pattern stops neither dlscale nor the program.
+"""Find numbers in a program's output, in a separate process: a slow pattern delays neither dlscale nor the program.
 
-This file is also that process's script, and imports Python's own modules only.
+This file is also that process's script, and imports only modules of Python's standard library.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Name of rates in steps/s, not samples/s.
+#: Name of rates in steps/s; rates in samples/s have the name "".
 PER_STEP = "/step"
 
-#: Characters of a line that are looked at.
+#: Number of characters of a line that are searched.
 MAX_LINE = 2000
 
-#: Processor time of a pattern on one line, s, and lines that may exceed it.
+#: Limit of a pattern on one line, CPU seconds, and number of lines after which a slow pattern is no longer searched.
 MAX_SECONDS, MAX_SLOW = 1.0, 3
 
-#: Lines that wait to be looked at, and the time that is left for them at the end, s.
+#: Maximum number of lines in the queue, and seconds for the rest of the queue at the end.
 MAX_WAITING, PATIENCE_SECONDS = 100_000, 30.0
 
-#: Characters that are shown of a text that is no rate.
+#: Number of characters shown of a text that is not a rate.
 MAX_SHOWN = 80
 
-#: No program trains on as many samples a second.
+#: Upper bound of a number that counts as a rate.
 MAX_RATE = 1e12
 
-#: Sequences by which a terminal shows colours.
+#: Escape sequences of a terminal, as for colours.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 
 #: A number, and the text after it.
@@ -46,7 +46,7 @@ NUMBER = re.compile(
 )
 SUFFIX = re.compile(r"\s?([kKMG])(?![A-Za-z])|\s?([kKMG])(?=samples?|images?|im[gs]|it/|tok|seq|ex|pts|steps)")
 
-#: Units of time, by their seconds.
+#: Names of units of time, by their seconds.
 TIMES = {
     1e-9: "ns nsec nsecs nanos nanosecond nanoseconds",
     1e-6: "us µs μs usec usecs micros microsec microsecs microsecond microseconds",
@@ -61,36 +61,36 @@ TIME = rf"(?P<time>{'|'.join(sorted(SECONDS, key=len, reverse=True))})(?![A-Za-z
 PER = r"(?:\s?/\s?|[\s_-]?per[\s_-])"
 STEP = r"(?:its?|iter(?:ation)?s?|steps?|(?:mini-?)?batch(?:es)?|updates?)"
 SAMPLE = r"(?:samples?|images?|im|ims|imgs?|ex|examples?|items?|rows?|records?|seqs?|sequences?)"
-#: Nouns whose number per second is neither of steps nor of samples.
+#: Nouns of rates that count neither steps nor samples.
 OTHER = re.compile(r"epochs?|tok|tokens?|[kmgtp]?i?b(?:ytes?|its?)?|[kmgtp]?flops?", re.IGNORECASE)
 #: A rate (`it/s`, `steps_per_second`), or a duration (`ms/step`).
 UNIT = rf"(?:(?P<noun>[a-z]+){PER}{TIME}|{TIME.replace('<time>', '<each>')}{PER}(?P<of>[a-z]+))"
 IN_LABEL = re.compile(rf"(?<![a-z]){UNIT}", re.IGNORECASE)
 #: Text between a number and its unit.
 GAP = r"[\s\"')\]]*[(\[]?(?:(?:train(?:ing)?|global|optimi[sz]er)[\s_-])?"
-#: A unit before `:` or `=` is the label of the next number, and so is `min` before a number.
+#: A unit after a number. A unit before `:` or `=` belongs to the next number's label, as does `min` before a number.
 AFTER = re.compile(rf"{GAP}{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
-#: A unit of time at a label's end: `(ms)`, `_ms`, `in s`, `time ms`.
+#: A unit of time at the end of a label: `(ms)`, `_ms`, `in s`, `time ms`.
 TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(?![a-z]))[^a-z]*$", re.IGNORECASE)
-#: A label of a time without a unit, of a time of several steps (`s per 10 steps`), of a count (`samples per epoch`), or
-#: of tokens and operations.
+#: Labels of numbers that are not rates: times without a unit, times of several steps (`s per 10 steps`), counts
+#: (`samples per epoch`), tokens and operations.
 NO_RATE = re.compile(
     r"(?<![a-z])(?:time|elapsed|duration|latency|took|eta)(?![a-z])(?!.*(?:rate|speed|throughput))"
     r"|(?<![a-z])(?:tps|tgs|tok|tokens?|mfu|[kmgtp]?flops?)(?![a-z])"
     rf"|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$|{PER}(?:epochs?|{STEP})[^a-z]*$",
     re.IGNORECASE,
 )
-#: One step, in the label of a duration.
+#: Words for one step in the label of a duration.
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
-#: A number in a label, with the unit between it and further words.
+#: A number in a label, with its unit if further words follow.
 AMOUNT = re.compile(
     r"(?<!per[\s_-])(?<![a-z]/)\b\d[\w./%µ]*(?:\s" + re.sub(r"\?P<\w+>", "?:", UNIT) + r"(?=[^\d]*[a-z]))?",
     re.IGNORECASE,
 )
-#: Characters that a number's group may begin with.
+#: Characters before the number in a pattern's group that are skipped.
 START = " \t([{:=~<\"'"
-#: Characters before a number that are its label at most.
+#: Maximum length of the label before a number, characters.
 MAX_LABEL = 100
 POWERS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 
@@ -101,9 +101,9 @@ def plain(text: str) -> str:
 
 
 def number_in(text: str) -> float | None:
-    """Return a number with a point or comma for decimals, and marks between thousands; None for other text.
+    """Parse a number with a decimal point or comma, and thousands separators; None for other text.
 
-    One comma before three digits is a mark between thousands: `1,234` is 1234.
+    A single comma before three digits separates thousands: `1,234` is 1234.
     """
     text = text.rstrip(".,").replace("’", "'")
     for mark in "'\u00a0\u202f":
@@ -122,7 +122,7 @@ def number_in(text: str) -> float | None:
 def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
     """Return the number in a pattern's group, the rest of the group, and all text after the number.
 
-    The number has the suffix that follows it, which the texts leave out.
+    A suffix such as `k` multiplies the number, and is not part of the texts.
     """
     found = NUMBER.match((match[1] or "").lstrip(START))
     number = number_in(found["number"]) if found else None
@@ -135,7 +135,7 @@ def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
 
 
 def value_of(match: re.Match[str]) -> float | None:
-    """Return the number in a pattern's group, with the suffix or % sign after it."""
+    """Return the number in a pattern's group, with the suffix or % sign after it applied."""
     found = parts_of(match)
     if not found or (re.match(r"[A-Za-z_\d]", found[1]) and not AFTER.match(found[2])):
         return None
@@ -143,15 +143,18 @@ def value_of(match: re.Match[str]) -> float | None:
 
 
 def label_of(match: re.Match[str]) -> str:
-    """Return the text before a pattern's group: since the last number or mark, or as much as the pattern names."""
+    """Return the label of a pattern's group: the text before it.
+
+    It is the longer of two texts: since the last number or separator, and within the match since its last number.
+    """
     before, own = match.string[: match.start(1)][-MAX_LABEL:], match.string[match.start() : match.start(1)][-MAX_LABEL:]
     return max(re.split(r"[,;|\0]", AMOUNT.sub("\0", before))[-1], AMOUNT.sub("\0", own).split("\0")[-1], key=len)
 
 
 def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
-    """Return whether a rate is of steps (`PER_STEP`) or samples (""), and the rate; None for other numbers.
+    """Return the kind of a rate, `PER_STEP` or "" (samples/s), and its value; None for other numbers.
 
-    Its unit follows the number, or is in the label before it.
+    The unit follows the number, or is in the label before it.
     """
     found = parts_of(match)
     if not found or not 0 < found[0] < MAX_RATE or found[2].startswith("%"):
@@ -171,7 +174,7 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
 
 
 def text_of(match: re.Match[str]) -> str:
-    """Return what a pattern found, with some text after it."""
+    """Return the text that a pattern matched, with some text after it."""
     return match.string[match.start() : match.end() + 20].strip()[:MAX_SHOWN]
 
 
@@ -188,9 +191,9 @@ def _in_unit(number: float, unit: re.Match[str]) -> tuple[str, float] | None:
 
 
 class Finder:
-    """Finds numbers in lines by patterns, which have one group; "" is that of rates.
+    """Find numbers in lines by named patterns with one group; the pattern of rates has the name "".
 
-    What is found is in `found`, by name: times (seconds since 1970-01-01 UTC) and numbers; also in the file `record`.
+    `found` has times (seconds since 1970-01-01 UTC) and numbers by name. They are also written to the file `record`.
     """
 
     def __init__(self, looked: Mapping[str, re.Pattern[str]], record: Path | None = None) -> None:
@@ -198,14 +201,14 @@ class Finder:
         self.refused, self.refusals = (
             "",
             0,
-        )  #: The first text that fits the pattern of rates but is no rate; their number.
-        self.slow = Counter[str]()  #: Lines on which a pattern took too long.
-        self.missed = 0  #: Lines that were not looked at.
+        )  #: First text that matches the pattern of rates but is not a rate; number of such texts.
+        self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by its name.
+        self.missed = 0  #: Number of lines that were not searched.
         self._record = record
         self._waiting = queue.Queue[bytes](MAX_WAITING)
         patterns = json.dumps({name: pattern.pattern for name, pattern in looked.items()})
         command = [sys.executable, "-I", "-S", __file__, patterns]
-        # A session of its own: Ctrl-C is the program's.
+        # A separate session: a terminal's Ctrl-C is for the program.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
@@ -214,7 +217,7 @@ class Finder:
             thread.start()
 
     def look(self, when: float, lines: list[bytes]) -> None:
-        """Look for numbers in lines, which came at a time; never wait."""
+        """Queue lines that arrived at the time `when`, to be searched; never wait."""
         for line in lines:
             try:
                 self._waiting.put_nowait(b"%.6f %s\n" % (when, line[: 4 * MAX_LINE]))
@@ -222,7 +225,7 @@ class Finder:
                 self.missed += 1
 
     def close(self) -> None:
-        """Wait until all lines were looked at, but no longer than some seconds."""
+        """Wait for a limited time until all lines are searched, then end the process."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(b"", timeout=PATIENCE_SECONDS)
         self._threads[-1].join(PATIENCE_SECONDS)
@@ -254,7 +257,10 @@ class Finder:
 
 
 def main() -> None:
-    """Read lines with their times; print their numbers, texts that are no rates, null where a pattern is too slow."""
+    """Read lines with their times; print the found numbers as JSON.
+
+    Print the text of a match that is not a rate, and null for a pattern that is too slow.
+    """
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError

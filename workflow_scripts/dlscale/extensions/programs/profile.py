@@ -1,7 +1,7 @@
-"""`dlscale measure --profile`: profilers beside a program, each in a window of its own, and what they saw.
+"""`dlscale measure --profile`: profile a program with PyTorch's profiler, then with py-spy.
 
-PyTorch's own (`window.py`) has ten steps of the first rank; py-spy, which asks nothing of a program, then looks at all
-its Python processes for some seconds. Steps of these windows do not count in the program's pace.
+PyTorch's profiler (`window.py`) records ten steps of the first rank. py-spy, which needs no help of the program, then
+samples all its Python processes for some seconds. Steps of these windows do not count in the program's pace.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from dlscale.measure.profilers.trace import DEVICE, summarise
 from dlscale.measure.records import Throughput
 from dlscale.report.profiles import PARTS, of_tool
 
-#: py-spy's looks a second, and its seconds.
+#: py-spy's samples per second, and its duration, seconds.
 RATE, SECONDS = 100, 10
 
-#: Seconds from a program's start until py-spy looks at it: without PyTorch's optimisers; with them, if their window,
-#: after which it looks, has not come.
+#: Seconds from a program's start to py-spy's start: without PyTorch's optimisers, and with them. In the second case
+#: py-spy starts earlier if the window of PyTorch's profiler has ended.
 EARLY, LATE = 10.0, 60.0
 
-#: Steps before and after a window by which a profiler's cost is known.
+#: Steps before and after a window from which the profiler's overhead is computed.
 BESIDE = 10
 
-MISSING = "py-spy: not found; install it on PATH or beside dlscale: pip install 'dlscale[profile]'"
-ENDED = "the program ended before py-spy looked at it"
+MISSING = "py-spy: not found. Put it on PATH, or install it with dlscale: pip install 'dlscale[profile]'"
+ENDED = "the program ended before py-spy sampled it"
 FORBIDDEN = (
-    "py-spy may not look into other processes here: set kernel.yama.ptrace_scope to 1 or 0; in a container add "
+    "py-spy may not read other processes here. Set kernel.yama.ptrace_scope to 1 or 0; in a container add "
     "--cap-add SYS_PTRACE"
 )
 
 
-#: Functions of the hook, which stand between the program's.
+#: Frames of the hook, which lie between the program's own.
 OURS = r"Watcher\..*\(sitecustomize\.py:\d+\)"
 
 
@@ -72,7 +72,7 @@ class Profilers:
 
     @contextlib.contextmanager
     def beside(self, program: int) -> Iterator[None]:
-        """Look at a process and its descendants when it is time."""
+        """Sample a process and its descendants with py-spy during the block, when it is time."""
         if not self._tool:
             self._problem = MISSING
             yield
@@ -96,7 +96,7 @@ class Profilers:
         words = ["record", f"--pid={program}", "--subprocesses", "--threads", "--idle", f"--rate={RATE}"]
         words += [f"--duration={SECONDS}", "--format=raw", f"--output={self._stacks}"]
         begin = time.time()
-        # A session of its own: a terminal's Ctrl-C is the program's.
+        # A separate session: a terminal's Ctrl-C is for the program.
         self._spy = subprocess.Popen(
             [self._tool, *words],
             stdin=subprocess.DEVNULL,
@@ -109,18 +109,18 @@ class Profilers:
         self._span, self._problem = (begin, time.time()), None
         if not (self._stacks.exists() and self._stacks.stat().st_size):
             refused = re.search("permission|ptrace|not permitted", said, re.IGNORECASE)
-            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it printed no message")
             self._problem = FORBIDDEN if refused else f"py-spy made no profile: {last.strip()}"
 
     def _due(self, seconds: float) -> bool:
-        """Return whether it is time for py-spy."""
+        """Return whether it is time to start py-spy."""
         if any(self._steps.glob("torch.*.window")):
             return True
         return seconds > (LATE if any(self._steps.glob("torch.*.there")) else EARLY)
 
     @property
     def apart(self) -> list[Span]:
-        """When profilers were at work."""
+        """Spans in which profilers were at work."""
         known = [(each["begin"], each["end"]) for each in self._windows() if "begin" in each]
         return [*known, *([self._span] if self._span else [])]
 
@@ -128,10 +128,10 @@ class Profilers:
         files = sorted(self._steps.glob("torch.*.window"))
         return [{**json.loads(file.read_text()), "trace": file.with_suffix(".json")} for file in files]
 
-    # ---- what they saw ---------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------
 
     def told(self, processes: Sequence[Process], throughput: Throughput) -> Profile:
-        """Write what the profilers saw into the run's folder `profile`, and return the record."""
+        """Write the profilers' results into the run's folder `profile`, and return the record."""
         found, plain = [self._by_torch(processes), self._by_spy(processes)], list[float]()
         for window in self._windows():
             before, after = _around(window, processes)
@@ -153,15 +153,15 @@ class Profilers:
         window = next((each for each in windows if not each["problem"]), windows[0] if windows else None)
         if window is None or window["problem"]:
             there = any(self._steps.glob("torch.*.there"))
-            short = f"it made fewer than {FIRST + STEPS} steps of PyTorch's optimisers in one process"
-            reason = window["problem"] if window else short if there else "no optimiser of PyTorch's was seen"
+            short = f"the program made fewer than {FIRST + STEPS} steps of PyTorch's optimisers in one process"
+            reason = window["problem"] if window else short if there else "no optimiser of PyTorch was seen"
             return ProfiledTool(name="torch", problem=reason), []
         try:
             trace = window["trace"].read_bytes()
             events = read(json.loads(trace)["traceEvents"])
             tool, rows = summarise(events, "torch")
         except (OSError, ValueError) as error:
-            return ProfiledTool(name="torch", problem=f"PyTorch's profiler left no whole trace ({error})"), []
+            return ProfiledTool(name="torch", problem=f"PyTorch's profiler left no complete trace ({error})"), []
         device = events.kind.isin(DEVICE).any()
         if window["cuda"] and not device:
             return ProfiledTool(name="torch", problem=REFUSED), []
@@ -195,7 +195,10 @@ class Profilers:
 
 
 def _around(window: dict[str, Any], processes: Sequence[Process]) -> tuple[list[float], list[float]]:
-    """Return the seconds of some steps before a window, and after it when all has settled, of its process."""
+    """Return the durations, in seconds, of some steps before a window, and of some after it.
+
+    The first `SETTLING` steps after the window are left out.
+    """
     host, _, number = window["trace"].stem.removeprefix("torch.").rpartition(".")
     ends = next((each.steps for each in processes if (each.host, each.pid) == (host, int(number))), [])
     lengths = [(end, end - begin) for begin, end in itertools.pairwise(ends)]
@@ -209,15 +212,18 @@ def _around(window: dict[str, Any], processes: Sequence[Process]) -> tuple[list[
 
 @dataclass(frozen=True)
 class Stack:
-    """Functions that a process's main thread was in, at `count` looks."""
+    """Call stack of a process's main thread in `count` samples."""
 
-    processes: tuple[int, ...]  #: From the program's first to its own.
-    frames: tuple[str, ...]  #: From the outermost: `NAME (FILE:LINE)`.
+    processes: tuple[int, ...]  #: Process ids, from the program's first process to this one.
+    frames: tuple[str, ...]  #: Functions as `NAME (FILE:LINE)`, the outermost first.
     count: int
 
 
 def read_stacks(path: Path) -> list[Stack]:
-    """Read the stacks of main threads, as py-spy folds them: `process 1:"sh";process 2:"python";thread (2): NAME;…`."""
+    """Read the stacks of main threads from a file in py-spy's folded format.
+
+    A line is `process 1:"sh";process 2:"python";thread (2): NAME;…`, followed by the number of samples.
+    """
     found = list[Stack]()
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -226,14 +232,17 @@ def read_stacks(path: Path) -> list[Stack]:
             thread, *every = text.split(";")
             frames = [frame for frame in every if not re.fullmatch(OURS, frame)]
             number, _, name = thread.partition(")")
-            processes = re.findall(r'(?:^|;)process (\d+):"', head)  # their command lines may hold a semicolon
+            processes = re.findall(r'(?:^|;)process (\d+):"', head)  # a command line may contain a semicolon
             if processes and (name == ": MainThread" or number == processes[-1]) and frames:
                 found.append(Stack(tuple(map(int, processes)), tuple(frames), int(count)))
     return found
 
 
 def training(stacks: Sequence[Stack], processes: Sequence[Process]) -> dict[int, int]:
-    """Return the ranks of the processes that train, by their numbers: those whose steps were seen, else the first."""
+    """Return the ranks of the training processes, by process id.
+
+    These are the processes with steps, or the outermost sampled processes if no steps were seen.
+    """
     here = {stack.processes[-1] for stack in stacks}
     known = {each.pid: each.rank for each in processes if each.host == os.uname().nodename and each.pid in here}
     outermost = [next(each for each in stack.processes if each in here) for stack in stacks]
@@ -241,9 +250,9 @@ def training(stacks: Sequence[Stack], processes: Sequence[Process]) -> dict[int,
 
 
 def functions(stacks: Sequence[Stack], processes: Sequence[Process], seconds: float) -> list[TopEntry]:
-    """Return the functions that processes were in, those that train and those that work for them, of `seconds` a step.
+    """Return the functions of training processes and of their workers, with the time spent in them.
 
-    Shares are of the main thread's time, waiting included.
+    Times are fractions of the main thread's time, waiting included, and of the `seconds` of a step.
     """
     ranks = training(stacks, processes)
     own, whole = defaultdict[Any, int](int), defaultdict[Any, int](int)
@@ -267,9 +276,9 @@ def functions(stacks: Sequence[Stack], processes: Sequence[Process], seconds: fl
 
 
 def flames(stacks: Sequence[Stack], width: int = 1200, height: int = 17) -> str:
-    """Return a picture of stacks, SVG: each function as wide as its share, what it calls below it."""
+    """Draw stacks as SVG: each function as wide as its fraction of samples, with its callees below."""
     looks, drawn, deepest = sum(stack.count for stack in stacks) or 1, list[str](), 0
-    #: Column at which the next one begins, and depth, by the functions that lead to it.
+    #: Number of samples of each function, by the path of functions that leads to it.
     paths = defaultdict[tuple[str, ...], int](int)
     for stack in stacks:
         path = (f"process {stack.processes[-1]}", *(re.sub(r":\d+\)$", ")", frame) for frame in stack.frames))
@@ -297,14 +306,14 @@ def flames(stacks: Sequence[Stack], width: int = 1200, height: int = 17) -> str:
     return "\n".join([f'{head} font-size="11">', *drawn, "</svg>\n"])
 
 
-# ---- telling it --------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------
 
-#: Functions that a terminal shows.
+#: Number of functions shown on the terminal.
 SHOWN = 5
 
 
 def lines(profile: Profile) -> list[str]:
-    """Return what the profilers saw, in lines for a terminal."""
+    """Return the profilers' results as lines for a terminal."""
     said = list[str]()
     for tool in profile.tools:
         cost = f"; {tool.overhead.words}" if tool.overhead else ""
@@ -315,10 +324,10 @@ def lines(profile: Profile) -> list[str]:
             whole = sum(parts.values()) or 1.0
             named = ", ".join(f"{PARTS[part][0]} {percent(seconds / whole)}" for part, seconds in parts.items())
             said.append(f"  {tool.name}, {tool.steps} steps: {named}{cost}")
-        for kind, of in (("function", "where its main thread is"), ("worker", "processes that work for it")):
+        for kind, of in (("function", "functions of the main thread"), ("worker", "functions of worker processes")):
             rows = [row for row in profile.top if (row.tool, row.kind) == (tool.name, kind)][:SHOWN]
             if rows:
-                said.append(f"  {tool.name}, {of} (itself, and with what it calls):")
+                said.append(f"  {tool.name}, {of} (time without callees, with callees):")
                 cells = [(percent(row.share), percent(row.total or 0.0), row.name) for row in rows]
                 said += [f"    {line}" for line in aligned(cells, right=(0, 1))]
     return said

@@ -1,4 +1,4 @@
-"""Stage `program`: another program in place of dlscale's training, to its end."""
+"""Stage `program`: run an external program to its end, in place of dlscale's training."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from dlscale.extensions.programs.running import PRINTED
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
 
-#: A run's file of the digest of all that decided what is in its program's folder.
+#: Name of the file with the digest of everything that decided the contents of the program's folder.
 SOURCES = "out.sha256"
 
-#: Of the losses that it logged, as `metrics.jsonl` has them.
+#: Name of the file with the losses that the program logged, in the format of `metrics.jsonl`.
 LOSSES = "program.jsonl"
 
-#: Of the losses that earlier tries printed.
+#: Name of the file with the losses that earlier tries printed.
 CURVES = "out.losses.json"
 
 #: Point of a curve: seconds since 1970-01-01 UTC, step, value.
@@ -48,13 +48,13 @@ Point = tuple[float, int, float]
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the program of `args.config`; write `program.json`, and `program.jsonl` of the losses that it logged."""
+    """Run the program of `args.config`; write `program.json`, and the losses that it logged into `program.jsonl`."""
     run, folder, keep = load_run(args.config, "program"), Path(args.out), Path(args.keep)
     steps = folder / "steps"
     known = folder / SOURCES
     resumed = resumes(run.program, keep) and known.exists() and read_text(known) == args.sources
     if keep.exists() and not resumed:
-        logging.info("%s: nothing to go on from: the program begins afresh", keep)
+        logging.info("%s: nothing to resume from; the program starts afresh", keep)
         keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)
     printed = bool(run.program.losses) and not run.program.log
     before = earlier(folder, keep, run.program) if resumed and printed else Earlier()
@@ -67,18 +67,18 @@ def main(args: argparse.Namespace) -> None:
     go_on(kept, resumed)
     program = RunProgram(run, args.start, keep, steps, resumed)
     ended = program.go()
-    # Slurm signals the processes of a job themselves, too. One that is asked to end may save, and end well.
+    # Slurm also signals a job's processes directly. After a signal a program may save, and end with status 0.
     asked = signal.SIGTERM in ended.signals or (ended.status and (ended.signals or ended.status - 128 in FORWARDED))
     if ended.status or asked:
         what = f"the program ended with status {ended.status} after {duration(ended.seconds)}"
-        what += ", as it was asked to" * bool(asked)
+        what += ", as a signal requested" * bool(asked)
         if asked and resumes(run.program, keep):
-            raise Stopped(f"{what}; run it again: it resumes from {keep}")
-        raise UserError(f"{what}; its last lines are in the log")
+            raise Stopped(f"{what}. Run it again: it resumes from {keep}")
+        raise UserError(f"{what}. Its last lines are in the log")
     try:
         found = program.record(ended, args.telemetry)
     except UserError as error:
-        raise UserError(f"{error}. What the program wrote is kept in {keep}") from error
+        raise UserError(f"{error}. The program's files are kept in {keep}") from error
     found = found.model_copy(update={"compute": compute_digest(run.model_dump(mode="json"))})
     if run.program.losses:
         own = seen.read(steps)[1]
@@ -92,20 +92,23 @@ def main(args: argparse.Namespace) -> None:
             for tag in percent & run.program.losses.keys():
                 name = run.program.losses[tag]
                 curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]
-        # A step that was made again, from the program's checkpoint, counts as it was made last.
+        # After a restart from a checkpoint a step may occur twice: the last one counts.
         curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
         epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
         if not any(math.isfinite(each.valid_loss) for each in epochs):
-            logging.warning("no validation loss of the program is finite: it diverged")
+            logging.warning("all validation losses of the program are NaN or infinite: it diverged")
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
     found.write(folder / "program.json")
-    for file in (known, kept, folder / CURVES):  # it is done: nothing goes on from here
+    for file in (known, kept, folder / CURVES):  # the program is done: no later try resumes
         file.unlink(missing_ok=True)
 
 
 def resumes(program: Any, keep: Path) -> bool:
-    """Return whether an earlier try left in its folder what a program's words for resuming name, or anything."""
+    """Return whether an earlier try left something in its folder from which the program can resume.
+
+    The files that `program.resume` names there must exist; if it names none, any file is enough.
+    """
     words = Words(program, str(keep.absolute()), resumed=True).resume
     here = f"{keep.absolute()}/"
     named = [Path(word[word.index(here) :]) for word in words if here in word]
@@ -117,14 +120,14 @@ def resumes(program: Any, keep: Path) -> bool:
 
 @dataclass(frozen=True)
 class Earlier:
-    """Losses that earlier tries printed, and the step of the checkpoint that the program resumes from."""
+    """Losses that earlier tries printed, and the step of the checkpoint from which the program resumes."""
 
     step: int = 0
-    counted: bool = True  #: Whether steps are counted; else points are numbered.
+    counted: bool = True  #: Whether steps are counted; otherwise points are numbered in order.
     curves: dict[str, list[Point]] = field(default_factory=dict)
 
     def merged(self, losses: Mapping[str, list[tuple[float, float]]], ends: list[float]) -> dict[str, list[Point]]:
-        """Return the curves with the losses that a later try printed, whose steps ended at `ends`."""
+        """Return the curves, extended by the losses of a later try, whose steps ended at `ends`."""
         if not (self.counted and ends):
             both = {name: [(time, value) for time, _, value in points] for name, points in self.curves.items()}
             return _by_row({name: [*both.get(name, []), *points] for name, points in losses.items()})
@@ -143,9 +146,10 @@ def _by_row(losses: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[P
 
 
 def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
-    """Return what earlier tries printed, and keep it for later ones, before the last try's steps are removed.
+    """Return the losses that earlier tries printed, and save them for later tries.
 
-    Its points count until the checkpoint, whose time is that of the newest file that the words for resuming name.
+    Call it before the last try's steps are removed. Points count up to the last checkpoint, whose time is that of the
+    newest file that `program.resume` names.
     """
     file, steps = folder / CURVES, folder / "steps"
     known = Earlier(**json.loads(read_text(file))) if file.exists() else Earlier()
@@ -156,11 +160,11 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     losses = defaultdict[str, list[tuple[float, float]]](list)
     with contextlib.suppress(FileNotFoundError):
         for line in read_text(steps / PRINTED).splitlines():
-            with contextlib.suppress(ValueError):  # half a line, at which a disk was full
+            with contextlib.suppress(ValueError):  # an incomplete line, written when the disk was full
                 name, time, value = json.loads(line)
                 losses[name].append((time, value))
     own = seen.read(steps)[1]
-    if not (own or losses):  # a try that was ended at its start, or whose steps were kept already
+    if not (own or losses):  # the try ended at its start, or its steps are saved already
         return known
     ends = own[0].steps if own else []
     curves = known.merged({name: losses[name] for name in program.losses.values()}, ends)
@@ -168,7 +172,7 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     files = [each for each in names if each.is_file()] or [each for each in keep.rglob("*") if each.is_file()]
     saved = max((each.stat().st_mtime for each in files), default=0.0)
     marks = [time for time, _ in losses["loss/valid"]]
-    # Most programs save with a validation: it may come just before or after.
+    # Most programs save a checkpoint just before or after a validation: then the validation's time counts.
     spacing = min((b - a for a, b in itertools.pairwise(marks)), default=0.0)
     near = [time for time in marks if abs(time - saved) < spacing / 4]
     step = steps_until(near[-1] if near else saved, ends, marks) if ends else 0
@@ -178,10 +182,10 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
 
 
 def steps_until(time: float, ends: list[float], marks: list[float]) -> int:
-    """Return the steps that ended until a time.
+    """Return the number of steps that ended until a time.
 
-    A process that is killed leaves its last second of steps unwritten: there they are counted by the usual number
-    between validations (`marks`), or by the pace.
+    A killed process does not write its last second of steps. They are estimated by the usual number of steps between
+    validations (`marks`), or by the pace.
     """
     if time <= ends[-1] or len(ends) < 2:
         return bisect.bisect_right(ends, time)
@@ -204,14 +208,14 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     Parameters
     ----------
     curves
-        Its values by our names: `loss/valid`, `loss/train`, `learning_rate`, `valid/NAME`.
+        Logged values by dlscale's names: `loss/valid`, `loss/train`, `learning_rate`, `valid/NAME`.
     ends
-        When each of its steps ended, seconds since 1970-01-01 UTC; none where they were not seen. They number the steps
-        of a log that counts epochs.
+        End of each step, seconds since 1970-01-01 UTC; empty if no steps were seen. They give the step numbers if the
+        log counts epochs.
     found
-        Its speed.
+        The program's speed.
     begin
-        When the try began, seconds since 1970-01-01 UTC; what was logged before is of earlier ones.
+        Begin of the try, seconds since 1970-01-01 UTC; earlier points are from earlier tries.
     """
     assert found.full and found.outside
     size, speed = found.batch_size, found.full.mean if found.outside.samples else None
@@ -247,15 +251,15 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         before, since = done, time
     if not epochs:
         there = ", ".join(f"{name} ({len(points)})" for name, points in curves.items()) or "nothing"
-        raise UserError(f"program.losses: no loss/valid in what it logs or prints; there is {there}")
-    if points[0][0] < begin:  # between two tries it may have waited for long
+        raise UserError(f"program.losses: the program logged or printed no loss/valid; found {there}")
+    if points[0][0] < begin:  # the wait between two tries is not validation time
         usual = statistics.median(each.valid_seconds for each in epochs)
         epochs = [each.model_copy(update={"valid_seconds": usual}) for each in epochs]
     return epochs
 
 
 def _step_rate(found: Throughput, ends: list[float]) -> float | None:
-    """Return a program's steps/s; None if it prints samples/s, and neither batch size nor steps are known."""
+    """Return a program's steps/s; None if it prints samples/s, and batch size and steps are unknown."""
     assert found.full and found.outside
     if found.batch_size or not found.outside.samples:
         return found.full.mean / (found.batch_size or 1)
@@ -265,7 +269,10 @@ def _step_rate(found: Throughput, ends: list[float]) -> float | None:
 
 
 def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
-    """Return a metric by the steps of the validations; by their order, where it counts steps otherwise."""
+    """Return a metric's values by the steps of the validations.
+
+    If the metric has other step numbers, values and validations are paired in order.
+    """
     values = {step: value for _, step, value in curve}
     if values.keys() & {step for _, step, _ in points}:
         return values
@@ -273,11 +280,14 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
 
 
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
-    """Return the steps that were made until each point: counted, or of several tries by the log's own numbers."""
+    """Return the number of steps until each point.
+
+    They are counted from `ends`; with points of several tries they are computed from the log's own numbers.
+    """
     counted = [bisect.bisect_right(ends, time) for time, _, _ in points]
     here = [(count, step) for count, (time, step, _) in zip(counted, points, strict=True) if time >= begin]
     if ends and len(here) == len(points):
         return counted
     made, numbers = (here[-1][0] - here[0][0], here[-1][1] - here[0][1]) if here else (0, 0)
-    each = made / numbers if made > 0 and numbers > 0 else 1.0  # that of a log that counts epochs
+    each = made / numbers if made > 0 and numbers > 0 else 1.0  # more than 1 if the log counts epochs
     return [round(step * each) for _, step, _ in points]

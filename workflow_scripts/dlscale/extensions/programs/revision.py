@@ -1,4 +1,4 @@
-"""Check out a revision of another program's repository, without running anything of its owner's."""
+"""Check out a revision of an external program's repository, without running any of its code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dlscale.core.errors import UserError, cut
 from dlscale.core.files import temporary_folder
 from dlscale.core.urls import hidden_in
 
-#: Git's settings for other people's commits: no helper of another protocol, no password, no configuration, no lazy
-#: fetch.
+#: Git settings for untrusted repositories: no other protocols, password prompts, user configuration or lazy fetches.
 SAFE = {
     "GIT_ALLOW_PROTOCOL": "https:file",
     "GIT_TERMINAL_PROMPT": "0",
@@ -21,21 +20,21 @@ SAFE = {
     "GIT_NO_LAZY_FETCH": "1",
 }
 
-#: Variables of the caller's that a fetch by https may need.
+#: Prefixes of the caller's variables that a fetch by https may need.
 KEPT = ("GIT_SSL", "GIT_HTTP", "GIT_CURL", "GIT_TRACE")
 
-#: Begin of a file that Git LFS keeps elsewhere, and most bytes of such a file.
+#: First bytes of a pointer file of Git LFS, and maximum size of such a file, bytes.
 LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
 def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
-    """Check a commit out into a new folder, file by file as it was committed.
+    """Check a commit out into a new folder, with its files exactly as committed.
 
-    A repository on this machine lends its objects alone: its configuration, hooks, filters, index and work tree are
-    not read. `where` begins messages.
+    Only the objects of a repository on this machine are read: not its configuration, hooks, filters, index or work
+    tree. Error messages begin with `where`.
     """
     if not shutil.which("git"):
-        raise UserError(f"{where}: there is no git here; install it")
+        raise UserError(f"{where}: git is missing on this machine. Install it")
     folder.mkdir(parents=True)
     with temporary_folder("dlscale-git") as lender:
         if (local := repository.removeprefix("file://")).startswith("/"):
@@ -54,9 +53,9 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
 
 
 def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
-    """Check a revision of a program's folder out into `checkout`; return the same folder in it.
+    """Check out a revision of a program's folder into `checkout`; return that folder in the checkout.
 
-    `fetched`: whether the stage `checkout` made the folder's repository, which can be copied without git.
+    `fetched`: whether the stage `checkout` made the folder's repository, which can then be copied without git.
     """
     if checkout.is_symlink():
         checkout.unlink()
@@ -64,14 +63,15 @@ def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
     there = Path(folder).resolve()
     top = next((each for each in (there, *there.parents) if Path(each, ".git").exists()), None)
     if top is None:
-        raise UserError(f"program.revision: {folder} is in no git repository")
+        raise UserError(f"program.revision: {folder} is not in a git repository")
     if shutil.which("git"):
         fetch(str(top), revision, checkout, f"program.revision: {folder}")
     elif fetched:
         shutil.copytree(top, checkout, symlinks=True)
     else:
         raise UserError(
-            "program.revision: there is no git here that could fetch it; install git, or name program.repository"
+            "program.revision: git is missing on this machine, so the revision cannot be fetched. Install git, or set "
+            "program.repository"
         )
     own = Path(checkout, there.relative_to(top))
     if not own.is_dir():
@@ -80,7 +80,7 @@ def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
 
 
 def _git(folder: Path, where: str, revision: str, *words: str) -> str:
-    """Return the output of git in a repository of dlscale's own."""
+    """Run git in one of dlscale's own repositories; return its output."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
     command = ["git", "-c", "gc.auto=0", "-c", "maintenance.auto=false", *words]
     done = subprocess.run(
@@ -90,37 +90,37 @@ def _git(folder: Path, where: str, revision: str, *words: str) -> str:
         capture_output=True,
         text=True,
         encoding="utf-8",
-        errors="surrogateescape",  # names of files are any bytes
+        errors="surrogateescape",  # file names may have any bytes
         check=False,
     )
     if done.returncode:
         what = cut(" ".join(done.stderr.split()), 300)
-        raise UserError(f"{where}: git {words[0]} of {revision}: {hidden_in(what)}")
+        raise UserError(f"{where}: git {words[0]} of {revision} failed: {hidden_in(what)}")
     return done.stdout
 
 
 def _objects(repository: Path, where: str, revision: str) -> Path:
-    """Return the folder with the objects of a repository, a bare one, or a linked work tree."""
+    """Return the folder of objects of a repository, a bare repository, or a linked work tree."""
     git = repository / ".git" if (repository / ".git").exists() else repository
     if git.is_file():
         git = repository / git.read_text().partition("gitdir:")[2].strip()
     if (common := git / "commondir").is_file():
         git /= common.read_text().strip()
     if not (git / "objects").is_dir():
-        raise UserError(f"{where}: git fetch of {revision}: {repository} is no git repository")
+        raise UserError(f"{where}: git fetch of {revision} failed: {repository} is not a git repository")
     return (git / "objects").resolve()
 
 
 def _check_complete(folder: Path, where: str, revision: str) -> None:
-    """Refuse submodules and files of Git LFS, which a commit does not contain."""
+    """Refuse commits with submodules or Git LFS files, since the contents are not in the commit."""
     entries = [entry.partition("\t") for entry in _git(folder, where, revision, "ls-files", "-sz").split("\0") if entry]
     modules = [name for mode, _, name in entries if mode.startswith("160000")]
     files = [name for mode, _, name in entries if mode.startswith("100") and _is_pointer(folder / name)]
     for what, names in (("submodules", modules), ("files in Git LFS", files)):
         if names:
             raise UserError(
-                f"{where}: commit {revision} has {what}, which are not fetched: {cut(', '.join(names), 300)}; name a "
-                "commit without them, or leave program.revision out and prepare program.folder yourself"
+                f"{where}: commit {revision} has {what}, which are not fetched: {cut(', '.join(names), 300)}. Name a "
+                "commit without them, or omit program.revision and prepare program.folder yourself"
             )
 
 

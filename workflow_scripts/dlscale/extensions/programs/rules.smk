@@ -1,4 +1,4 @@
-# Programs of others in place of dlscale's training.
+# External programs in place of dlscale's training.
 
 
 localrules:
@@ -6,7 +6,7 @@ localrules:
 
 
 rule checkout:
-    """Fetch the revision of a program that a run names, ahead: compute nodes have no network."""
+    """Fetch the revision of a run's program in advance: compute nodes have no network."""
     output:
         directory(PATHS.program()),
     log:
@@ -27,7 +27,7 @@ rule checkout:
 
 
 rule program:
-    """Run another program in place of dlscale's training, to its end."""
+    """Run an external program to its end, in place of dlscale's training."""
     input:
         manifest=RUNS.manifest,
         data=RUNS.data_files,
@@ -41,7 +41,7 @@ rule program:
         PATHS.log("program", "{plan}", "{run}"),
     benchmark:
         PATHS.benchmark("program", "{plan}", "{run}")
-    # All cores of one machine, so that no other job disturbs what is timed.
+    # All cores of one machine, so that no other job disturbs the timing.
     threads: ALL_CORES
     resources:
         **COMMANDS.resources("program"),

@@ -1,4 +1,4 @@
-"""A run's program: its words, folders and environment, and the record of its speed."""
+"""External program of a run: its command, folders and environment, and the record of its speed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from dlscale.measure.records import Throughput
 
 
 class RunProgram:
-    """The program of a run, with a folder of its own and one for its steps."""
+    """The program of a run, with a folder for its files and one for its steps."""
 
     def __init__(self, run: Any, start: str | None, out: Path, steps: Path, resumed: bool = False) -> None:
         self.run, self.out, self.steps = run, out, steps
         for folder in (out, steps):
             make_folder(folder)
-        # Records have the words as the configuration was read: without secrets.
+        # Records show the words of the configuration, without secrets.
         self.words = program.Words(run.program, str(out.absolute()), resumed).command
         whole = type(run.program).model_validate(restore(run.program.model_dump()))
         words = program.Words(whole, str(out.absolute()), resumed)
@@ -45,7 +45,8 @@ class RunProgram:
             checkout = steps.absolute().with_name("checkout")
             self.folder = fresh(words.folder, revision, bool(run.program.repository), checkout)
             _check_pinned(words, checkout)
-        #: Its own words, after what starts them: its variables are none of what starts it, but for secret ones.
+        #: Command: the launcher's words, if any, then the program's. The program's variables are set by `env` between
+        #: them, so that the launcher does not get them; only secret ones are in the launcher's environment.
         self.command = words.command
         self.contained = False
         if start and (before := json.loads(start)):
@@ -62,21 +63,21 @@ class RunProgram:
         self.log = Path(self.folder, words.log) if words.log else None
         self.log_start = logs.start_of(self.log) if self.log else logs.Start(time.time())
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
-        #: Of losses that it prints, by our names.
+        #: Patterns of the losses that the program prints, by dlscale's names.
         self.losses = {} if self.log else {ours: re.compile(text) for text, ours in run.program.losses.items()}
-        #: Samples of a step, where the command has them from the settings; a study's own say what the program does.
+        #: Samples per step, if the command takes them from the settings, or the study's settings describe the program.
         knows = {"batch_size", "local_batch_size"} & set(run.program.values) or not registry.study(run.study).programs
         self.batch_size: int | None = run.batch_size if knows else None
         self._check()
 
     def _check(self) -> None:
-        """Refuse a program that is not there."""
+        """Refuse a program that does not exist."""
         first, path = self.command[0], {**given(), **self.environment}.get("PATH", os.defpath)
         if not shutil.which(first if "/" not in first else str(Path(self.folder, first)), path=path):
             raise UserError(f"program.command: {first}: no such program here")
 
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
-        """Run it to its end, or until it has made enough steps; `enough` has the number of rates it printed."""
+        """Run the program to its end, or until `enough` is true for the number of rates that it printed."""
         tell(Doing(what="the program runs"))
         warn_of_lost_hook(self.words, self._reading())
         return run_command(
@@ -90,18 +91,22 @@ class RunProgram:
         return Reading(self.batch_size, True, self.run.program.rate, self.log, self.log_start)
 
     def record(self, ended: Outcome, telemetry: str | None) -> Throughput:
-        """Return what its steps come to; a `UserError` where none were seen."""
+        """Return the record of the program's speed; raise `UserError` if no steps were seen."""
         reading, devices = self._reading(), self.run.geometry.world_size
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
         if found.outside and found.outside.trainings > 1:
-            logging.warning("%d trainings, one after the other: the longest counts", found.outside.trainings)
-        if found.full and 0 < len(found.full.rank_throughput) < devices:  # of a process for several devices, or of none
-            logging.warning("%d devices, but steps of %d processes", devices, len(found.full.rank_throughput))
+            logging.warning(
+                "%d trainings ran one after the other; the rate is that of the longest", found.outside.trainings
+            )
+        if found.full and 0 < len(found.full.rank_throughput) < devices:  # some have several devices, or were not seen
+            logging.warning(
+                "%d devices, but steps of only %d processes were seen", devices, len(found.full.rank_throughput)
+            )
         return found.model_copy(update={"nranks": devices})
 
 
 def _check_pinned(words: program.Words, checkout: Path) -> None:
-    """Refuse a word that names a file of the checkout by its path elsewhere: it may be of another commit."""
+    """Refuse a word that names a checked-out file by its path outside the checkout: its commit may differ."""
     top = Path(words.folder).resolve()
     top = next(each for each in (top, *top.parents) if Path(each, ".git").exists())
     named = [*words.command, *words.environment.get("PYTHONPATH", "").split(os.pathsep)]
@@ -109,6 +114,6 @@ def _check_pinned(words: program.Words, checkout: Path) -> None:
         path = Path(word).resolve() if word.startswith("/") else None
         if path and path.is_relative_to(top) and Path(checkout, path.relative_to(top)).exists():
             raise UserError(
-                f"program.command: {word} is not of program.revision, which runs in a folder of its own; write it "
-                "relative to program.folder"
+                f"program.command: {word} is not in the checkout of program.revision. Write the path relative to "
+                "program.folder"
             )

@@ -1,4 +1,4 @@
-"""Runs another program as it is, and says what its steps come to."""
+"""Run an external program unchanged, and compute its speed from its steps."""
 
 from __future__ import annotations
 
@@ -42,69 +42,71 @@ from dlscale.parallel.records import Device
 #: Free space below which a disk counts as full, bytes.
 MIN_FREE_BYTES = 65536
 
-#: How steps were seen, in words.
+#: Description of each way of detecting steps, for the terminal.
 WAYS = {
     "timed": "timed by the program",
     "seen": "seen in PyTorch",
-    "log": "from its log",
-    "rate": "as it prints them",
+    "log": "from the program's log",
+    "rate": "printed by the program",
 }
 
-#: File of the numbers that a program printed, among its steps.
+#: Name of the file with the numbers that a program printed, in the folder of its steps.
 PRINTED = "printed"
 
 HOOK = Path(__file__).with_name("hook")
 
-#: Seconds between looks at whether a program has made enough steps.
+#: Seconds between checks of a running program.
 LOOK = 0.5
 
-#: Statuses of a shell for a command that is not there, and for a file that is none.
+#: Exit statuses of a shell for a missing command, and for a file that cannot be executed.
 NOT_FOUND, NO_PROGRAM = 127, 126
 
 
 def say(text: str) -> None:
-    """Print a line on standard error, if it still takes one: a program's run does not depend on it."""
+    """Print a line on standard error; ignore an error, since the program's run does not depend on it."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except OSError:  # its disk is full, or nobody reads it; Python would try again when it ends
+    except OSError:  # a full disk, or a closed pipe; Python would write again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-# ---- running it --------------------------------------------------------------------------------------
+# ---- running -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A program's run."""
+    """Result of a program's run."""
 
     status: int
     begin: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
-    stalled: float | None  #: Share of the time in which processes of this machine waited for memory.
-    queued: float | None  #: The same for cores.
-    printed: list[tuple[float, float]]  #: Rates that it printed, with their times.
-    losses: dict[str, list[tuple[float, float]]]  #: Other numbers that it printed, by what was looked for.
-    stopped: bool = False  #: Whether it was ended since it had made enough steps.
-    signals: tuple[int, ...] = ()  #: Passed on to it.
-    frameworks: frozenset[str] = frozenset()  #: Those of FRAMEWORKS that it loaded.
-    users: frozenset[int] = frozenset()  #: Numbers of the users that its processes ran as.
-    in_steps: bool = False  #: Whether printed rates are steps/s; else samples/s.
-    refused: str = ""  #: First text that fits the pattern of rates, but is no rate.
+    stalled: float | None  #: Fraction of the run in which a process of this machine waited for memory.
+    queued: float | None  #: Fraction of the run in which a process of this machine waited for a core.
+    printed: list[tuple[float, float]]  #: Printed rates: time (seconds since 1970-01-01 UTC) and value.
+    losses: dict[str, list[tuple[float, float]]]  #: Other printed numbers, by the name of their pattern: time, value.
+    stopped: bool = False  #: Whether dlscale ended the program because it had made enough steps.
+    signals: tuple[int, ...] = ()  #: Signals that were forwarded to the program.
+    frameworks: frozenset[str] = frozenset()  #: Keys of FRAMEWORKS that the program loaded.
+    users: frozenset[int] = frozenset()  #: User ids of the program's processes.
+    in_steps: bool = False  #: Whether printed rates are steps/s; otherwise samples/s.
+    refused: str = ""  #: First text that matches the pattern of rates, but is not a rate.
 
 
 def watched(
     steps: Path, environment: Mapping[str, str] | None = None, contained: bool = False, quick: bool = False
 ) -> dict[str, str]:
-    """Return the environment that this process was started with, in which a program writes its steps into a folder.
+    """Return the environment of a program that writes its steps into a folder.
+
+    It is the environment with which dlscale was started, plus the hook and further variables.
 
     Parameters
     ----------
     environment
         Further variables.
     contained
-        Whether it may be in a container of Apptainer, which starts from an empty environment.
+        Whether the program may run in an Apptainer container, which starts from an empty environment.
     quick
-        Whether it is to write ten times a second.
+        Whether the program writes its steps ten times a second (default: once a second).
     """
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
     own["PYTHONPATH"] = with_hook(own.get("PYTHONPATH", machine.given().get("PYTHONPATH")))
@@ -113,18 +115,18 @@ def watched(
 
 
 def with_hook(path: str | None) -> str:
-    """Return a PYTHONPATH with the hook before its folders."""
+    """Return a PYTHONPATH that starts with the hook's folder, followed by `path`."""
     return os.pathsep.join([str(HOOK), *filter(None, [path])])
 
 
 def warn_of_lost_hook(command: Sequence[str], reading: Reading) -> None:
-    """Warn of a word of a command that replaces the PYTHONPATH with the hook, if steps are read from the hook."""
+    """Warn if a command sets PYTHONPATH, which removes the hook, and steps are read from the hook."""
     word = next((word for word in command if word.startswith("PYTHONPATH=")), None)
     if word and not (reading.rate or reading.log):
         say(
-            f"dlscale: the command sets {word}, which leaves dlscale's hook out: PyTorch's steps are not seen. Set it "
-            "before the command instead (PYTHONPATH=… dlscale measure -- …; in a plan program.environment), or name a "
-            "log of its steps (--steps; program.log) or what it prints (--rate; program.rate)"
+            f"dlscale: the command sets {word}, which removes dlscale's hook, so steps of PyTorch cannot be seen. Set "
+            "PYTHONPATH before the command (PYTHONPATH=… dlscale measure -- …; in a plan: program.environment). Or "
+            "name a log of the steps (--steps; program.log) or a pattern of the printed rate (--rate; program.rate)"
         )
 
 
@@ -140,32 +142,32 @@ def run_command(
     contained: bool = False,
     warn: bool = True,
 ) -> Outcome:
-    """Run a command with this process's input, output and signals; nothing that it started stays behind.
+    """Run a command with this process's input, output and signals; leave no process running.
 
     Parameters
     ----------
     steps
-        Folder for its steps.
+        Folder into which the program writes its steps.
     pattern
-        Of rates that it prints; its group is the number.
+        Pattern of printed rates; its group is the number.
     folder
-        Its working folder; this process's if absent.
+        Working folder (default: this process's).
     environment
         Further variables.
     enough
-        Tells, from the number of rates that were printed, when the program is to be ended.
+        Function of the number of printed rates; the program is ended when it returns True.
     losses
-        Patterns of other numbers that it prints, by name.
+        Patterns of other printed numbers, by name.
     beside
-        From its process's number to a context that lasts as long as the program.
+        Function from the program's process id to a context that lasts as long as the program.
     contained
-        Whether it may be in a container of its own.
+        Whether the program may run in a container.
     warn
-        Whether to warn after a minute without a step, unless rates are looked for.
+        Whether to warn after a minute without a step; ignored if `pattern` is given.
     """
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
-    # Python holds back what goes into a pipe.
+    # Python buffers output into a pipe, which would delay the numbers.
     environment = {**({"PYTHONUNBUFFERED": "1"} if looked else {}), **(environment or {})}
     finder = Finder(looked, steps / PRINTED) if looked else None
     found = finder.found if finder else {"": [], PER_STEP: []}
@@ -176,7 +178,7 @@ def run_command(
             process = Kept(command, folder, watched(steps, environment, contained), pipe)
         except OSError as error:
             missing = error.errno == errno.ENOENT
-            # Where the file is there, its interpreter is not.
+            # If the file exists, its interpreter is missing.
             said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
             say(f"dlscale measure: {command[0]}: {said}")
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
@@ -203,13 +205,13 @@ def run_command(
     if finder:
         _report_unread(finder, looked)
     rates = {PER_STEP: found.pop(PER_STEP), "": found.pop("")}
-    # Rates of a progress bar may be among those of samples.
+    # A progress bar may print steps/s between rates in samples/s: then only samples/s count.
     in_steps = not rates[""]
     printed = rates[PER_STEP if in_steps else ""]
     if finder and finder.refusals and printed:
         say(
-            f"dlscale measure: {many(finder.refusals, 'text')} left out that fit {looked[''].pattern}: "
-            f"{no_rate(finder.refused)}"
+            f"dlscale measure: skipped {many(finder.refusals, 'text')} that matched {looked[''].pattern} but had no "
+            f"rate: {no_rate(finder.refused)}"
         )
     return Outcome(
         *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
@@ -220,18 +222,18 @@ def run_command(
     )
 
 
-#: Libraries that do not train by PyTorch's optimisers: names in the paths of their files, and how their steps are seen.
+#: Libraries without PyTorch's optimisers, by name: a part of the paths of their files, and the code that times a step.
 FRAMEWORKS = {
     "Keras or TensorFlow": ("/tensorflow/", "a callback that calls dlscale.extensions.programs.timed.begun and ended"),
     "JAX": ("/jaxlib/", "`for batch in dlscale.timed(loader)`"),
 }
 
-#: Time without a step after which a warning is printed, s.
+#: Seconds without a step after which a warning is printed.
 UNSEEN_SECONDS = 60.0
 
 
 class Watch(threading.Thread):
-    """Looks at a program until its first step is seen, for a minute at most, after which it may `warn`."""
+    """Thread that watches a program until its first step, for a minute at most; then it may `warn`."""
 
     def __init__(self, pid: int, steps: Path, warn: bool) -> None:
         super().__init__(daemon=True)
@@ -267,23 +269,24 @@ class Watch(threading.Thread):
 
 
 def options(frameworks: Collection[str]) -> str:
-    """Return how steps can be seen that are not of PyTorch's optimisers."""
+    """Return the remedies for steps that PyTorch's optimisers do not make."""
     if frameworks:
         return " ".join(
-            f"It uses {name}: use {FRAMEWORKS[name][1]}, a log of its steps (--steps FILE; in a plan program.log), or "
-            "what it prints (--rate PATTERN; program.rate)."
+            f"The program uses {name}: time its steps with {FRAMEWORKS[name][1]}, name a log of them (--steps FILE; in "
+            "a plan: program.log), or give a pattern of the printed rate (--rate PATTERN; program.rate)."
             for name in sorted(frameworks)
         )
     return (
-        "Any other loop's are by `for batch in dlscale.timed(loader)`, by a log of its steps (--steps FILE; in a plan "
-        "program.log), or by what it prints (--rate 'avg (\\S+) samples/sec'; program.rate)"
+        "For a loop without PyTorch's optimisers use `for batch in dlscale.timed(loader)`, name a log of the steps "
+        "(--steps FILE; in a plan: program.log), or give a pattern of the printed rate (--rate 'avg (\\S+) "
+        "samples/sec'; program.rate)"
     )
 
 
 def no_rate(text: str) -> str:
-    """Return why a printed text counts neither steps nor samples."""
+    """Return a message for a printed text that is not a rate of steps or samples."""
     return (
-        f"`{text}`. Expected samples/s, or steps by it/s, s/it or ms/step; a time needs its unit and `/step`, after "
+        f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step. A time needs its unit and `/step`, after "
         "the number or in the label before it"
     )
 
@@ -291,15 +294,15 @@ def no_rate(text: str) -> str:
 def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> None:
     for name in finder.slow:
         say(
-            f"dlscale measure: the pattern {looked[name].pattern} takes more than {MAX_SECONDS:.0f} s on some lines, "
-            "which were skipped; begin it with a fixed text"
+            f"dlscale measure: the pattern {looked[name].pattern} took more than {MAX_SECONDS:.0f} s on some lines, "
+            "which were skipped. Begin the pattern with a fixed text"
         )
     if finder.missed:
-        say(f"dlscale measure: {many(finder.missed, 'line')} printed too fast to be read")
+        say(f"dlscale measure: skipped {many(finder.missed, 'line')} that the program printed too fast to be searched")
 
 
 def _wait(process: Kept, enough: Callable[[], bool]) -> bool:
-    """Wait until a program ends, or has made enough steps, and end it then; return whether it was ended."""
+    """Wait until a program ends, or end it when it has made enough steps; return whether it was ended."""
     while process.poll() is None:
         if enough():
             process.signal(signal.SIGTERM)
@@ -314,7 +317,7 @@ def _wait(process: Kept, enough: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def _reaping() -> Iterator[None]:
-    """Adopt what a program leaves running when it ends, and its keeper with it."""
+    """Adopt the processes that a program and its keeper leave running when they end."""
     machine.adopt_orphans()
     try:
         yield
@@ -324,7 +327,7 @@ def _reaping() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forwarding(process: Kept) -> Iterator[list[int]]:
-    """Pass signals on to the program, and list them; one that ignores SIGTERM is killed after half a minute."""
+    """Forward signals to the program and list them; kill it if it runs `GRACE` seconds after SIGTERM."""
     passed = list[int]()
     killer = threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
     killer.daemon = True
@@ -354,9 +357,9 @@ def _in_front() -> bool:
 
 
 def _end_rest(before: set[psutil.Process], told: bool) -> None:
-    """End what the program left running, which was not there `before`, and say so if that is to be told."""
+    """End the processes that the program left running, unless they are in `before`; report them if `told`."""
     rest = [each for each in psutil.Process().children(recursive=True) if each not in before]
-    _, rest = psutil.wait_procs(rest, 1)  # a container's monitor ends after it
+    _, rest = psutil.wait_procs(rest, 1)  # a container's monitor ends shortly after its container
     for each in rest:
         with contextlib.suppress(psutil.Error):  # gone, or another user's
             each.terminate()
@@ -366,13 +369,13 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
             each.kill()
     psutil.wait_procs(alive, 5)
     if rest and told:
-        say(f"dlscale measure: the program left {many(len(rest), 'process')} running: they were ended")
+        say(f"dlscale measure: the program left {many(len(rest), 'process')} running, which dlscale has ended")
 
 
 def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
-    """Copy a stream as it comes, into a file line by line, and have numbers looked for in its lines."""
+    """Copy a stream as it comes, into a file line by line, and search its lines for numbers."""
     rest, kept = b"", b""
-    in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # a log, to which the program's other stream is copied, too
+    in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # the program's two streams may share a log file
     while data := os.read(stream.fileno(), 65536):
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if in_lines and len(kept) < 65536 else len(data)
         if end:
@@ -386,39 +389,39 @@ def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
 
 
 def _write(out: int, data: bytes) -> None:
-    """Write all bytes; an error, such as a reader that has ended, is ignored."""
+    """Write all bytes; ignore errors, such as a closed pipe."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(out, data) :]
 
 
 def _waits() -> list[float | None]:
-    """Return the seconds for which some process of this machine waited for memory, and for a core.
+    """Return the seconds in which some process of this machine waited for memory, and for a core.
 
-    They are Linux's pressure stall information.
+    They are from Linux's pressure stall information; None if it is missing.
     """
     texts = [machine.text_of(Path("/proc/pressure", what)) for what in ("memory", "cpu")]
     found = [re.search(r"^some .*total=(\d+)", text) for text in texts]
     return [int(one[1]) / 1e6 if one else None for one in found]
 
 
-# ---- what it comes to --------------------------------------------------------------------------------
+# ---- speed -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a program's speed is read."""
+    """Settings that decide how a program's speed is read."""
 
-    batch_size: int | None = None  #: Samples of a step; replaces what the program's own batches show.
-    of_run: bool = False  #: Whether the batch size is a run's setting, which may leave out accumulated batches.
-    rate: str | None = None  #: Pattern of the rates that it prints.
-    log: Path | None = None  #: Log of its own.
+    batch_size: int | None = None  #: Samples per step; replaces the number that the program's batches show.
+    of_run: bool = False  #: Whether the batch size is a run's setting, which may not count gradient accumulation.
+    rate: str | None = None  #: Pattern of the printed rates.
+    log: Path | None = None  #: The program's own log.
     log_start: logs.Start | None = None  #: State of that log before the program started.
-    log_first: bool = False  #: Whether the log counts where steps are seen, too.
+    log_first: bool = False  #: Whether the log counts even if steps were seen.
 
 
 class Unseen(UserError):
-    """A program made no steps that have a rate."""
+    """A program made no steps from which a rate can be computed."""
 
 
 def measured(
@@ -429,16 +432,26 @@ def measured(
     reading: Reading,
     apart: Sequence[seen.Span] = (),
 ) -> tuple[Throughput, list[seen.Process]]:
-    """Return what a program's steps come to, without those of spans `apart`, and who made them.
+    """Return a program's throughput, and the processes that made its steps.
 
-    It is a `UserError` where they cannot be read, and `Unseen` where there were none.
+    Steps in the spans `apart` do not count.
+
+    Raises
+    ------
+    Unseen
+        There are no steps from which a rate can be computed.
+    UserError
+        The steps cannot be read.
     """
     try:
         return _measured(command, steps, telemetry_file, run, reading, apart)
     except UserError:
         raise
     except Exception as error:  # a run may have taken days: its other records are kept
-        raise UserError(f"its steps cannot be read ({type(error).__name__}: {brief(error)}): report it") from error
+        raise UserError(
+            f"the program's steps cannot be read ({type(error).__name__}: {brief(error)}): an error of dlscale, please "
+            "report it"
+        ) from error
 
 
 def _measured(
@@ -453,7 +466,7 @@ def _measured(
     way, processes = seen.read(steps)
     for each in processes:
         if each.damaged:
-            logging.warning("%s: line %d is damaged: what follows it is left out", each.file, each.damaged)
+            logging.warning("%s: line %d is damaged; it and all later lines are skipped", each.file, each.damaged)
     reading = _with_delivered(reading, processes)
     first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
     try:
@@ -466,7 +479,7 @@ def _measured(
     else:
         way = first
     apart = () if profiled else apart
-    mean = interval(found.rates)[0]  # as it is told
+    mean = interval(found.rates)[0]  # as it is printed
     full = Trials(
         trial_throughput=found.rates,
         trial_time=found.seconds,
@@ -505,9 +518,10 @@ def _measured(
 
 
 def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Reading:
-    """Compare the stated samples of a step with those that loaders certainly delivered, and warn of a difference.
+    """Compare the stated samples per step with those that loaders delivered; warn of a difference.
 
-    A run's setting gives way to a larger number, as of gradient accumulation.
+    Delivered samples count only if they are certain. They replace a run's setting if they are more, as with gradient
+    accumulation.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):
@@ -517,8 +531,8 @@ def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Read
     counts = own.batch_size if reading.of_run and own.batch_size > reading.batch_size else reading.batch_size
     stated = f"{'batch_size' if reading.of_run else '--batch-size'} is {reading.batch_size}"
     say(
-        f"dlscale measure: {stated}, but the data loaders of all processes delivered {own.batch_size} samples a step "
-        f"(gradient accumulation? several processes?); {counts} counts"
+        f"dlscale measure: {stated}, but the data loaders of all processes delivered {own.batch_size} samples per step "
+        f"(gradient accumulation? several processes?). The rate uses {counts}"
     )
     return replace(reading, batch_size=counts)
 
@@ -531,7 +545,10 @@ def _pace_by(
     processes: Sequence[seen.Process],
     apart: Sequence[seen.Span],
 ) -> tuple[seen.Pace, bool, int]:
-    """Return the pace by a way, if profiled steps count for lack of others, and the number of trainings."""
+    """Return the pace by a way, whether it includes profiled steps, and the number of trainings.
+
+    Profiled steps count only if there are too few other steps.
+    """
     trainings, several = 1, seen.longest_training(processes)
     if way == "rate":
         begin, printed = run.begin, run.printed
@@ -556,48 +573,51 @@ def _pace_by(
 
 
 def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:
-    """Say why a program has no rate."""
+    """Return the reason why a program has no rate."""
     if run.signals:
         names = ", ".join(signal.Signals(each).name for each in dict.fromkeys(run.signals))
-        asked = f"it was asked to end by {names}, and did with status {run.status}"
+        asked = f"the program received {names} and ended with status {run.status}"
         return f"{asked} after {duration(run.seconds)}, before it trained"
     if run.status:
-        ended = f"it ended with status {run.status} after {duration(run.seconds)}"
-        return f"{ended}, before a step was seen; steps are written once a second"
+        ended = f"the program ended with status {run.status} after {duration(run.seconds)}"
+        return f"{ended}, before a step was seen. Steps are written once a second, so the last ones may be missing"
     if reason := seen.stopped(folder):
         return f"dlscale's hook stopped before a step was seen: {reason}"
     if way == "rate":
         if run.refused:
-            return f"nothing that fits {reading.rate} is a rate: {no_rate(run.refused)}"
-        return f"nothing that it printed has a rate that fits {reading.rate}"
+            return f"no text that matches {reading.rate} is a rate: {no_rate(run.refused)}"
+        return f"the program printed no rate that matches {reading.rate}"
     if way == "log":
-        return f"fewer than three steps since it began are in the log {reading.log}"
+        return f"the log {reading.log} has fewer than three steps since the program started"
     if processes:
         count = max(len(process.steps) for process in processes)
-        return f"it made {many(count, 'step')}, too few for a rate: the first {seen.FEWEST} warm up"
+        return (
+            f"the program made {many(count, 'step')}, too few for a rate: at least {seen.FEWEST} are warm-up. Let it "
+            "make more"
+        )
     if not folder.exists():
-        return "it removed the folder of results, to which its steps were written"
+        return "the program removed the results folder, into which its steps are written"
     if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
-        return f"the disk of {folder.parent} is full: no step could be written. Make space, or use another folder"
+        return f"the disk of {folder.parent} is full: no step could be written. Free some space, or use another folder"
     if foreign := run.users - {os.getuid()}:
         users = ", ".join(map(str, sorted(foreign)))
         return (
-            f"the program ran as another user (uid {users}), who cannot write its steps to {folder.parent}: call "
+            f"the program ran as another user (uid {users}), who cannot write its steps to {folder.parent}. Run "
             "`dlscale measure` as that user"
         )
     hidden = not (folder / "hook").exists()
     why = (
-        "no Python there had dlscale's hook, which PYTHONPATH brings: a script that sets it, `python -I`, `-E`, `-S`, "
-        "`env -i` and containers leave it out; set it before `dlscale measure`"
+        "no Python process loaded dlscale's hook, which is on PYTHONPATH. A script that sets PYTHONPATH, `python -I`, "
+        "`-E`, `-S`, `env -i` and containers remove it: set PYTHONPATH before `dlscale measure` instead"
         if hidden
-        else "steps of PyTorch's optimisers are seen, unless they are compiled"
+        else "only steps of PyTorch's optimisers are seen, and not if they are compiled"
     )
-    quick = "" if hidden else ". Steps of a process that ends by `os._exit` or a signal within a second are not written"
+    quick = "" if hidden else ". A process that ends by `os._exit` or a signal within a second writes no steps"
     return f"no training step was seen in {duration(run.seconds)}: {why}{quick}. {options(run.frameworks)}"
 
 
 def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
-    """Return the use of the machine's cores between two times, without spans `apart`."""
+    """Return the use of the machine's cores between two times, outside the spans `apart`."""
     inside = [
         each
         for each in samples
@@ -626,7 +646,7 @@ def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart:
 def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
-        first = bus_ids(1)  # NVML alone counts GPUs that are hidden, too
+        first = bus_ids(1)  # NVML alone also counts hidden GPUs
         name = first and machine.nvml(lambda nvml: nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByPciBusId(first[0])))
         return Device(kind="cuda", name=str(name or "GPU"))
     return Device(kind="cpu", name=environment().processor)

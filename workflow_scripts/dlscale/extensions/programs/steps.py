@@ -1,4 +1,4 @@
-"""Steps that processes of another program wrote, and the pace that they come to."""
+"""Steps that processes of an external program wrote, and the pace computed from them."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import open_regular
 from dlscale.core.noise import interval
 
-#: Ways of seeing steps in a folder, the surest first: what the program says itself, what PyTorch's functions say.
+#: Ways of detecting steps, the most reliable first: `dlscale.timed` in the program, the hook in PyTorch's functions.
 WAYS = ("timed", "seen")
 
-#: Share of the steps, and least and greatest number of them, that warm up.
+#: Warm-up: fraction of the steps, and its minimum and maximum, steps.
 WARM_UP, FEWEST, MOST = 0.1, 2, 50
 
-#: Windows of steps, each of which gives a rate.
+#: Number of windows of steps; each gives a rate.
 WINDOWS = 10
 
-#: Steps after a profiler's window that do not count either: batches were fetched meanwhile.
+#: Steps after a profiler's window that do not count: their batches were fetched during the window.
 SETTLING = 20
 
-#: Least fraction of batches with a known size, and greatest fraction of steps without a batch of their own, with which
-#: the samples of a step are certain.
+#: Limits within which the samples per step are certain: minimum fraction of batches with a known size, and maximum
+#: fraction of steps without a batch of their own.
 MIN_SIZED, MAX_REUSED = 0.8, 0.02
 
-#: Steps of the longest of several trainings with which it alone counts.
+#: Minimum steps of the longest of several trainings if only this one is to count.
 MIN_TRAINING_STEPS = 12
 
-#: A step longer than so many others, and than so many seconds, is a pause: a checkpoint, a compilation.
+#: A step longer than PAUSE median steps, and than PAUSE_SECONDS, is a pause: a checkpoint, a compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
 
-#: Least distance of a log's pauses, steps. More frequent ones are waits for loader workers, say; those so many times as
-#: long as such a wait are pauses.
+#: Minimum distance of a log's pauses, steps. More frequent ones are waits, as for loader workers: then only those
+#: PAUSE_IN_WAITS times as long as such a wait are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
 
-#: Greatest fraction by which the mean rate of windows may differ from that by the clock.
+#: Maximum fraction by which the mean rate of the windows may differ from the rate by the clock.
 MAX_CLOCK_ERROR = 0.05
 
 
@@ -54,55 +54,55 @@ Span = tuple[float, float]
 
 @dataclass
 class Process:
-    """What one process did; times are seconds since 1970-01-01 UTC."""
+    """Steps and batches of one process; times are seconds since 1970-01-01 UTC."""
 
     rank: int
     host: str = ""
     pid: int = 0
-    steps: list[float] = field(default_factory=list)  #: Their ends.
-    computed: list[float] = field(default_factory=list)  #: Seconds of processors until each end, of all threads.
-    loops: list[float] = field(default_factory=list)  #: Begins of loops, where they are known.
-    #: Of batches: time of delivery, the loader's iterator, seconds waited, samples.
+    steps: list[float] = field(default_factory=list)  #: End of each step.
+    computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
+    loops: list[float] = field(default_factory=list)  #: Begins of loops, if known.
+    #: Batches: time of delivery, the loader's iterator, seconds waited, samples.
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
-    #: Threads in which steps ended, and those in which each iterator's batches were fetched.
+    #: Threads in which steps ended, and threads that fetched each iterator's batches.
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
-    gaps: list[Span] = field(default_factory=list)  #: Of which nothing is known.
+    gaps: list[Span] = field(default_factory=list)  #: Spans without records.
     #: Ends of the first and last step of each optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
-    gradients: int = 0  #: Bytes of the gradients that its optimisers follow, where that was seen.
-    cut: int = 0  #: Batches beside gaps whose steps are in them, without steps whose batches are.
+    gradients: int = 0  #: Bytes of the gradients that its optimisers use; 0 if unknown.
+    cut: int = 0  #: Batches with their step in a gap, minus steps with their batch in a gap.
     file: str = ""
-    damaged: int = 0  #: Line from which on its file cannot be read; 0 if there is none.
+    damaged: int = 0  #: First line of the file that cannot be read; 0 if all can.
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Training of all processes together, after warming up, without validations and pauses."""
+    """Training speed of all processes together, without warm-up, validations and pauses."""
 
     begin: float  #: Seconds since 1970-01-01 UTC.
     end: float
-    first_step: float  #: When the first step ended.
+    first_step: float  #: End of the first step, seconds since 1970-01-01 UTC.
     processes: int
-    steps: int  #: Of the first process, counted.
-    samples: bool  #: Whether rates are samples/s; else steps/s.
-    batch_size: int | None  #: Samples a step of all processes.
-    rates: list[float]  #: By window.
-    seconds: list[float]  #: Length of each window, of the first process.
+    steps: int  #: Counted steps of the first process.
+    samples: bool  #: Whether rates are samples/s; otherwise steps/s.
+    batch_size: int | None  #: Samples per step over all processes.
+    rates: list[float]  #: Rate of each window.
+    seconds: list[float]  #: Length of each window in the first process.
     of_ranks: list[float]  #: Mean rate of each process.
-    waiting: float | None  #: Share of the time that processes waited for batches; None where nothing tells.
-    training: float  #: Share of the time between first and last step that counts that these steps take.
+    waiting: float | None  #: Fraction of the time in which processes waited for batches; None if unknown.
+    training: float  #: Fraction of the time from `begin` to `end`, without gaps, that the counted steps take.
     waits_of_ranks: list[float] = field(default_factory=list)  #: `waiting` of each process.
-    gradients: int = 0  #: Bytes of the gradients of a process; 0 where that was not seen.
-    cores_of_ranks: list[float] = field(default_factory=list)  #: Cores that each process keeps busy, without workers.
+    gradients: int = 0  #: Bytes of the gradients of one process; 0 if unknown.
+    cores_of_ranks: list[float] = field(default_factory=list)  #: Busy cores of each process, without its workers.
 
 
 def read(folder: Path) -> tuple[str, list[Process]]:
-    """Return the surest way by which steps in `folder` were seen, and the processes that made any, by rank."""
+    """Return the most reliable way that detected steps in `folder`, and the processes with steps, by rank."""
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
         if known := [process for process in found if process.steps]:
-            # A training before or after the longest one is none of its processes.
+            # Processes that ended before the longest one began, or began after its end, are another training.
             longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
             known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
             return way, sorted(known, key=lambda process: process.rank)
@@ -116,18 +116,18 @@ def files(folder: Path, way: str) -> list[Path]:
 
 
 def _process(path: Path) -> Process:
-    """Read a file of `dlscale.extensions.programs.timed.Log`; half a last line, of a killed process, is left out."""
+    """Read a file of `dlscale.extensions.programs.timed.Log`; skip an incomplete last line of a killed process."""
     return Tail(path).process
 
 
 def stopped(folder: Path) -> str | None:
-    """Return why the hook of a process stopped before its end, if one did."""
+    """Return why the hook of a process stopped before the process's end; None if all hooks ran on."""
     reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
     return next((reason.strip() or "its steps could not be written; the disk may be full" for reason in reasons), None)
 
 
 class Tail:
-    """A file of `dlscale.extensions.programs.timed.Log` that grows."""
+    """Growing file of `dlscale.extensions.programs.timed.Log`."""
 
     def __init__(self, path: Path) -> None:
         host, _, pid = path.name.partition(".")[2].rpartition(".")
@@ -137,7 +137,7 @@ class Tail:
         self.read()
 
     def read(self) -> None:
-        """Read what is new; nothing from a damaged line on."""
+        """Read the new lines, up to the first damaged one."""
         try:
             with open(self._path, "rb", opener=open_regular) as lines:
                 lines.seek(self._place)
@@ -163,7 +163,7 @@ class Tail:
             time, computed = self._shift + _seconds(words[0]), _seconds(words[1])
             if found.steps and time < found.steps[-1]:
                 raise ValueError("steps go back in time")
-            # Optimisers that step once each, such as a GAN's, make one step.
+            # Several optimisers that step once each, such as a GAN's, make one training step.
             if words[2] in self._optimizers or not self._optimizers:
                 self._optimizers = set()
                 found.steps.append(0.0)
@@ -184,19 +184,19 @@ class Tail:
         self._before = kind if kind != "t" else self._before
 
 
-#: No clock shows as many seconds.
+#: Upper bound of valid times, seconds.
 MAX_SECONDS = 1e12
 
 
 def _seconds(text: str) -> float:
-    """Return a time; a `ValueError` if it is damaged."""
+    """Return a time; raise `ValueError` if it is invalid."""
     if not abs(seconds := float(text)) < MAX_SECONDS:
         raise ValueError(f"{text}: expected seconds")
     return seconds
 
 
 def _samples_in(text: str) -> int:
-    """Return the samples of a batch; 0, which is unknown, if a program gave another value."""
+    """Return the samples of a batch; 0 (unknown) if the program wrote an invalid value."""
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
@@ -209,25 +209,28 @@ class _Step:
 
 
 def _training(process: Process) -> set[str]:
-    """Return the loaders' iterators between whose batches steps are made; a validation's are not among them."""
+    """Return the iterators of training loaders: steps are made between their batches, unlike in validations."""
     of = defaultdict[str, list[float]](list)
     for time, iterator, _, _ in process.batches:
         of[iterator].append(time)
     every = [batch[0] for batch in process.batches]
-    # The last batch lasts until another iterator delivers one: the next epoch's steps are none of its.
+    # An iterator's last batch lasts until another iterator delivers: it does not get the next epoch's steps.
     then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
     shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
     return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
 
 
 def _share(times: Sequence[float], steps: Sequence[float]) -> float:
-    """Return the share of batches, which came at these times, after which a step is made before the next one."""
+    """Return the fraction of batches, delivered at `times`, that a step follows before the next batch."""
     places = [bisect.bisect_right(steps, time) for time in times]
     return statistics.fmean(after > before for before, after in itertools.pairwise(places))
 
 
 def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
-    """Return when a process's steps do not count: in its gaps, and from a profiler's begin until some steps later."""
+    """Return the spans in which a process's steps do not count.
+
+    These are its gaps, and the profilers' spans, each extended by some steps after it.
+    """
     away = [*process.gaps]
     for begin, end in apart:
         settled = process.steps[bisect.bisect_right(process.steps, end) :][:SETTLING]
@@ -236,7 +239,7 @@ def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """Return the same time in spans that do not overlap, in order."""
+    """Merge overlapping spans; return them in order."""
     found = list[Span]()
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -246,20 +249,20 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
-    """Return the seconds between two times that spans cover."""
+    """Return how many seconds between two times are covered by spans that do not overlap."""
     return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in spans)
 
 
 def _is_ahead(process: Process, training: set[str]) -> bool:
-    """Return whether threads that do not train fetch the batches: what they wait for, the training does not."""
+    """Return whether threads other than the training ones fetch the batches: training does not wait then."""
     return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
 
 
 def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
-    """Return the steps that count, of those whose begin is known: without what warms up, validations and pauses.
+    """Return the counted steps: those with a known begin, without warm-up, validations and pauses.
 
-    If batches are `sized`, a step with a batch of unknown size does not count. If they are fetched `ahead`, no step
-    waits.
+    If batches are `sized`, a step with a batch of unknown size does not count. If batches are fetched `ahead`, the
+    waiting time of all steps is 0.
     """
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found = list[_Step | None]()
@@ -284,48 +287,51 @@ def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: boo
 
 
 def trainings(process: Process) -> list[Span]:
-    """Return the spans of trainings that followed one another: no optimiser stepped in two of them."""
+    """Return the spans of successive trainings: each optimiser stepped in one of them only."""
     spans = merged(list(process.optimizers.values()))
     return [span for span in spans if _count(process, span) > FEWEST]
 
 
 def _count(process: Process, span: Span) -> int:
-    """Return the steps of a process that ended in a span."""
+    """Return the number of a process's steps that ended in a span."""
     return bisect.bisect_right(process.steps, span[1]) - bisect.bisect_left(process.steps, span[0])
 
 
 def longest_training(processes: Sequence[Process]) -> tuple[Span, int] | None:
-    """Return the longest of several trainings of the first process, and their number; None of one or short ones."""
+    """Return the longest of several trainings of the first process, and their number.
+
+    Return None for a single training, or if the longest is short.
+    """
     spans = trainings(processes[0]) if processes else []
     longest = max(spans, key=lambda span: span[1] - span[0], default=(0.0, 0.0))
     return (longest, len(spans)) if len(spans) > 1 and _count(processes[0], longest) >= MIN_TRAINING_STEPS else None
 
 
 def printed_in(printed: Sequence[tuple[float, float]], span: Span, process: Process) -> list[tuple[float, float]]:
-    """Return the numbers that were printed in a training of a process, or after it until the next one."""
+    """Return the numbers printed during a training of a process, or after it until the next training."""
     end = min((begin for begin, _ in trainings(process) if begin > span[1]), default=math.inf)
     return [each for each in printed if span[0] <= each[0] < end]
 
 
 def _in_training(process: Process, span: Span) -> Process:
-    """Return a process with the steps of one training alone: the one that covers most of a span."""
+    """Return a process reduced to the steps of one training: the one that covers most of a span."""
     begin, end = max(trainings(process), key=lambda own: _within(*span, [own]), default=span)
     inside = slice(bisect.bisect_left(process.steps, begin), bisect.bisect_right(process.steps, end))
     return replace(process, steps=process.steps[inside], computed=process.computed[inside])
 
 
 def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Sequence[Span] = ()) -> Pace | None:
-    """Return the pace of all processes; None if they made fewer than two steps that count.
+    """Return the pace of all processes; None if one of them has fewer than two counted steps.
 
-    `batch_size`, of all processes, replaces what the program's batches show. Steps in spans `apart` do not count. Of
-    several trainings the longest counts.
+    `batch_size`, over all processes, replaces the size that the program's batches show. Steps in the spans `apart` do
+    not count. Of several trainings the longest counts.
     """
     first_step = min((process.steps[0] for process in processes), default=0.0)
     if several := longest_training(processes):
         processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
     ahead = [_is_ahead(*one) for one in zip(processes, iterators, strict=True)]
-    # Samples of a step on average: what is fetched ahead is of another step than the one that it is fetched in.
+    # Mean samples per step: a batch that is fetched ahead belongs to a later step than the one in which it is fetched.
     sizes = [0.0 if batch_size else _samples(*one) for one in zip(processes, iterators, ahead, strict=True)]
     known = all(sizes)
     each = [_kept(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
@@ -366,16 +372,16 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
 
 
 def _samples(process: Process, training: set[str], ahead: bool) -> float:
-    """Return the mean samples of a step, or 0 if they are uncertain.
+    """Return the mean samples per step, or 0 if they are uncertain.
 
-    They are certain if nearly all batches of training have a known size, and each is used for one step alone, in the
-    thread that fetched it, with no other loader's batch.
+    They are certain if nearly all training batches have a known size, and each batch is used for a single step, in the
+    thread that fetched it, without a batch of another loader.
     """
     batches = [batch for batch in process.batches if batch[1] in training]
     sizes = [batch[3] for batch in batches if batch[3]]
     if ahead or len(process.steps) < 2 or not batches or len(sizes) < MIN_SIZED * len(batches) or _overlap(batches):
         return 0.0
-    # Batches before the first step may have been skipped; those after the last one have no step.
+    # Batches before the first step may have been skipped; batches after the last step have no step.
     first, last = process.steps[0], process.steps[-1]
     count, steps = sum(first < batch[0] <= last for batch in batches), len(process.steps) - 1 + process.cut
     if steps < 1 or count < steps - max(2, MAX_REUSED * steps):
@@ -386,7 +392,7 @@ def _samples(process: Process, training: set[str], ahead: bool) -> float:
 
 
 def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
-    """Return whether one iterator delivers between two batches of another one."""
+    """Return whether an iterator delivers a batch between two batches of another iterator."""
     last, ended = "", set[str]()
     for _, iterator, _, _ in batches:
         if iterator != last:
@@ -398,25 +404,28 @@ def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
 
 
 def _of_most(process: Process, training: set[str], mean: float) -> int:
-    """Return the samples of most steps: of the last ones of an epoch there may be fewer."""
+    """Return the samples of most steps: the last step of an epoch may have fewer."""
     sizes = [samples for _, iterator, _, samples in process.batches if iterator in training and samples]
     usual = statistics.mode(sizes or [0])
     found = usual * max(round(mean / usual), 1) if usual else 0
     return found if abs(found - mean) < 0.1 * mean else round(mean)
 
 
-# ---- what the program prints, or logs ---------------------------------------------------------------
+# ---- printed rates and logged steps -----------------------------------------------------------------
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Return the pattern that `--rate` names, or is; a `UserError` where it has not one group."""
+    """Compile the pattern of `--rate`, or the one in `RATES` that it names.
+
+    Raise `UserError` unless it has exactly one group.
+    """
     try:
         found = re.compile(RATES.get(text, text))
     except re.error as error:
-        raise UserError(f"--rate: {text}: no regular expression: {error}") from None
+        raise UserError(f"--rate: {text}: not a regular expression: {error}") from None
     if found.groups != 1:
         raise UserError(
-            f"--rate: {text}: expected one group for the number, as in 'avg (\\S+) samples/sec', or one of "
+            f"--rate: {text}: expected one group for the number, as in 'avg (\\S+) samples/sec', or a name: "
             f"{', '.join(RATES)}"
         )
     return found
@@ -429,9 +438,9 @@ def pace_of_rates(
     apart: Sequence[Span] = (),
     steps: bool = False,
 ) -> Pace | None:
-    """Return the pace that a program printed, with the times of its lines; of more than three the first warms up.
+    """Return the pace of printed rates, with the times of their lines.
 
-    Its rates are samples/s, or steps/s if `steps`.
+    The rates are samples/s, or steps/s if `steps`. If there are more than three, the first one is warm-up.
     """
     times = [begin, *(when for when, _ in printed)]
     skipped = 1 if len(printed) > 3 else 0
@@ -441,12 +450,12 @@ def pace_of_rates(
         return None
     factor = (batch_size or 1) if steps else 1
     lines = list[tuple[float, float]]()
-    # Lines that were read at once share their time.
+    # Lines that were read at once have the same time.
     for _, same in itertools.groupby(kept, key=lambda place: times[place + 1]):
         places = list(same)
         rate = statistics.harmonic_mean([printed[place][1] for place in places]) * factor
         lines.append((max(spans[places[0]][1] - spans[places[0]][0], 1e-9), rate))
-    # A line has about as many samples as any other one: longer waits, for a validation say, are not in its rate.
+    # All lines cover about as many samples: a longer time includes a wait, as for a validation, that the rate does not.
     usual = statistics.median(seconds * rate for seconds, rate in lines)
     lasted = [(min(seconds, usual / rate), rate) for seconds, rate in lines]
     windows = _windows([(seconds, seconds * rate) for seconds, rate in lasted])
@@ -467,10 +476,10 @@ def pace_of_rates(
 
 
 def _without_pauses(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Drop rare stretches, of seconds and steps, with a long step: a validation or a checkpoint."""
+    """Drop rare stretches (seconds, steps) with one long step, such as a validation or a checkpoint."""
     usual = statistics.median_low(seconds / steps for seconds, steps in spans)
     ends = list(itertools.accumulate(steps for _, steps in spans))
-    # Only a stretch that takes twice as long as usual may be one.
+    # Only a stretch that takes twice as long as usual may have a pause.
     longest = [seconds - usual * (steps - 1) if seconds > 2 * usual * steps else 0.0 for seconds, steps in spans]
     limit = PAUSE * usual
     while long := [number for number, seconds in enumerate(longest) if seconds >= limit]:
@@ -483,9 +492,9 @@ def _without_pauses(spans: Sequence[tuple[float, float]]) -> list[tuple[float, f
 
 
 def _windows(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join stretches, of seconds and steps (or samples), into at most `WINDOWS` windows of similar length.
+    """Join stretches (seconds, steps or samples) into at most `WINDOWS` windows of similar length.
 
-    There are fewer windows if waits come in bursts: so few that the mean of their rates is that by the clock.
+    If waits come in bursts there are fewer windows, so that the mean of their rates agrees with the rate by the clock.
     """
     times, amounts = ([0.0, *itertools.accumulate(each)] for each in zip(*stretches, strict=True))
     found = list[tuple[float, float]]()
@@ -499,7 +508,7 @@ def _windows(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def _nearest(times: Sequence[float], time: float) -> int:
-    """Return the index of the time nearest to another one."""
+    """Return the index of the entry of `times` that is nearest to `time`."""
     after = min(bisect.bisect_left(times, time), len(times) - 1)
     return after - 1 if after and time - times[after - 1] < times[after] - time else after
 
@@ -512,8 +521,8 @@ def processes(folder: Path) -> list[str]:
 def pace_of_log(
     points: Sequence[tuple[float, float]], batch_size: int | None, apart: Sequence[Span] = ()
 ) -> Pace | None:
-    """Return the pace of steps that were logged, between one point and the next; None of fewer than three points."""
-    # Of a clock that shows whole seconds, say, the first step of each counts.
+    """Return the pace of logged steps; None for fewer than three points."""
+    # If points have the same time, as from a clock without fractions of a second, the first one counts.
     points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]
     if len(points) < 3:
         return None

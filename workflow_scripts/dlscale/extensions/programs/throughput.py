@@ -1,4 +1,4 @@
-"""Stage `throughput` of another program: until enough of its steps were seen, then in turns with another run."""
+"""Stage `throughput` of an external program: measure enough of its steps, then paired timing with another run."""
 
 from __future__ import annotations
 
@@ -38,24 +38,26 @@ def main(args: argparse.Namespace) -> None:
         ended = program.go(lambda printed: enough(run.throughput, program, printed))
         if ended.status and not ended.stopped:
             raise UserError(
-                f"the program ended with status {ended.status} after {duration(ended.seconds)}; its last lines are in "
+                f"the program ended with status {ended.status} after {duration(ended.seconds)}. Its last lines are in "
                 "the log"
             )
         found = program.record(ended, args.telemetry)
         assert found.full
-        logging.info("FULL: %s +- %s %s", number(found.full.mean), number(found.full.std, 2), found.unit)
+        logging.info(
+            "training: %s (standard deviation %s) %s", number(found.full.mean), number(found.full.std, 2), found.unit
+        )
         beside = None
         if turns:
             try:
                 rounds = turns.rounds(run.throughput.beside, run.throughput.error)
             except Ended as problem:
-                logging.warning("not timed in turn with the plan's first run: %s", problem)
+                logging.warning("no paired timing with the plan's first run: %s", problem)
             else:
                 settings = load_run(args.beside, "throughput").model_dump(mode="json")
                 beside = Beside(compute=compute_digest(settings), openings=rounds)
                 ratio, error = interval(beside.ratios)
                 logging.info(
-                    "opened %d times beside the plan's first run: %.3f times as fast, -+ %.3f",
+                    "paired timing with the plan's first run (both opened %d times): %.3f times as fast, ± %.3f",
                     *(len(rounds), math.exp(ratio), error),
                 )
         digest = compute_digest(run.model_dump(mode="json"))
@@ -65,12 +67,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def enough(settings: Any, program: RunProgram, printed: int) -> bool:
-    """Return whether so many steps, and seconds of them, were seen as the settings ask for."""
+    """Return whether the steps seen so far are enough for the settings, in number and seconds."""
     if program.pattern:
         return printed > settings.warmup + settings.trials
     ends = [process.steps for process in seen.read(program.steps)[1]]
     if not ends and program.log:
-        with contextlib.suppress(UserError):  # it is not there yet
+        with contextlib.suppress(UserError):  # the log does not exist yet
             return (
                 max(map(len, logs.logged(program.log, program.log_start)), default=0)
                 > settings.warmup + settings.trials

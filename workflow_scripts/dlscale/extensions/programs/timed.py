@@ -1,7 +1,7 @@
 """Time the steps of any training loop: `for batch in timed(loader): ...`, and `dlscale measure -- python train.py`.
 
 One file for Python 3.8 and later, without dependencies: import it as `dlscale.timed`, or copy it. Without a measurement
-it passes batches on, and does nothing else. No error in it reaches the program: it stops, and reports the reason.
+it only passes batches on. An error in it does not reach the program: timing stops, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from collections.abc import Iterable, Iterator, Mapping
 from threading import Lock, get_ident
 from typing import Any
 
-# A program may replace functions of these modules.
+# References to the original functions, which a program may replace in these modules.
 clock, computed, now_utc, getpid = time.perf_counter, time.process_time, time.time, os.getpid
 open_file, write_file, close_file = os.open, os.write, os.close
 
-#: Variable that names the folder into which measured processes write their steps.
+#: Environment variable: folder into which measured processes write their steps.
 FOLDER = "DLSCALE_STEPS"
 
-#: Variable with the seconds between two writes.
+#: Environment variable: seconds between two writes.
 EVERY = "DLSCALE_STEPS_EVERY"
 
-#: Variables with the rank of a process: torchrun's, Slurm's, and two of MPI.
+#: Environment variables with the rank of a process, of torchrun, Slurm and two MPIs.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
-#: Greatest number of samples in a step; a greater one is an error.
+#: Largest valid number of samples per step.
 MAX_SAMPLES = 10**9
 
-#: Parts of a batch that are compared with the loader's batch size.
+#: Number of parts of a batch that are compared with the loader's batch size.
 MAX_PARTS = 32
 
-#: Notes of a process after which not all are kept: by then so many seconds of notes are followed by a gap of this share
-#: of the time so far, so that a file grows with the logarithm of the time.
+#: After MOST notes of a process, NOTED seconds of notes alternate with gaps, each GAP times as long as the time so far:
+#: the file then grows with the logarithm of the time.
 MOST, NOTED, GAP = 100_000, 1.0, 0.01
 
 
 def variable(name: str) -> str:
-    """Return a variable of the environment, or an empty text if it is missing."""
+    """Return an environment variable, or an empty text if it is missing."""
     try:
         return str(os.environ.get(name) or "")
-    except Exception:  # the program has put another object there
+    except Exception:  # the program may have replaced `os.environ`
         return ""
 
 
@@ -60,10 +60,11 @@ SECONDS = _seconds()
 
 
 class Log:
-    """File `WAY.HOST.PID` with the batches that a process got, and the steps that it ended.
+    """File `WAY.HOST.PID` with the batches that a process received, and the steps that it ended.
 
-    The first line relates the process's clock to that of the day, and has its rank. Times are seconds. In a long run
-    there are gaps, each with a line of its own. Within a step all is cold, so as little as possible is done there.
+    The first line has the time of day, the process's clock at that time, and its rank. Times are seconds. A long run
+    has gaps, each with a line of its own. A note does as little as possible: within a step its code and data are not in
+    the CPU's caches.
     """
 
     def __init__(self, way: str) -> None:
@@ -81,7 +82,7 @@ class Log:
         return self._until != math.inf
 
     def batch(self, iterator: int, wait: float, samples: int) -> None:
-        """Note that an iterator delivered a batch now, after a wait; 0 samples mean an unknown number."""
+        """Note that an iterator delivered a batch now, after `wait` seconds; 0 samples mean unknown."""
         now = clock()
         if now >= self._until:
             if get_ident() != self._thread:
@@ -91,17 +92,17 @@ class Log:
                 self._write(now)
 
     def loop(self) -> None:
-        """Note that a loop begins now: what was before is no part of its first step."""
+        """Note that a loop begins now: its first step does not include earlier time."""
         if self.on:
             self._notes.append(f"l {clock():.6f}\n")
 
     def gradients(self, size: int) -> None:
-        """Note the bytes of the gradients that an optimiser follows."""
+        """Note the bytes of the gradients that an optimiser uses."""
         if self.on:
             self._notes.append(f"p {size}\n")
 
     def step(self, part: int = 0) -> None:
-        """Note that a step, or one optimiser's part of it, has ended now, and the time that the process computed."""
+        """Note that a step, or one optimiser's part of it, ended now, and the CPU time so far."""
         now = clock()
         if now >= self._until:
             if get_ident() != self._thread:
@@ -111,7 +112,7 @@ class Log:
                 self._write(now)
 
     def stop(self, error: Exception) -> None:
-        """Stop noting after an error, and leave its reason in the file `stopped.HOST.PID`."""
+        """Stop noting after an error, and write its reason into the file `stopped.HOST.PID`."""
         if not self.on:
             return
         self._until = math.inf
@@ -121,16 +122,16 @@ class Log:
             reason = type(error).__name__
         try:
             _append(f"{self._folder}/stopped.{self._host}.{getpid()}", f"{self._way} {' '.join(reason.split())}\n")
-        except Exception:  # the folder is gone, or another user's
+        except Exception:  # the folder is gone, or belongs to another user
             return
 
     def _enter(self) -> None:
-        """Note which thread the next notes come from."""
+        """Note the thread of the next notes."""
         self._thread = get_ident()
         self._notes.append(f"t {self._thread}\n")
 
     def _write(self, now: float) -> None:
-        if not self._lock.acquire(False):  # another thread writes, or a signal arrived meanwhile
+        if not self._lock.acquire(False):  # another thread writes, or a signal handler interrupted a write
             return
         try:
             if self._file is None:
@@ -161,7 +162,7 @@ class Log:
             self._write(clock())
 
     def _forget(self) -> None:
-        """Begin anew, as in a process that was forked."""
+        """Reset the log, as in a forked process."""
         self._file, self._notes = None, []
         self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
         self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
@@ -175,7 +176,7 @@ def _line(note: Any) -> str:
 
 
 def _append(file: str, text: str) -> None:
-    """Append a text to a file, which is opened each time: a program that becomes a daemon closes all files."""
+    """Append a text to a file; open it each time, since a program that becomes a daemon closes all files."""
     place, data = open_file(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), text.encode()
     try:
         if write_file(place, data) < len(data):
@@ -185,12 +186,12 @@ def _append(file: str, text: str) -> None:
 
 
 def rank(default: int = 0) -> int:
-    """Return this process's number among those that train together, as torchrun, Slurm and MPI give it."""
+    """Return this process's rank, as torchrun, Slurm or MPI set it."""
     given = (variable(name) for name in RANKS)
     return int(next((each for each in given if each.isdecimal() and len(each) < 10), default))
 
 
-#: Log of all loops of a process.
+#: Log of all loops of this process.
 LOG = Log("timed")
 
 
@@ -214,7 +215,7 @@ def size_of(loader: Any) -> int:
 def samples_of(batch: Any, size: int) -> int:
     """Return the loader's batch `size` if an array or a list in the batch has it, else 0.
 
-    The first axis of an array alone proves nothing: it may be time, channels, or the nodes of joined graphs.
+    The first axis of an array alone proves nothing: it may be time, channels, or the nodes of several graphs.
     """
     try:
         parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -229,7 +230,7 @@ def _length(part: Any) -> int:
         if isinstance(shape, tuple):
             return whole(shape[0]) if shape else 0
         return len(part) if isinstance(part, (list, tuple)) else 0
-    except Exception:  # as of a nested tensor
+    except Exception:  # of a nested tensor, for example
         return 0
 
 
@@ -237,20 +238,23 @@ _ended = 0.0
 
 
 def begun(samples: Any = 0) -> None:
-    """Note that a step of so many samples begins, where a callback says so; its batch was waited for since `ended`."""
+    """Note that a step with so many samples begins; call this in a callback.
+
+    The time since `ended` counts as waiting for the step's batch.
+    """
     now = clock()
     LOG.batch(0, now - _ended if _ended else 0.0, whole(samples))
 
 
 def ended() -> None:
-    """Note that a step has ended, where a callback says so."""
+    """Note that a step has ended; call this in a callback."""
     global _ended
     _ended = clock()
     LOG.step()
 
 
 def timed(loader: Iterable[Any]) -> Any:
-    """Return a loader whose steps are timed: each lasts until the next batch is asked for.
+    """Return a loader whose steps are timed: each lasts until the next batch is requested.
 
     It can be iterated as often as the loader, and has its length and attributes. Without a measurement it is the
     loader itself.

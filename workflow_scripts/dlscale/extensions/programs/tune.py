@@ -1,4 +1,4 @@
-"""Stage `tune` of another program: its fastest setting, of those that its command has a place for."""
+"""Stage `tune` of an external program: find the fastest values of its command's placeholders."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dlscale.measure.turns import Ended, Timed
 
 
 def main(args: argparse.Namespace) -> None:
-    """Tune the program of the run in `args.config`; write `tune.json`, `tuned.yaml` into `args.out`."""
+    """Tune the program of the run in `args.config`; write `tune.json` and `tuned.yaml` into `args.out`."""
     run, candidates = load_run(args.config, "tune"), json.loads(args.candidates or "[]")
     if len(candidates) < 2:
-        raise UserError("--candidates: expected the run and another one at least, as the workflow gives them")
+        raise UserError("--candidates: expected at least two, the run and another one, as the workflow passes them")
     settings: Tune = run.tune
     began = time.perf_counter()
     duel_seconds = settings.seconds * (DUEL if len(candidates) > 2 else 1)
@@ -49,7 +49,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 class _Trials:
-    """Measures programs by number, as `dlscale.measure.tune.Measure`: each is started anew, or kept and stopped."""
+    """Measure programs by number, as a `dlscale.measure.tune.Measure`.
+
+    Each program is started anew, or kept and stopped between its turns.
+    """
 
     def __init__(
         self, args: argparse.Namespace, candidates: list[tuple[dict[str, Any], dict[str, Any]]], progress: Progress
@@ -58,7 +61,7 @@ class _Trials:
         self._changes, self._progress = [changes for changes, _ in candidates], progress
         self._open = dict[int, Program]()
         self.problems: dict[int, str] = {}
-        self.keeps = False  #: Whether programs stay, stopped, for their next turn.
+        self.keeps = False  #: Whether programs are kept, stopped, for their next turn.
 
     def __enter__(self) -> _Trials:
         return self
@@ -68,7 +71,10 @@ class _Trials:
             player.close()
 
     def __call__(self, number: int, seconds: float) -> float | None:
-        """Return samples/s; None, and a problem noted, if the program cannot be measured. The run's own is raised."""
+        """Return samples/s; None, with the problem noted, if the program cannot be measured.
+
+        If the run itself (number 0) cannot be measured, raise `UserError`.
+        """
         self._progress.update(self._progress.done + 1)
         player = self._open.pop(number, None)
         try:
@@ -84,7 +90,7 @@ class _Trials:
             if number == 0:
                 raise UserError(f"program: {ended}") from None
             self.problems[number] = str(ended)
-            logging.info("%s is left out: %s", self._changes[number], ended)
+            logging.info("%s: skipped: %s", self._changes[number], ended)
             return None
         if self.keeps:
             self._open[number] = player

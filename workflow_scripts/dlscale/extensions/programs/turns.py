@@ -1,4 +1,4 @@
-"""A program that is timed in turn with another run: it is stopped, with all that it started, in the other's turn."""
+"""Paired timing of an external program: it and all its processes are stopped while the other run is timed."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.extensions.programs.running import watched
 from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
 
-#: Steps that a program makes before it is timed, and least steps of a turn.
+#: Warm-up steps before a program is timed, and minimum steps of a turn.
 WARM, LEAST = 10, 4
 
-#: Seconds between looks at its steps.
+#: Seconds between checks of its steps.
 LOOK = 0.02
 
 
 class Program:
-    """A run's program in a session of its own."""
+    """A run's program in its own session."""
 
     def __init__(self, timed: Timed) -> None:
         self._timed, self._folder = timed, temporary_folder("dlscale-program")
         self._process: Kept | None = None
         self._tail: seen.Tail | None = None
-        self._size, self._rate = 1.0, 1.0  # samples of a step, steps/s
-        self._look = 0.0  # when its log is read next
+        self._size, self._rate = 1.0, 1.0  # samples per step, steps/s
+        self._look = 0.0  # time of the next look at its log
         self._logged: list[list[logs.Point]] = []
 
     def send(self, message: object) -> None:
-        """Start the program, whatever the message."""
+        """Start the program; ignore the message."""
         self._end()
         place = Path(self._folder.name)
         try:
@@ -48,7 +48,7 @@ class Program:
         except UserError as error:
             raise Ended(brief(error)) from None
         if program.pattern:
-            raise Ended("a program prints rates of its own clock, which goes on while it is stopped")
+            raise Ended("a program's printed rates use its own clock, which does not stop when the program is stopped")
         self._program = program
         environment, nowhere = watched(program.steps, program.environment, quick=True), subprocess.DEVNULL
         try:
@@ -57,7 +57,7 @@ class Program:
             raise Ended(f"a program cannot be started: {error.strerror}") from None
 
     def receive(self) -> float:
-        """Wait until the program is warm."""
+        """Wait until the program has made its warm-up steps."""
         self._wait(self._warm)
         ends = self._ends()[WARM:]
         self._rate = (len(ends) - 1) / (ends[-1] - ends[0])
@@ -65,7 +65,7 @@ class Program:
         delivered = (own and own.samples and own.batch_size) or 0
         size = max(delivered, self._program.batch_size or 0)
         if not size:
-            raise Ended("the samples of a program's steps are not known; put {batch_size} into program.command")
+            raise Ended("a program's samples per step are unknown; put {batch_size} into program.command")
         self._size = float(size)
         return 0.0
 
@@ -73,20 +73,21 @@ class Program:
         ends = self._ends()
         if not ends and self._program.log and time.monotonic() > self._look:
             self._look = time.monotonic() + 1
-            with contextlib.suppress(UserError):  # it is not there yet
+            with contextlib.suppress(UserError):  # the log does not exist yet
                 before, self._logged = self._logged, logs.logged(self._program.log, self._program.log_start)
-                # At two looks: the hook writes its steps a moment later than the program its log.
+                # Check twice: the hook writes its steps a moment after the program writes its log.
                 if max(map(len, before), default=0) > WARM:
-                    raise Ended("a program's steps are told by its log alone, too late for turns")
+                    raise Ended("a program's steps are known only from its log, too late for paired timing")
         return len(ends) > WARM and ends[-1] - ends[WARM] >= TURN
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
 
     def turn(self, seconds: float = TURN) -> float:
-        """Let it go on for some seconds, four steps at least; return samples/s from the first step's end to the last's.
+        """Let the program run for some seconds, at least four steps; return samples/s.
 
-        A program that has come to its end begins once more.
+        The time is that from the end of the first step to the end of the last. A program that has ended is started once
+        more.
         """
         steps = max(LEAST, round(seconds * self._rate))
         for _ in range(2):
@@ -97,14 +98,14 @@ class Program:
             ended = self._process is None or self._process.poll() is not None
             ends = self._ends(begin)
             if ended and (self._process is None or self._process.poll()):
-                raise Ended("a program failed before its turns were over")
+                raise Ended("a program failed during paired timing")
             if ended:
                 self.send("again")
                 self.receive()
             self.stop()
             if len(ends) > LEAST:
                 return self._size * (len(ends) - 1) / (ends[-1] - ends[0])
-        raise Ended("a program ends before its turns do, or makes too few steps; let it make more")
+        raise Ended("a program ended before the paired timing, or made too few steps in it; let it make more steps")
 
     def close(self) -> None:
         self._end()
@@ -119,7 +120,7 @@ class Program:
         self._process, self._tail, self._logged = None, None, []
 
     def _ends(self, since: float = 0.0) -> list[float]:
-        """Return when steps of its first process ended, since a time."""
+        """Return the ends of the steps of its first process since a time."""
         if self._tail is None:
             files = [file for way in seen.WAYS for file in seen.files(self._program.steps, way)]
             self._tail = next((tail for tail in map(seen.Tail, files) if tail.process.steps), None)
@@ -134,7 +135,7 @@ class Program:
         end = time.monotonic() + PATIENCE
         while not done():
             if (status := self._process.poll()) is not None:
-                raise Ended(f"a program ended with status {status} before its turns did")
+                raise Ended(f"a program ended with status {status} during paired timing")
             if time.monotonic() > end:
                 raise Ended(f"a program made too few steps in {PATIENCE:.0f} s")
             time.sleep(LOOK)

@@ -1,4 +1,4 @@
-"""Some steps of a program, which knows nothing of it, under PyTorch's own profiler. For Python 3.8 and later."""
+"""Profile some steps of an unchanged program with PyTorch's profiler. For Python 3.8 and later."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: Variable that has the process number of who profiles.
+#: Environment variable: process id of the profiling process.
 PROFILED = "DLSCALE_PROFILE"
 
-#: Steps before the window, and in it.
+#: Number of steps before the window, and in the window.
 FIRST, STEPS = 20, 10
 
 
 class Window:
-    """A window of a process's steps; the first rank alone has one.
+    """Window of profiled steps of a process; only the first rank has one.
 
-    It leaves a trace, `torch.HOST.PID.json`, with what is known of it in `torch.HOST.PID.window`, where `steps` are. A
-    file `torch.HOST.PID.there` says from the start that it may come.
+    It writes a trace `torch.HOST.PID.json`, and its times and problems into `torch.HOST.PID.window`, in the folder
+    `steps`. The file `torch.HOST.PID.there` exists from the start: it shows that a window may come.
     """
 
     def __init__(self, steps: str) -> None:
@@ -32,9 +32,9 @@ class Window:
         self._profile: Any = None
         self._step: Any = None
         self._optimizer: Any = None
-        self._after = False  # whether the optimiser's own work comes after a backward pass
+        self._after = False  # whether the optimiser's own work follows a backward pass that it calls
         self._known: dict[str, Any] = {"seconds": []}
-        with contextlib.suppress(OSError):  # a program that removed the folder runs all the same
+        with contextlib.suppress(OSError):  # the program may have removed the folder
             self._file("there").touch()
 
     def _file(self, kind: str) -> Path:
@@ -47,14 +47,14 @@ class Window:
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Name what is done within the window, while it is open."""
+        """Name the block's work in the trace, while the window is open."""
         with contextlib.ExitStack() as opened:
             with self._guarded():
                 opened.callback(self._exit, self._entered(name))
             yield
 
     def optimizing(self, arguments: Iterable[Any]) -> None:
-        """Note that an optimiser begins; by a closure it has the model computed first, as Lightning's do."""
+        """Note that an optimiser's step begins; with a closure, as Lightning's, it computes the model first."""
         if not self.open:
             return
         with self._guarded():
@@ -63,7 +63,7 @@ class Window:
                 self._optimizer = self._entered("optimizer")
 
     def step(self) -> None:
-        """Note that a step has ended; open and close the window when it is time."""
+        """Note that a step has ended; open or close the window when it is time."""
         self._count += 1
         if not self.open and self._count != FIRST:
             return
@@ -77,7 +77,7 @@ class Window:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Close the window after an error of its own: the program runs all the same."""
+        """Close the window after an error of its own; the program continues."""
         try:
             yield
         except Exception as error:
@@ -95,17 +95,17 @@ class Window:
             self._file("there").unlink()
             return
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            self._end("the program has PyTorch's profiler at work itself")
+            self._end("the program uses PyTorch's profiler itself; only one can run at a time")
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._record = torch.profiler.record_function
-        with torch.profiler.profile(activities=kinds):  # its first start loads the device's own profiler
+        with torch.profiler.profile(activities=kinds):  # the first start also loads the device's profiler
             torch.zeros(1)
         self._known["cuda"] = len(kinds) > 1
         self._profile = torch.profiler.profile(activities=kinds)
-        atexit.register(self._abandon)  # PyTorch breaks where Python ends within a profile
+        atexit.register(self._abandon)  # PyTorch crashes if Python ends during a profile
         self._profile.start()
         self._backward, torch.autograd.backward = torch.autograd.backward, self._wrapped(torch.autograd.backward)
         self._step, self._since = self._entered("step"), time.perf_counter()
@@ -130,7 +130,7 @@ class Window:
             profile = self._profile
             self._left("_optimizer")
             self._left("_step")
-            self._end("the program ended within the window of its steps")
+            self._end("the program ended during the profiled steps")
             with contextlib.suppress(Exception):
                 profile.stop()
 
@@ -149,7 +149,7 @@ class Window:
 
     def _wrapped(self, backward: Any) -> Any:
         def within(*args: Any, **kwargs: Any) -> Any:
-            if not self.open:  # kept by someone
+            if not self.open:  # the program has kept this function
                 return backward(*args, **kwargs)
             with self._guarded():
                 self._left("_optimizer")

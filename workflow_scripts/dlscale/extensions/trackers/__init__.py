@@ -1,1 +1,1 @@
-"""Experiment trackers beside TensorBoard."""
+"""Experiment trackers: Weights & Biases and MLflow."""

@@ -1,4 +1,4 @@
-"""What this extension adds: Weights & Biases and MLflow, by the names that `training.trackers` gives them."""
+"""Trackers of this extension, by their names in `training.trackers`: Weights & Biases and MLflow."""
 
 TRACKERS = {
     "wandb": "dlscale.extensions.trackers.trackers.Wandb",

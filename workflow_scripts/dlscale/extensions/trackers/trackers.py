@@ -1,6 +1,6 @@
-"""Experiment trackers beside TensorBoard: optional dependencies, imported where a run asks for them.
+"""Experiment trackers, in addition to TensorBoard: optional dependencies, imported if a run uses them.
 
-A tracker decides no weight: what it cannot do at the start is a `UserError`, and later a warning at most.
+A tracker does not affect the training: it raises `UserError` at the start, and later only warns.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from dlscale.train.logs import quantities, validation
 
 @contextlib.contextmanager
 def _needed(name: str) -> Iterator[None]:
-    """Turn an import that fails into a message."""
+    """Turn a failed import into a `UserError`."""
     try:
         yield
     except ImportError:
         raise UserError(
-            f"training.trackers: {name} is not installed; pip install 'dlscale[trackers]', or leave it out"
+            f"training.trackers: {name} is not installed; pip install 'dlscale[trackers]', or remove it from the list"
         ) from None
 
 
-#: Settings that switch off what Weights & Biases would collect by itself.
+#: Settings of Weights & Biases that switch off its own data collection.
 UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
 
 
 class Wandb:
-    """Weights & Biases, in `wandb/` of the run's folder: offline unless WANDB_MODE says otherwise.
+    """Weights & Biases, in `wandb/` of the run's folder; offline unless WANDB_MODE is set.
 
-    Only settings and numbers are logged: no output, code, host, or environment. An earlier try's epochs come again.
+    Only settings and numbers are logged: no output, code, host, or environment. Epochs of an earlier try are logged
+    again.
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes online whatever the mode
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports would go online in any mode
         with _needed("wandb"):
             import wandb
-        wandb.finish()  # what a training of this process left that failed
+        wandb.finish()  # ends the run of a failed training of this process
         shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try
         out.mkdir(parents=True, exist_ok=True)
-        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb says which there are
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks its value
         self._wandb = wandb
         try:
             self._run = wandb.init(
@@ -64,10 +65,10 @@ class Wandb:
                 config=run,
                 settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
             )
-        except Exception as error:  # it has many, of its own and of pydantic
+        except Exception as error:  # many types, of wandb and of pydantic
             raise UserError(
-                f"training.trackers: wandb: {brief(error)}; WANDB_MODE=online needs a network and WANDB_API_KEY; "
-                "else leave it out"
+                f"training.trackers: wandb: {brief(error)}. WANDB_MODE=online needs a network and WANDB_API_KEY. "
+                "Otherwise remove wandb"
             ) from error
         for record in history:
             self.add(record)
@@ -84,29 +85,29 @@ class Wandb:
         self._run.log(finite, step=step)
 
     def finish(self, picture: Path, best: Best | None) -> None:
-        """Add the picture of a prediction and what was best, and close."""
+        """Log the picture of a prediction and the best value, and close."""
         self._run.log({"valid/prediction": self._wandb.Image(str(picture))})
         if best:
             self._run.summary.update({"best": best.model_dump()})
         self._run.finish()
-        self._wandb.teardown()  # waits for its service, which writes the file on after a run's end
+        self._wandb.teardown()  # waits for wandb's service, which still writes after a run's end
 
 
 def _known(name: str) -> str:
-    """Return a name that MLflow takes: one with another character would cost all numbers beside it."""
+    """Return a name that MLflow accepts; with an invalid name it would reject the complete batch."""
     return re.sub(r"[^\w.\- :/]", "_", name)
 
 
 class Mlflow:
-    """MLflow, at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the plan's folder.
+    """MLflow, at MLFLOW_TRACKING_URI, or in `mlflow.db` of the plan's folder.
 
-    Only settings and numbers are logged, under TensorBoard's tags. A training that goes on appends to its run, whose id
-    is in the file `mlflow` of the folder `kept`; what that run has already is not logged again.
+    Only settings and numbers are logged, under TensorBoard's tags. A resumed training appends to its run; the run's id
+    is in the file `mlflow` of the folder `kept`. Steps that this run already has are not logged again.
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which goes online
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # else a lost server is waited for: minutes
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would go online
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the default waits minutes for a lost server
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds
         with _needed("mlflow"):
             import mlflow
@@ -115,21 +116,21 @@ class Mlflow:
         out.parent.mkdir(parents=True, exist_ok=True)
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out.parent / 'mlflow.db').absolute()}"
         try:
-            with turn(out.parent / ".mlflow.lock"):  # two runs that make the tables of a new database at once fail
+            with turn(out.parent / ".mlflow.lock"):  # two runs cannot create a database's tables at the same time
                 self._client = self._mlflow.MlflowClient(tracking_uri=address)
                 self._run = self._same_run() or self._new_run(out, run)
             logged = self._client.get_metric_history(self._run, "loss/valid")
-        except Exception as error:  # it has many: its own, SQLAlchemy's, those of a store's packages
+        except Exception as error:  # many types: of MLflow, SQLAlchemy, and packages of a store
             raise UserError(
-                f"training.trackers: mlflow: {hidden_in(brief(error))}; MLFLOW_TRACKING_URI names a server or a "
-                "database, which must be there; else leave mlflow out"
+                f"training.trackers: mlflow: {hidden_in(brief(error))}. The server or database of MLFLOW_TRACKING_URI "
+                "must exist. Otherwise remove mlflow"
             ) from None
         self._logged = {metric.step for metric in logged}
         for record in history:
             self.add(record)
 
     def _same_run(self) -> str | None:
-        """Return the id of the run that an earlier try began, if the store has it."""
+        """Return the id of an earlier try's run, or None if the store does not have it."""
         if not self._id_file.exists():
             return None
         found = read_text(self._id_file)
@@ -143,7 +144,7 @@ class Mlflow:
 
     def _new_run(self, out: Path, run: dict[str, Any]) -> str:
         name, entities = os.environ.get("MLFLOW_EXPERIMENT_NAME") or out.parent.name, self._mlflow.entities
-        with contextlib.suppress(self._mlflow.MlflowException):  # it may be there
+        with contextlib.suppress(self._mlflow.MlflowException):  # it may exist
             self._client.create_experiment(name)
         experiment = self._client.get_experiment_by_name(name).experiment_id
         found: str = self._client.create_run(experiment, run_name=f"{out.parent.name}.{out.name}").info.run_id
@@ -168,16 +169,19 @@ class Mlflow:
         self._waiting += [metric(_known(name), value, time, step) for name, value in numbers.items()]
 
     def _send(self) -> None:
-        """Log what waits. After a failure all waits for the training's end, or its next try: no epoch shall wait."""
+        """Log the queued metrics.
+
+        After a failure, metrics are queued until the training's end or its next try, so that no epoch is delayed.
+        """
         try:
             self._client.log_batch(self._run, metrics=self._waiting)
             self._waiting = []
         except Exception as error:
             self._lost = True
-            logging.warning(f"training.trackers: mlflow: {hidden_in(brief(error))}; the training goes on without it")
+            logging.warning(f"training.trackers: mlflow: {hidden_in(brief(error))}. The training continues without it")
 
     def finish(self, picture: Path, best: Best | None) -> None:
-        """Add what was best, and close."""
+        """Log the best value, and close."""
         if best:
             self._add({f"best/{best.metric}": best.value}, best.step, self._last[1])
         self._send()

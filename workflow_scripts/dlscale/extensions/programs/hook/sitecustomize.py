@@ -1,9 +1,9 @@
-"""Watches the steps of a PyTorch program that knows nothing of it: Python loads this file as it starts.
+"""Watch the steps of an unchanged PyTorch program: Python loads this file when it starts.
 
 `dlscale measure` puts this folder first on PYTHONPATH. When the program imports PyTorch, two of its functions are
 wrapped: each optimiser's step, and the next batch of each loader. A `sitecustomize` that this one hides is loaded as
-well. The environment is read once, here. No error of the hook reaches the program: the hook stops, and reports the
-reason in the folder of steps. For Python 3.8 and later.
+well. The environment is read once, here. An error of the hook does not reach the program: the hook stops, and writes
+the reason into the folder of steps. For Python 3.8 and later.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
-#: Folder of steps, and the process number of the profiler; empty if not asked for.
+#: Folder of steps, and process id of the profiler; empty if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
 
 def load(name: str, place: str | Path) -> Any:
-    """Return the module in a file."""
+    """Load a module from a file."""
     spec = importlib.util.spec_from_file_location(name, place)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -35,12 +35,12 @@ def load(name: str, place: str | Path) -> Any:
 
 
 class Watcher:
-    """Wraps functions of PyTorch's modules when these are imported."""
+    """Wrap functions of PyTorch's modules when the modules are imported."""
 
     def __init__(self) -> None:
         self._timed = load("dlscale_timed", HERE.parent / "timed.py")
         self._log = self._timed.Log("seen")
-        with contextlib.suppress(OSError):  # a program that removed the folder runs all the same
+        with contextlib.suppress(OSError):  # the program may have removed the folder
             Path(STEPS, "hook").touch()
         self._window: Any = None
         self._known: dict[int, tuple[int, Any]] = {}
@@ -48,7 +48,7 @@ class Watcher:
         self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find a module as Python would, and have its functions wrapped when it was made."""
+        """Find a module as Python would, and wrap its functions after it is executed."""
         then = self._after.get(name)
         if not then:
             return None
@@ -61,7 +61,7 @@ class Watcher:
                 make(module)
                 try:
                     then(module)
-                except Exception as error:  # of another version of PyTorch
+                except Exception as error:  # an unknown version of PyTorch
                     self._log.stop(error)
 
             with contextlib.suppress(AttributeError):  # a loader with slots
@@ -76,7 +76,7 @@ class Watcher:
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             try:
-                # In a step that is compiled nothing can be noted; PyTorch 2.0 has no such function: `bool()` is False.
+                # A compiled step cannot be noted. PyTorch 2.0 has no `is_compiling`: then `bool()` returns False.
                 if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
                     return
                 log.step(number(optimizer))
@@ -93,7 +93,7 @@ class Watcher:
             self._window = window
 
     def _number(self, optimizer: Any) -> int:
-        """Return an optimiser's number; another one may get the address of one that is gone."""
+        """Return an optimiser's number; a new optimiser may have the address of a deleted one."""
         number, own = self._known.get(id(optimizer), (0, None))
         if own is None or own() is not optimizer:
             try:
@@ -105,7 +105,7 @@ class Watcher:
         return number
 
     def _optimizers_of_pytorch_1(self, module: Any) -> None:
-        """Wrap the step of each class of optimizers when the first one is made: there is no hook for all."""
+        """Wrap the step of each optimiser class at its first instance: PyTorch 1 has no hook for all classes."""
         make, log, number = module.Optimizer.__init__, self._log, self._number
 
         def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +145,7 @@ class Watcher:
             return index
 
         def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
-            loader.__dict__.pop("_dlscale_samples", None)  # of batches that an epoch left behind
+            loader.__dict__.pop("_dlscale_samples", None)  # of unused batches of the last epoch
             return reset(loader, *args, **kwargs)
 
         def following(loader: Any) -> Any:
@@ -157,14 +157,14 @@ class Watcher:
                     with window.range("data"):
                         batch = original(loader)
             except BaseException:
-                if drawn := loader.__dict__.get("_dlscale_samples"):  # those of a batch that failed
+                if drawn := loader.__dict__.get("_dlscale_samples"):  # the samples of the failed batch
                     drawn.pop(0)
                 raise
             try:
                 wait, own = clock() - begin, loader.__dict__
                 if "_dlscale_number" not in own:
                     own["_dlscale_number"] = next(numbers)
-                drawn = own.get("_dlscale_samples")  # whatever batches are made of
+                drawn = own.get("_dlscale_samples")  # known for any type of batch
                 samples = drawn.pop(0) if drawn else samples_of(batch, own.get("_dlscale_size", 0))
                 note(own["_dlscale_number"], wait, samples)
             except Exception as error:
@@ -183,11 +183,11 @@ def length(index: Any) -> int:
 
 
 def followed(optimizer: Any) -> int:
-    """Return the bytes of the gradients that an optimiser follows; 0 of one that does not tell."""
+    """Return the bytes of the gradients that an optimiser uses; 0 if they are unknown."""
     try:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         return sum(each.numel() * each.element_size() for each in weights if each.requires_grad)
-    except Exception:  # of another form: the program goes on
+    except Exception:  # an unusual optimiser: the program continues
         return 0
 
 
@@ -202,14 +202,14 @@ def hidden() -> str | None:
 
 
 def let_look() -> None:
-    """Let who profiles, and its children, look into this process, where Linux lets none but ancestors (Yama)."""
+    """Allow the profiler and its children to read this process: Linux (Yama) may allow only ancestors."""
     import ctypes
 
     ctypes.CDLL(None).prctl(0x59616D61, int(PROFILED), 0, 0, 0)  # PR_SET_PTRACER
 
 
 def write_whole_lines() -> None:
-    """Let a process of several write each line at once: they share a log, in which parts of lines would mix."""
+    """Make each of several processes write complete lines: parts of lines would mix in a shared log."""
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     if all(os.environ.get(name, "1") in ("", "1") for name in sizes):
         return
@@ -220,7 +220,7 @@ def write_whole_lines() -> None:
 
 
 def start() -> None:
-    """Watch this process, if that is asked for."""
+    """Watch this process, if requested."""
     if PROFILED:
         with contextlib.suppress(Exception):  # a Python without ctypes
             let_look()
