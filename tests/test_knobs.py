@@ -311,7 +311,7 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
     pieces.write_bytes(pieces.read_bytes()[:-1])
     capfd.readouterr()
     era5("third", status=2, training=given)
-    assert f"{pieces.name}: not as it was written" in said(capfd)
+    assert f"{pieces.name}: changed after it was written" in said(capfd)
 
 
 @pytest.mark.parametrize("form", ["plain", "checkpoint of a wrapped model", "without counters"])
@@ -354,7 +354,7 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
 
     assert "not readable as weights" in message({"model": Trap(tmp_path / "executed")})
     assert not (tmp_path / "executed").exists()
-    assert "no weights in it" in message([1, 2]) and "no weights in it" in message({"state_dict": {"epoch": 3}})
+    assert "contains no weights" in message([1, 2]) and "contains no weights" in message({"state_dict": {"epoch": 3}})
     state = ResNet(18, classes=9, width=8).state_dict()
     text = message({name: v for name, v in state.items() if not name.startswith("layer4")} | {"head": torch.ones(1)})
     assert "tensors of the model that it lacks: layer4.0.conv1.weight, " in text and " …" in text

@@ -323,7 +323,7 @@ def test_every_loader_serves_every_study(
         assert (values.shape, str(values.dtype)) == (spec.shape, spec.dtype)
     served = (GridSamples, WritingSamples) if kind == "direct" else (GridSamples, CroppedImages)
     if kind in ("direct", "dali") and not isinstance(samples, served):
-        with pytest.raises(UserError, match=f"{kind} reads arrays on grids"):
+        with pytest.raises(UserError, match=f"{kind} reads (only )?arrays on grids"):
             build(kind, samples, Share(5))
         return
     with closing(build(kind, samples, Share(5))) as loader:

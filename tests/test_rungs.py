@@ -609,7 +609,7 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(cpp_builder, "get_cpp_compiler", none)
-        with pytest.raises(UserError, match=r"compile.mode default: .* no C\+\+ compiler, or no .* install g\+\+"):
+        with pytest.raises(UserError, match=r"compile.mode default: .* lacks a C\+\+ compiler .* install g\+\+"):
             make_step("era5_vit", compile=COMPILE)
 
 

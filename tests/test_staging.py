@@ -155,7 +155,7 @@ def test_a_folder_of_others_is_refused(era5_data: Path, tmp_path: Path, disk: Pa
         mine.symlink_to(elsewhere)
     else:
         mine.mkdir(mode=0o750)
-    refused = pytest.raises(UserError, match=f"^{mine}: expected a folder, and no link, of user .* with mode 0700: ")
+    refused = pytest.raises(UserError, match=f"^{mine}: expected a folder, not a link, of user .* with mode 0700: ")
     with refused, staged(era5_data / "manifest.json", "memory"):
         pass
     assert not files(elsewhere) and set(files(disk)) <= {mine}
@@ -243,11 +243,13 @@ def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, chan
     else:
         values["fields"]["fields"]["mean"][0] += 1e-6
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"manifest.json: .*not as it was written.*delete it and run the workflow"):
+    with pytest.raises(
+        UserError, match=r"manifest.json: .*changed after it was written.*delete it and run the workflow"
+    ):
         Manifest.read(manifest)
     del values["own"]  # as an earlier version wrote them
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="not as it was written"):
+    with pytest.raises(UserError, match="changed after it was written"):
         Manifest.read(manifest)
 
 

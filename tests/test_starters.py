@@ -204,7 +204,7 @@ def test_two_runs_that_meet_are_refused(tmp_path: Path, era5_data: Path) -> None
         nodes.append(subprocess.Popen(started, env=own, cwd=ROOT, stderr=subprocess.PIPE, text=True))
     said = [node.communicate(timeout=PATIENCE)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2], said
-    assert all("the 2 processes that met have different configurations" in text for text in said)
+    assert all("the 2 connected processes have different configurations" in text for text in said)
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 

@@ -1,6 +1,7 @@
-"""Stage `acquire`: simulate one raw file, fetch it, or read it out of a store, into a dataset's `source/` folder.
+"""Stage `acquire`: make one raw file in a dataset's `source/` folder.
 
-Downloads resume where they stopped and are checked before they count.
+The file is simulated, downloaded, or read from a store. Downloads resume where they stopped; a file gets its name only
+after its digest was checked.
 """
 
 from __future__ import annotations
@@ -58,25 +59,25 @@ def download(
     backoff_s: float = 1.0,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> str:
-    """Fetch `url` into `destination`, which appears whole and checked or not at all; return its SHA-256.
+    """Download `url` to `destination`, check it, and return its SHA-256; the file appears atomically.
 
-    Bytes that have arrived stay in `.NAME.download`: a further attempt or call asks only for the rest, while the remote
-    file stays the same. Messages and logs hide the secrets of `url`.
+    Received bytes stay in `.NAME.download`: a later attempt or call requests only the rest, unless the remote file has
+    changed. Messages and logs redact the secrets of `url`.
 
     Parameters
     ----------
     attempts, timeout_s, backoff_s
-        Requests made at most; seconds without a byte after which one has stalled; longest wait after the first
-        failure, doubled each time up to one minute.
+        Largest number of requests; seconds without data after which a request has stalled; longest wait after the
+        first failure in seconds, doubled after each further failure up to one minute.
     progress
-        Called with the bytes that are there and those of the whole file (None: unknown).
+        Called with the number of bytes received and the size of the file (None: unknown).
 
     Raises
     ------
     UserError
         The server refuses or keeps failing, the digest differs, or another process is fetching the file.
     """
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # its other words quote whole addresses, secrets included
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # its warnings quote full addresses, secrets included
     partial = _Partial(url, destination, timeout_s, progress)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(_TransientError),
@@ -90,8 +91,8 @@ def download(
             retrying(partial.fetch)
         except _TransientError as error:
             raise UserError(
-                f"{urls.hidden(url)}: not downloaded, attempt {attempts} of {attempts} ended with: {error}; check the "
-                "network and run it again later: it goes on from what has arrived"
+                f"{urls.hidden(url)}: not downloaded, attempt {attempts} of {attempts} failed: {error}; check the "
+                "network and run it again later; the download then resumes"
             ) from None
         found = files.sha256(partial.path)
         if sha256 not in (None, found):
@@ -106,7 +107,7 @@ def download(
 
 
 class _Partial:
-    """The bytes of one address that have arrived, and a note of address and version (ETag or Last-Modified)."""
+    """Received bytes of one address, and a note of its address and version (ETag or Last-Modified)."""
 
     def __init__(
         self, url: str, destination: Path, timeout_s: float, progress: Callable[[int, int | None], None]
@@ -121,11 +122,11 @@ class _Partial:
 
     def fetch(self) -> None:
         offset, version = self._kept()
-        # Lengths and ranges count the file's own bytes, so no compression on the way.
+        # Lengths and ranges count the file's own bytes, so the server must not compress them.
         headers = {"Accept-Encoding": "identity"}
         if offset:
             headers |= {"Range": f"bytes={offset}-", "If-Range": version}
-        # The texts of these exceptions quote the whole address, so neither they nor a chain of them are shown.
+        # These exceptions quote the full address with its secrets, so their texts are not shown or chained.
         try:
             with requests.get(self._url, headers=headers, stream=True, timeout=self._timeout_s) as response:
                 self._take(response, offset, version)
@@ -135,12 +136,12 @@ class _Partial:
             raise _TransientError(f"{what} ({type(error).__name__})") from None
         except (requests.RequestException, ValueError) as error:
             raise UserError(
-                f"{urls.hidden(self._url)}: cannot be requested ({type(error).__name__}); check the address, where it "
-                "redirects to, and the settings of proxy and certificates"
+                f"{urls.hidden(self._url)}: cannot be requested ({type(error).__name__}); check the address, its "
+                "redirects, and the settings of proxy and certificates"
             ) from None
 
     def _kept(self) -> tuple[int, str]:
-        with contextlib.suppress(UserError, OSError, KeyError, TypeError):  # no note, or none of ours
+        with contextlib.suppress(UserError, OSError, KeyError, TypeError):  # the note is missing or invalid
             note = files.read_json(self._note)
             if note["address"] == urls.hidden(self._url) and note["version"]:
                 return self.path.stat().st_size, note["version"]
@@ -155,16 +156,16 @@ class _Partial:
         elif status == 206 and span.startswith(f"bytes {offset}-") and _version(response) == version:
             self._append(response, offset)
         elif status == 416 and offset and span == f"bytes */{offset}":
-            return  # all of it had arrived
+            return  # the file is already complete
         elif status in (206, 416) and offset:
             self.discard()
-            raise _TransientError("the answer does not continue the bytes kept, which are now discarded")
+            raise _TransientError("the response does not continue the kept bytes, which are now discarded")
         elif status == 429 or status >= 500:
             raise _TransientError(f"HTTP status {status}")
         else:
             raise UserError(
-                f"{urls.hidden(self._url)}: the server answers with HTTP status {status}, expected the file; check the "
-                "address, put a login that it wants into ~/.netrc, and accept terms of use"
+                f"{urls.hidden(self._url)}: the server returned HTTP status {status} instead of the file; check the "
+                "address, add the login to ~/.netrc if it needs one, and accept its terms of use"
             )
 
     def _append(self, response: requests.Response, done: int) -> None:
@@ -172,17 +173,17 @@ class _Partial:
         length = None if left is None else done + left
         with open(self.path, "ab", opener=files.open_regular) as file:
             self._progress(done, length)
-            # As the bytes come, not by the full buffer: what arrived before a stall is kept. And never decoded.
+            # read1 returns bytes as they arrive, so bytes before a stall are kept. They are never decoded.
             while chunk := response.raw.read1(2**20, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)
                 self._progress(done, length)
         span = response.headers.get("Content-Range", "/*")
-        if not span.endswith((f"/{done}", "/*")):  # of the whole file's bytes; urllib3 counts those of an answer
+        if not span.endswith((f"/{done}", "/*")):  # size of the file; urllib3 checks only the length of a response
             raise _TransientError(f"only {done} bytes have arrived")
 
 
 def _version(response: requests.Response) -> str:
-    """Return the value for If-Range, which takes no weak ETag; empty where the server tells none."""
+    """Return the value for If-Range: a strong ETag or Last-Modified; empty if the server sends neither."""
     etag = response.headers.get("ETag", "")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")

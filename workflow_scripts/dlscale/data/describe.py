@@ -40,14 +40,14 @@ def main(args: argparse.Namespace) -> None:
         if parts.kind_of(dataset).standardised:
             fields = {name: info.standardised() for name, info in manifest.fields.items()}
             manifest = manifest.model_copy(update={"fields": fields})
-        # As .npy files, [1, C, 1, 1] each; an only field's have the published names.
+        # Statistics as .npy files, [1, C, 1, 1] each; the files of a single field have the published names.
         for name, info in manifest.fields.items():
             prefix = "global" if len(manifest.fields) == 1 else name
             for key, values in (("means", info.mean), ("stds", info.std)):
                 np.save(stats / f"{prefix}_{key}.npy", np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1))
     own = [file for files in manifest.splits.values() for file in files if file.verifiable]
     staging.remember(manifest.model_copy(update={"folder": folder}), own)
-    manifest.write(Path(args.manifest))  # last: it is what the stages after this one wait for
+    manifest.write(Path(args.manifest))  # last, because later stages wait for the manifest
 
 
 def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
@@ -65,7 +65,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
         names = [field.name for field in read]
         if fields and fields.keys() != set(names):
             raise UserError(
-                f"{path}: holds the fields {', '.join(names)}, expected {', '.join(fields)}, as other files"
+                f"{path}: holds the fields {', '.join(names)}, expected {', '.join(fields)}, as in the other files"
             )
         for field, its in zip(read, measured, strict=True):
             check_alike(path, field, fields.setdefault(field.name, field))
@@ -91,7 +91,7 @@ def new_manifest(
 
 
 def describe_field(field: Field, moments: Moments) -> FieldInfo:
-    """Return the description of a field with these statistics, whose values are in model units."""
+    """Return the description of a field with these statistics; its values are in model units."""
     statistics = {key: getattr(moments, key).tolist() for key in ("mean", "std", "minimum", "maximum")}
     return FieldInfo(
         channels=list(field.channels),
@@ -106,17 +106,17 @@ def describe_field(field: Field, moments: Moments) -> FieldInfo:
 
 
 def check_alike(path: Path, field: Field, first: Field) -> None:
-    """Refuse rows that differ from those of other files; volumes may differ in size."""
+    """Refuse a field whose rows differ from the first file's; volumes may differ in size."""
     rows_differ = field.row_axis == 0 and field.shape[1:] != first.shape[1:]
     if rows_differ or (field.channels, field.dtype) != (first.channels, first.dtype):
         raise UserError(
-            f"{path}: {field.name}: channels, type or grid {field.shape} differ from those of other files "
-            f"{first.shape}; expected the same"
+            f"{path}: {field.name}: channels, type or grid {field.shape} differ from the first file's {first.shape}; "
+            "expected the same in all files"
         )
 
 
 def check_disjoint(manifest: Manifest) -> None:
-    """Refuse one file in two splits, under whatever names."""
+    """Refuse a file that is in two splits, under the same or different names."""
     seen: dict[str, str] = {}
     for split, files in manifest.splits.items():
         for file in files:

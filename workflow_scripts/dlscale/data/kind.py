@@ -1,18 +1,19 @@
-"""Kinds of datasets: how a kind describes itself to the workflow, which asks while it builds its graph.
+"""Kinds of datasets: how a kind describes its files to the workflow.
 
-This is pure and quick. The work is done by functions in modules beside a kind (`dlscale.core.registry.module_of`), so
-that a stage depends on no more than it uses; a single module from outside holds them all.
+The workflow calls a kind's methods while it builds its graph, so they are pure and quick. The work is done by functions
+in the kind's other modules (`dlscale.core.registry.module_of`), so that a stage depends only on code that it uses. A
+kind that dlscale does not ship has all functions in one module.
 
 (`acquirer`)
-    `acquire(dataset, raw, out, progress)` makes a raw file. Without it files are read where they lie, or fetched.
+    `acquire(dataset, raw, out, progress)` makes a raw file. Without it, users' files are read directly, URLs fetched.
 `source`
-    `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do without.
+    `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do not need it.
 `samples`
-    `open_samples(manifest, split, settings, seed)`; by default rows are samples.
+    `open_samples(manifest, split, settings, seed)`; by default each row is a sample.
 `describe`
     `describe_prepared(dataset, sources, folder) -> Manifest` describes prepared files. Optional:
-    `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest, may write into the folder `stats`, whose
-    name beside the manifest is `name`, and may refuse the data.
+    `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest and may refuse the data. It may write into
+    the folder `stats`, which later lies next to the manifest under the name `name`.
 `preview`
     `preview(manifest)` yields `dlscale.data.preview.Panel`s; by default the first rows are drawn.
 """
@@ -39,7 +40,7 @@ from dlscale.core.schema import PositiveInt, Strict
 class RawFile:
     """One input of preprocessing."""
 
-    name: str  # in the dataset's `source/` folder, if it is acquired
+    name: str  # file name, in the dataset's `source/` folder if it is acquired
     origin: str  # a path, a URL, a store, or `simulated`
     index: int = 0  # number of a simulated box or year
     period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) to take from a store
@@ -51,8 +52,8 @@ class Part:
 
     split: Split
     name: str
-    raws: tuple[RawFile, ...] = ()  # its inputs; none where it is made in memory
-    fraction: tuple[float, float] = (0.0, 1.0)  # share (from, to) of the raw file's rows
+    raws: tuple[RawFile, ...] = ()  # its inputs; empty if it is made in memory
+    fraction: tuple[float, float] = (0.0, 1.0)  # fraction (from, to) of the raw file's rows
     period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) that it holds
 
     @property
@@ -62,12 +63,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """Content of a dataset whose settings alone decide it, as those of simulated ones do."""
+    """Content of a dataset that follows from its settings alone, such as a simulated one."""
 
     fields: dict[str, tuple[int, tuple[int, ...]]]  # number of channels, and grid, as in `FieldInfo`
-    rows: dict[Split, list[int]]  # of each file
-    values: int  # simulated numbers in all
-    classes: dict[str, int] = field(default_factory=dict)  # of label fields
+    rows: dict[Split, list[int]]  # number of rows of each file
+    values: int  # total number of simulated values
+    classes: dict[str, int] = field(default_factory=dict)  # number of classes of each label field
 
 
 def is_url(origin: str) -> bool:
@@ -81,7 +82,7 @@ def file_name(origin: str) -> str:
 
 
 def name_files(origins: list[str]) -> dict[str, RawFile]:
-    """Name raw files after their origins, in safe characters; of equal stems all but the first get a number."""
+    """Return a raw file for each origin, named after it in safe characters; a repeated stem gets a number."""
     named: dict[str, RawFile] = {}
     taken: set[str] = set()
     for origin in origins:
@@ -95,7 +96,7 @@ def name_files(origins: list[str]) -> dict[str, RawFile]:
 
 
 def stem(raw: RawFile) -> str:
-    """Return a raw file's name without its last suffix, as parts are called."""
+    """Return a raw file's name without its last suffix, dots replaced: the name of its part."""
     return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
@@ -110,14 +111,14 @@ class RowSamples(Strict):
 
 
 class DatasetKind(ABC):
-    """A kind of dataset; a folder's `kind.py` has one as `KIND`, a module from outside lists its own in `KINDS`."""
+    """A kind of dataset: `KIND` in a folder's `kind.py`, or an item of `KINDS` in a module outside dlscale."""
 
     name: ClassVar[str]  # value of a dataset's key `kind`
     Settings: ClassVar[type[DatasetSettings]]
     Samples: ClassVar[type[Strict]] = RowSamples  # class of a run's key `samples`
     rows: ClassVar[str] = "samples"  # name for the rows of a file
-    standardised: ClassVar[bool] = False  # whether each channel is standardised, by its statistics, when it is read
-    #: Keys of the dataset and its source that only select parts and raw files, whose content does not depend on them.
+    standardised: ClassVar[bool] = False  # whether readers standardise each channel by its statistics
+    #: Keys of the dataset and its source that select parts and raw files without changing their content.
     selection: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
@@ -125,11 +126,11 @@ class DatasetKind(ABC):
         """Return the files that preprocessing makes, in order; for a prepared dataset, its files."""
 
     def acquirer(self, dataset: Any) -> str | None:
-        """Return the module (see `dlscale.core.registry.module_of`) that makes raw files; None where none is made."""
+        """Return the module (see `dlscale.core.registry.module_of`) that makes raw files; None if missing."""
         return None
 
     def maker(self, dataset: Any) -> str | None:
-        """Return the acquirer if an edit of its code makes the files again; None where they are fetched."""
+        """Return the acquirer if a change of its code makes the files again; None if they are fetched."""
         return self.acquirer(dataset)
 
     def prepared(self, dataset: Any) -> bool:
@@ -137,7 +138,7 @@ class DatasetKind(ABC):
         return getattr(dataset.source, "kind", None) == "prepared"
 
     def origins(self, dataset: Any) -> list[str]:
-        """Return a dataset's paths, URLs or store; nothing for a simulated one."""
+        """Return a dataset's paths, URLs or store; an empty list for a simulated dataset."""
         origins = (raw.origin for part in self.parts(dataset) for raw in part.raws)
         return list(dict.fromkeys(origin for origin in origins if origin != "simulated"))
 
@@ -151,9 +152,10 @@ class DatasetKind(ABC):
         return {**source, "origin": raw.origin, "index": raw.index, "period": _days(raw.period), "sha256": digest}
 
     def look(self, dataset: Any, raw: RawFile, made: Path) -> str | None:
-        """Return a digest of the origin of an acquired file, which is read anew when that changes; None: never.
+        """Return a digest of the state of an acquired file's origin; None if the state is unknown.
 
-        `made` is the file: where its origin is gone, it stays if it holds that digest.
+        The file is acquired again when the digest changes. `made` is the path of the acquired file: a kind whose origin
+        is missing may return the digest that this file contains.
         """
         return None
 
@@ -164,15 +166,15 @@ class DatasetKind(ABC):
         return {**settings, "fraction": part.fraction, "period": _days(part.period)}
 
     def grid(self, dataset: Any) -> tuple[int, ...] | None:
-        """Return the grid of the stored fields where the settings alone decide it, else None."""
+        """Return the grid of the stored fields if the settings alone decide it, else None."""
         return None
 
     def outline(self, dataset: Any) -> Outline | None:
-        """Return the dataset's content, for costs and time limits; None where only its files tell."""
+        """Return the dataset's content, for costs and time limits; None if it depends on the files."""
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:
-        """Return the number of samples in files of so many rows; None where rows do not tell."""
+        """Return the number of samples in files with these numbers of rows; None if rows do not determine it."""
         return sum(rows)
 
 
@@ -182,17 +184,17 @@ def _days(period: tuple[dt.date, dt.date] | None) -> list[str] | None:
 
 # ---- datasets whose samples lie in two files that belong together, such as images and labels
 
-Both = TypeVar("Both", bound=Strict)  # whose fields are paths or URLs, in the order in which readers take them
+Both = TypeVar("Both", bound=Strict)  # fields: paths or URLs, in the order in which readers take them
 
 
 class Paired(Strict, Generic[Both]):
-    """Two files that belong together, such as images and labels: those of each split, or `all` with `shares`."""
+    """Pairs of files that belong together, such as images and labels: one for each split, or `all` with `shares`."""
 
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")
     test: Both | None = Field(None, description="Files of the test part.")
     all: Both | None = Field(None, description="Files that `shares` divides among the parts.")
-    shares: Shares | None = Field(None, description="Share of each part of `all`.")
+    shares: Shares | None = Field(None, description="Fraction of `all` that each part gets.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -223,7 +225,7 @@ def _origins(files: Strict | None) -> list[str]:
 
 
 def share(rows: int, part: Part, path: Path, gap: int = 0) -> tuple[int, int]:
-    """Return first row and number of rows of a part's share of a file, `gap` rows after the share before."""
+    """Return first row and number of rows of a part's fraction of a file, `gap` rows after the fraction before."""
     low, high = part.fraction
     first = math.ceil(low * rows - 1e-9) + (gap if low > 0 else 0)
     own = math.floor(high * rows + 1e-9) - first

@@ -1,4 +1,4 @@
-"""`manifest.json`: all that reading a dataset needs, and its provenance."""
+"""`manifest.json`: description of a dataset for its readers, and its provenance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from dlscale.core.record import Record
 class Transform:
     """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
 
-    `offset` and `scale`, above 0, are in units of g(physical); `log` first raises values to `floor` (physical units).
+    `offset` and `scale` (> 0) are in units of g(physical). `log` first raises smaller values to `floor` (physical
+    units).
     """
 
     kind: Literal["linear", "log"] = "linear"
@@ -28,7 +29,7 @@ class Transform:
     floor: float = 1e-30
 
     def forward(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Map physical to model units: float32, same shape; in `out`, which may be `x`, if given."""
+        """Map physical to model units, float32, same shape; write into `out`, which may be `x`, if given."""
         out = np.empty(x.shape, np.float32) if out is None else out
         if self.kind == "log":
             x = np.log(np.maximum(x, np.float32(self.floor), out=out), out=out)
@@ -43,7 +44,7 @@ class Transform:
         return np.exp(y) if isinstance(y, np.ndarray) else y.exp()
 
 
-#: Leaves values as they are.
+#: Transform that leaves values unchanged.
 IDENTITY = Transform()
 
 
@@ -52,15 +53,15 @@ class File(Record):
 
     path: str  # absolute, or relative to the manifest
     rows: int
-    bytes: int  # when it was described
-    digest: str  # SHA-256 that stands for its content
-    verifiable: bool = False  # whether the digest is that of the file's bytes
+    bytes: int  # size when the file was described, bytes
+    digest: str  # SHA-256 that identifies the content
+    verifiable: bool = False  # whether `digest` is the SHA-256 of the file's bytes
 
     @classmethod
     def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None, verifiable: bool = False) -> File:
         """Describe the file at `path`; `folder` is the manifest's.
 
-        Without a digest, place, size and time stand for the content: files of others may be terabytes.
+        Without a digest, path, size and time identify the content: reading users' files could mean terabytes.
         """
         (size, time), place, folder = stamp(path), path.resolve(), folder.resolve()
         digest = digest or hashlib.sha256(f"{place} {size} {time}".encode()).hexdigest()
@@ -72,14 +73,14 @@ class File(Record):
 class FieldInfo(Record):
     """One field in all files of a dataset; `dlscale.data.store.Field` describes it in one file."""
 
-    channels: list[str]  # one name where there is no axis of channels
-    units: list[str]  # physical, by channel
-    grid: list[int]  # shape without rows and channels; of volumes, which differ in size, [D, H, W] of the first file
+    channels: list[str]  # channel names; one name if there is no channel axis
+    units: list[str]  # physical units, by channel
+    grid: list[int]  # shape without rows and channels; for volumes, which differ in size, the first file's [D, H, W]
     transforms: list[Transform]  # physical to model units, by channel
     stored: Literal["model", "physical"]  # units on disk; readers transform physical values
-    mean: list[float]  # of the training part, by channel, in stored units; so are the next three
+    mean: list[float]  # mean of the training part, by channel, in stored units; the next three likewise
     std: list[float]
-    minimum: list[float] = []  # extremes may be unknown
+    minimum: list[float] = []  # empty if unknown, like `maximum`
     maximum: list[float] = []
     dtype: str = "float32"  # as read: float32 for all floating-point numbers, else the stored type
     channel_axis: int | None = None  # 0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels
@@ -99,22 +100,22 @@ class FieldInfo(Record):
             if not std > 0:
                 raise UserError(
                     f"{where}: channel '{channel}' is constant over the training part (variance 0), so it cannot be "
-                    "normalised; remove it or mend the input"
+                    "normalised; remove it or correct the input"
                 )
 
 
 class Manifest(Record):
     """The content of `manifest.json`."""
 
-    kind: str  # of dataset
+    kind: str  # kind of dataset
     rows: str = "rows"  # name for the rows of a file
-    fields: dict[str, FieldInfo]  # by name of the HDF5 dataset
+    fields: dict[str, FieldInfo]  # fields by name of the HDF5 dataset
     splits: dict[str, list[File]]
-    facts: list[str] = []  # short, for the report
+    facts: list[str] = []  # short facts for the report
     extra: dict[str, Any] = {}  # the kind's own additions
     provenance: dict[str, Any] = {}  # the dataset's `settings`
-    own: str = ""  # SHA-256 of all this, from which metrics, normalisation and the number of samples come
-    folder: Path = Field(Path(), exclude=True)  # place of the manifest; not in the file
+    own: str = ""  # SHA-256 of the manifest without this key; reveals changes of numbers that results depend on
+    folder: Path = Field(Path(), exclude=True)  # folder of the manifest; not in the file
 
     def path(self, file: File | str) -> Path:
         return self.folder / (file if isinstance(file, str) else file.path)
@@ -126,9 +127,9 @@ class Manifest(Record):
         return self.splits[split]
 
     def check_files(self) -> None:
-        """Refuse a missing file, or one of another size than when it was described.
+        """Refuse a missing file, or a file whose size differs from the manifest.
 
-        HDF5 reads what is missing at a file's end as zeros: a cut file would train on in silence.
+        HDF5 reads a missing end of a file as zeros: training would continue on a truncated file without an error.
         """
         for file in (file for files in self.splits.values() for file in files):
             path = self.path(file)
@@ -148,8 +149,10 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote; anything else, such as a changed number, is a `UserError`."""
+        """Read a manifest that `write` wrote; any change since then, such as of a number, is a `UserError`."""
         manifest = super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
         if manifest.own != manifest._sealed().own:
-            raise UserError(f"{path}: a manifest that is not as it was written; delete it and run the workflow again")
+            raise UserError(
+                f"{path}: the manifest was changed after it was written; delete it and run the workflow again"
+            )
         return manifest

@@ -1,4 +1,7 @@
-"""The files of a dataset of any kind: raw files, parts made from them, pieces of a part. Pure and quick."""
+"""Files of a dataset of any kind: raw files, parts made from them, pieces of a part.
+
+The workflow calls these functions while it builds its graph, so they are pure and quick.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from dlscale.data.kind import DatasetKind, Part, RawFile, is_url
 
 
 def load_dataset(config: str | Path) -> DatasetSettings:
-    """Read a dataset's settings: `config.yaml`, or JSON itself."""
+    """Read a dataset's settings from a file, or from a JSON string."""
     raw, where = read_settings(config)
-    # Modules from outside may take seconds to import: only where the kind is none of ours.
+    # Modules outside dlscale may take seconds to import, so import them only for kinds that dlscale does not ship.
     shipped = raw.get("kind") in registry.shipped_kinds()
     dataset: DatasetSettings = validate(registry.kind(raw["kind"]).Settings if shipped else dataset_type(), raw, where)
     return dataset
@@ -29,16 +32,18 @@ def kind_of(dataset: DatasetSettings) -> DatasetKind:
 
 
 def role(dataset: DatasetSettings | str, module: str, function: str) -> Callable[..., Any] | None:
-    """Return a function of a kind's module (see `dlscale.data.kind`); None where the kind has none."""
+    """Return a function of a kind's module (see `dlscale.data.kind`); None if the kind lacks it."""
     name = registry.module_of(dataset if isinstance(dataset, str) else dataset.kind, module)
     return getattr(registry.load(name), function, None) if name else None
 
 
 def needed(dataset: DatasetSettings, module: str, function: str) -> Callable[..., Any]:
-    """Return a function that a dataset cannot do without."""
+    """Return a function of a kind's module; raise a `UserError` if the kind lacks it."""
     there = role(dataset, module, function)
     if there is None:
-        raise UserError(f"datasets of kind {dataset.kind}: no function `{function}`; write one")
+        raise UserError(
+            f"datasets of kind {dataset.kind}: the function `{function}` is missing; define it in the kind's module"
+        )
     return there
 
 
@@ -48,7 +53,7 @@ def acquired(dataset: DatasetSettings, raw: RawFile) -> bool:
 
 
 def fetched(dataset: DatasetSettings) -> bool:
-    """Return whether some raw file comes over the network."""
+    """Return whether any raw file is read over the network."""
     return any(acquired(dataset, raw) and "://" in raw.origin for raw in raws(dataset).values())
 
 
@@ -57,8 +62,8 @@ def parts(dataset: DatasetSettings) -> list[Part]:
     kind = kind_of(dataset)
     found = kind.parts(dataset)
     missing = {"train", "valid"} - {part.split for part in found}
-    if missing and not kind.prepared(dataset):  # of prepared files only their readers know
-        raise UserError(f"dataset of kind {dataset.kind}: none of its parts is of split {', '.join(sorted(missing))}")
+    if missing and not kind.prepared(dataset):  # only the readers of prepared files know their splits
+        raise UserError(f"dataset of kind {dataset.kind}: no part has the split {', '.join(sorted(missing))}; add one")
     return found
 
 

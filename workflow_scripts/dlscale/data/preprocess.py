@@ -1,6 +1,6 @@
-"""Stages `preprocess` and `assemble`: each part in pieces, streamed from the raw files, and joined into its file.
+"""Stages `preprocess` and `assemble`: write the pieces of a part, and join them into its file.
 
-Memory is bounded, whatever a file's size.
+Data are streamed from the raw files, so memory is bounded for files of any size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from dlscale.data.store import Field, Moments
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write a piece of a part of the dataset in `args.config` to `args.out`, or the part: its `args.pieces` joined."""
+    """Write one piece of a part to `args.out`, or join `args.pieces` to the part.
+
+    `args.config` has the dataset's settings.
+    """
     dataset = reads.load_dataset(args.config)
     if "pieces" in args:
         assemble(dataset, args.pieces, args.out)
@@ -70,7 +73,7 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
                 if field.name in source.summed:
                     sums[field.name] = sums.get(field.name, 0) + values.sum(axis=0, dtype=np.float64)
                 file[field.name][field.select(first - start, last - start)] = values
-            del read, values  # before the next are read
+            del read, values  # frees memory for the next block
             progress.update(last - start)
         for field in source.fields:
             file[field.name].attrs["moments"] = moments[field.name].to_json()
@@ -87,7 +90,7 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
 def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | Path) -> None:
     """Join the pieces of a part, in order, into its file, in the stored type and layout."""
     pieces = [store.open_file(path) for path in paths]
-    # Whole chunks are written once, so a cache of chunks (8 MB a dataset by default) would only take memory.
+    # Each chunk is written once, completely: HDF5's chunk cache (8 MB per dataset by default) would only take memory.
     with whole(out) as temporary, h5py.File(temporary, "w", rdcc_nbytes=0) as file:
         for name in pieces[0].attrs["fields"]:
             _join(dataset, [piece[name] for piece in pieces], file, str(out))
@@ -108,7 +111,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     for piece in pieces:
         moments = moments.merged(Moments.from_json(piece.attrs["moments"]))
     half = dataset.storage.dtype == "float16" and field.floating
-    # Centred and scaled, every channel uses half precision where it is dense; a constant one stays exact.
+    # Centred and scaled values use float16 where its numbers are dense; a constant channel stays exact.
     scale = np.where(moments.std > 0, moments.std, 1.0)
     target = store.create(
         file,
@@ -121,7 +124,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     target.attrs["moments"] = moments.to_json()
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
-    # Values as read, and while they are scaled and compared; whole chunks are written.
+    # A block has room for values as read, scaled and compared. It ends at a chunk's end, so chunks are written once.
     block = max(1, store.MEMORY // (4 * 4 * int(np.prod(field.shape)) // field.rows))
     rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
     block -= block % rows_of_chunk if block > rows_of_chunk else 0
@@ -133,11 +136,11 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
                 values = piece[field.select(first, last)]
                 if half:
                     exact, values = values, ((values - offset_c) / scale_c).astype(np.float16)
-                    exact -= values * scale_c + offset_c  # as a reader will find them
+                    exact -= values * scale_c + offset_c  # as a reader decodes them
                     error = np.maximum(error, np.abs(exact, out=exact).max(axis=axes))
                     del exact
                 store.write(target, field.select(done + first, done + last), values)
-                del values  # before the next are read
+                del values  # frees memory for the next block
                 progress.update(done + last)
             done += count
     if half:

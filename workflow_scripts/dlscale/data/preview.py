@@ -15,8 +15,8 @@ from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
-STRIP = 4  # images along an edge of the mosaic of the first rows
-BARS = 30_000  # classes that have a bar each: integers may be counts, up to millions
+STRIP = 4  # images along each edge of the mosaic
+BARS = 30_000  # most classes that get a bar each: integers may be counts, up to millions
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Panel:
 
     title: str
     unit: str
-    values: np.ndarray  # [H, W], or [H, W, 3] bytes, are shown as a picture, too
-    labels: tuple[str, str] = ("", "")  # of the picture's axes, x and y
-    classes: int | None = None  # number of classes of labels, each with a bar of the histogram
+    values: np.ndarray  # [H, W], or uint8 [H, W, 3], for a picture and histogram; [N] for a histogram alone
+    labels: tuple[str, str] = ("", "")  # labels of the picture's axes, x and y
+    classes: int | None = None  # number of classes if the values are labels; each gets a bar
 
 
 def main(args: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
         "xtick.labelsize": 7,
         "ytick.labelsize": 7,
     }
-    with matplotlib.rc_context(style):  # a `$` is a `$`; tick labels arise while saving
+    with matplotlib.rc_context(style):  # draws `$` as text; saving is inside because it makes tick labels
         figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
         grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
         for number, panel in enumerate(panels):
@@ -68,7 +68,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def channel_panels(info: FieldInfo, values: np.ndarray, labels: tuple[str, str]) -> Iterator[Panel]:
-    """Yield a panel for each channel of a slice [C, H, W] in stored units: physical values, or their log10."""
+    """Yield a panel for each channel of a slice [C, H, W] in stored units.
+
+    Panels show physical values, or their log10 if the channel's transform is a logarithm.
+    """
     for channel, unit, transform, picture in zip(info.channels, info.units, info.transforms, values, strict=True):
         physical = transform.inverse(picture) if info.stored == "model" else picture
         if transform.kind == "log":
@@ -96,7 +99,7 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
 
 
 def mosaic(images: np.ndarray) -> np.ndarray:
-    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...], or fewer in one row."""
+    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...]; too few images form one row."""
     down, across = (STRIP, STRIP) if len(images) >= STRIP**2 else (1, len(images))
     bands = [np.concatenate(list(images[row * across : (row + 1) * across]), axis=1) for row in range(down)]
     return np.concatenate(bands)

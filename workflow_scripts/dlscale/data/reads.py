@@ -1,4 +1,7 @@
-"""Files that a study's own data code reads: only those that its `parts` name, because only their changes are seen."""
+"""Refuse files that a study's data code opens without naming them in `parts`.
+
+Only changes of named files make the data again.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import read_settings
 from dlscale.data import parts
 
-#: Variables that name folders of caches and settings.
+#: Environment variables that name folders of caches and settings.
 _CACHES = re.compile(r".*CACHE.*|XDG_CONFIG_HOME|MPLCONFIGDIR|TORCH_HOME|HF_HOME")
-#: Suffixes of code: fingerprints cover the modules of a study.
+#: Suffixes of code, which may be opened: fingerprints cover the modules of a study.
 _CODE = (".py", ".pyc", ".pyi", ".so")
 
 
 class _Guard:
-    """Judges each file that this process opens while it is active."""
+    """Guard that checks each file that this process opens."""
 
-    active: _Guard | None = None  #: Audit hooks stay for good, so one hook looks here.
+    active: _Guard | None = None  #: Guard that the only audit hook calls: Python cannot remove hooks.
     hooked = False
 
     def __init__(self, named: Iterable[str | Path]) -> None:
@@ -46,12 +49,12 @@ class _Guard:
         places += [value for name, value in os.environ.items() if value and _CACHES.fullmatch(name)]
         self._places = [Path(os.path.realpath(place)) for place in places]
         self._temporary = Path(os.path.realpath(tempfile.gettempdir()))
-        self._home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 - of an unknown user it stays "~"
+        self._home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 - stays "~" for an unknown user
         self._began, self._written = time.time(), set[Path]()
         self.refused: UserError | None = None
 
     def judge(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Raise a `UserError` if an audit event reads a file whose changes would stay unseen."""
+        """Raise a `UserError` if an audit event reads a user's file that `parts` does not name."""
         path = arguments[0] if arguments else None
         if event not in ("open", "sqlite3.connect", "os.rename") or not isinstance(path, str | bytes | os.PathLike):
             return
@@ -66,9 +69,9 @@ class _Guard:
                 self._written |= {real} if made else set()
             elif self._is_unseen(real):
                 self.refused = UserError(
-                    f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`: its changes would "
-                    "be ignored; return a `RawFile` of it from `parts` and open `paths`, or use kind `starter` with "
-                    "`source: {kind: arrays}` (docs/adding.md)"
+                    f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so its changes "
+                    "would be ignored; return a `RawFile` for it from `parts` and open `paths`, or use kind `starter` "
+                    "with `source: {kind: arrays}` (docs/adding.md)"
                 )
                 raise self.refused
 
@@ -83,7 +86,10 @@ class _Guard:
 
 @contextlib.contextmanager
 def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
-    """Refuse files of users but `named` and what is below, for kinds of datasets from outside."""
+    """Refuse to open users' files other than `named`, for kinds of datasets that dlscale does not ship.
+
+    Files in named folders are allowed.
+    """
     if kind in registry.shipped_kinds():
         yield
         return
@@ -100,14 +106,17 @@ def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
     try:
         _Guard.active, h5py.File.__init__ = guard, checked
         yield
-        if guard.refused:  # also where the study's code caught it
+        if guard.refused:  # even if the study's code caught the error
             raise guard.refused
     finally:
         _Guard.active, h5py.File.__init__ = before, init
 
 
 def load_dataset(config: str | Path) -> DatasetSettings:
-    """Read a dataset's settings; a module from outside reads no user's file when it is imported."""
+    """Read a dataset's settings.
+
+    A kind that dlscale does not ship must not open users' files while it is imported.
+    """
     kind = str(read_settings(config)[0].get("kind"))
     with only_named(kind, []):
         registry.kind(kind)

@@ -1,7 +1,8 @@
-"""Samples as loaders see them: their number, their arrays, and sample (epoch, index) itself.
+"""Samples of a split, as loaders read them.
 
-`read` returns one sample and is the truth for every loader. The other classes let loaders be faster: `GridSamples` name
-boxes and how to decode them, `WritingSamples` write themselves into a batch, `CroppedImages` name windows of images.
+`read` returns one sample; every loader must deliver the same values. The other classes let loaders be faster:
+`GridSamples` give the positions of boxes and how to decode them, `WritingSamples` write themselves into a batch,
+`CroppedImages` give windows of images.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    classes: int | None = None  #: labels are 0 ... classes - 1; other whole numbers that are drawn, too; None: unknown
+    classes: int | None = None  #: labels, and random integers in place of data, are 0 ... classes - 1; None: unknown
 
 
 class Samples(Protocol):
@@ -43,7 +44,10 @@ class Samples(Protocol):
     target_spec: ArraySpec
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input and target of sample `index` of `epoch`, as declared, in model units; equal in any process."""
+        """Return input and target of sample `index` of `epoch`, in model units; the same in every process.
+
+        Shapes and types follow `input_spec` and `target_spec`.
+        """
         ...
 
 
@@ -52,7 +56,10 @@ class WritingSamples(Samples):
 
     @abstractmethod
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """Return tasks, for any threads in any order, that write samples `indices` into `x` and `y`, [n, ...]."""
+        """Return tasks that write samples `indices` into `x` and `y`, [n, ...].
+
+        Any threads may run the tasks, in any order.
+        """
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         x, y = (np.empty((1, *spec.shape), spec.dtype) for spec in (self.input_spec, self.target_spec))
@@ -62,13 +69,13 @@ class WritingSamples(Samples):
 
 
 class TableSamples(WritingSamples):
-    """Samples that are rows of two arrays, which a device may hold."""
+    """Samples that are rows of two arrays; a device may keep both arrays."""
 
-    bytes: int  #: size of all rows
+    bytes: int  #: size of all rows of both arrays, bytes
 
     @abstractmethod
     def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all inputs and all targets, [N, ...] as declared."""
+        """Return all inputs and all targets, [N, ...], as `input_spec` and `target_spec` declare them."""
 
     @abstractmethod
     def order(self, epoch: int) -> np.ndarray:
@@ -77,9 +84,9 @@ class TableSamples(WritingSamples):
 
 @dataclass(frozen=True)
 class ImageWindows:
-    """Windows of n images, each resized; a square of the result, perhaps mirrored, is a sample."""
+    """Windows of n images, each resized; a sample is a square of the resized window, perhaps mirrored."""
 
-    images: list[np.ndarray]  #: files, uint8 [bytes] each, or pixels, uint8 [H, W, 3] each
+    images: list[np.ndarray]  #: encoded files, uint8 [bytes] each, or pixels, uint8 [H, W, 3] each
     labels: np.ndarray  #: int64 [n]
     corner: np.ndarray  #: first row and column of the window, int64 [n, 2]
     extent: np.ndarray  #: height and width of the window, int64 [n, 2]
@@ -89,12 +96,15 @@ class ImageWindows:
 
 
 class CroppedImages(WritingSamples):
-    """Samples that are windows of images, uint8 [3, size, size], with a label; other decoders round in other ways."""
+    """Samples that are windows of images, uint8 [3, size, size], with a label.
+
+    Pixels may differ between decoders, because they round differently.
+    """
 
     @property
     @abstractmethod
     def encoded(self) -> bool:
-        """Whether images are files, JPEG or PNG, and not pixels."""
+        """Whether images are JPEG or PNG files instead of pixels."""
 
     @abstractmethod
     def windows(self, epoch: int, indices: range) -> ImageWindows:
@@ -104,10 +114,10 @@ class CroppedImages(WritingSamples):
 def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
     """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
 
-    Of unscaled values the mean goes first, so that they keep their digits.
+    For unscaled values the shift is the mean: subtracting it first keeps their digits.
     """
     transforms = info.transforms if info.stored == "physical" else []
-    mean, std = (  # in the digits that the published statistics have
+    mean, std = (  # rounded to float32, like the published statistics
         np.array([getattr(t, key) for t in transforms] or [plain] * len(info.channels), np.float32).astype(float)
         for key, plain in (("offset", 0.0), ("scale", 1.0))
     )
@@ -121,12 +131,12 @@ def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> 
 
 @dataclass(frozen=True)
 class BoxIndex:
-    """Places of the boxes of n samples."""
+    """Positions of the boxes of n samples."""
 
     file: np.ndarray  #: number of the file, int64 [n]
-    input: np.ndarray  #: first cell along each axis but the channels', int64 [n, 3]
-    target: np.ndarray  #: as input
-    symmetry: np.ndarray  #: number of the symmetry that is then applied, int64 [n]
+    input: np.ndarray  #: first cell of the input's box along its three axes without channels, int64 [n, 3]
+    target: np.ndarray  #: first cell of the target's box, int64 [n, 3]
+    symmetry: np.ndarray  #: number of the symmetry applied to both boxes, int64 [n]
 
     def __len__(self) -> int:
         return len(self.file)
@@ -139,9 +149,9 @@ class BoxIndex:
 class Symmetries(Protocol):
     """Symmetries of boxes, by number; 0 is the identity."""
 
-    axes: np.ndarray  #: axis of the box that each axis of the result walks along, int64 [S, 3]
-    flips: np.ndarray  #: whether it walks backwards, bool [S, 3]
-    source: np.ndarray  #: channel that each channel of the result comes from, int64 [S, C]
+    axes: np.ndarray  #: axis of the box for each axis of the result, int64 [S, 3]
+    flips: np.ndarray  #: whether each axis of the result runs backwards, bool [S, 3]
+    source: np.ndarray  #: source channel of each channel of the result, int64 [S, C]
     sign: np.ndarray  #: sign of each channel, float32 [S, C]
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
@@ -150,9 +160,9 @@ class Symmetries(Protocol):
 
 
 class DecodePlan(NamedTuple):
-    """How to decode the boxes of B samples with C channels, in numpy or on a device; positions count values.
+    """Formula that decodes the boxes of B samples with C channels, in numpy or on a device.
 
-    A transformed box is the same memory walked in another order:
+    Positions and steps are counted in values. A transformed box reads the same memory in another order:
 
         out[c, i, j, k] = (stored[p] - shift[c]) factor[c] + offset[c],
         p = base + channel[c] + i step[0] + j step[1] + k step[2]
@@ -170,14 +180,14 @@ class BoxField:
     name
         Field of the files: volumes [C, D, H, W] or series [T, C, H, W], whose boxes are [C, T, H, W].
     extent
-        Size of a box along each of the three axes but the channels'.
+        Size of a box along its three axes without channels.
 
     Attributes
     ----------
     shape
-        A stored box: (C, *extent).
+        Shape of a stored box: (C, *extent).
     spec
-        A delivered box, float32; a single time has no axis of its own.
+        Shape and type (float32) of a delivered box; a single time has no time axis.
     """
 
     def __init__(
@@ -192,7 +202,7 @@ class BoxField:
         assert self._info.channel_axis is not None
         files = manifest.files(split)
         self.readers = [Reader(manifest.path(file), name) for file in files]
-        #: Digests of the files, and the stem of paths of their mirrors.
+        #: Digests of the files, and common start of their mirrors' paths.
         self.digests, self.stem = [file.digest for file in files], manifest.folder / "mirrors" / f"{split}-{name}"
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
@@ -201,15 +211,15 @@ class BoxField:
         self._decoding: dict[int, np.ndarray] = {}
 
     def decoding(self, file: int) -> np.ndarray:
-        """Return shift, factor and offset (`decoding`) of a file, float32 [3, C]."""
+        """Return shift, factor and offset of a file (see the function `decoding`), float32 [3, C]."""
         if file not in self._decoding:
             self._decoding[file] = decoding(self._info, self.readers[file].scaling)
         return self._decoding[file]
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
-        """Return the box at `start` [3] as the model takes it: float32, of shape `spec.shape`, axes in any order.
+        """Return the box at `start` [3] as the model takes it: float32, shape `spec.shape`, any memory order.
 
-        Values that need no decoding get no pass that published loaders do not make.
+        Operations without effect are skipped: values that need no decoding cost as much as in published loaders.
         """
         values = self.stored(file, start).astype(np.float32, copy=False)
         shift, factor, offset = self.decoding(file)
@@ -247,7 +257,7 @@ class BoxField:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """Axes of boxes (0: channels) in the order of buffers, slowest first: that of the first file."""
+        """Axes of boxes (0: channels) in the memory order of buffers and of the first file, slowest first."""
         return self.order_of(0)
 
     def order_of(self, file: int) -> tuple[int, ...]:
@@ -262,33 +272,33 @@ class BoxField:
         return tuple(shape)
 
     def mapped(self, file: int) -> np.ndarray | None:
-        """Return all stored values of a file, [C, a, b, c], if they lie in the mapped file in one piece."""
+        """Return all stored values of a file, [C, a, b, c], if they are contiguous in the mapped file, else None."""
         values = self.readers[file].mapped
         return None if values is None else np.moveaxis(values, self.channel_axis, 0)
 
     def map(self) -> None:
-        """Open and map all files, which threads are not to do side by side."""
+        """Open and map all files; call this before several threads read them."""
         for reader in self.readers:
-            reader.chunks  # noqa: B018 - found at first use
+            reader.chunks  # noqa: B018 - opens and maps the file
 
     @property
     def bytes(self) -> int:
-        """Size of all files in memory."""
+        """Size of the stored values of all files in memory, bytes."""
         return sum(int(np.prod(self.shape_of(file))) for file in range(len(self.readers))) * self.dtype.itemsize
 
     def canonical(self, stored: np.ndarray) -> np.ndarray:
-        """Return an array whose last four axes lie in `order` as boxes, [..., C, a, b, c]."""
+        """Reorder the last four axes of an array from `order` to boxes [..., C, a, b, c]."""
         return np.moveaxis(stored, [axis - 4 for axis in range(4)], [axis - 4 for axis in self.order])
 
     def strides(self, boxes: np.ndarray) -> np.ndarray:
-        """Return the values from one cell to the next in an array [..., C, a, b, c], int64 [4]."""
+        """Return the strides of the last four axes of boxes [..., C, a, b, c], in values, int64 [4]."""
         return np.array(boxes.strides[-4:]) // self.dtype.itemsize
 
     def plan(self, file: np.ndarray, symmetry: np.ndarray, base: np.ndarray, stride: np.ndarray) -> DecodePlan:
-        """Return how to decode the boxes of B samples; `file` and `symmetry` [B] are as in `BoxIndex`.
+        """Return the formula that decodes the boxes of B samples; `file` and `symmetry` [B] are as in `BoxIndex`.
 
-        `base`, int64 [B], is where each box begins, and `stride`, int64 [B, 4] or [1, 4], the distance from one cell to
-        the next along C and the box's three axes, in values.
+        `base`, int64 [B], is the position of each box's first value. `stride`, int64 [B, 4] or [1, 4], is the distance
+        between neighbouring cells along C and the box's three axes, in values.
         """
         count, channels = len(file), self.shape[0]
         if (turns := self.symmetries) is None:
@@ -314,7 +324,7 @@ class GridSamples(Samples):
 
     @abstractmethod
     def boxes(self, epoch: int) -> BoxIndex:
-        """Return the places of an epoch's samples."""
+        """Return the positions of the boxes of an epoch's samples."""
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         boxes = self.boxes(epoch)
@@ -324,9 +334,9 @@ class GridSamples(Samples):
 
 
 class ArrangedSamples(Samples):
-    """Samples whose input is made of a box and a few numbers, on the model's device.
+    """Samples whose input is computed from a box and a few numbers, on the model's device.
 
-    Loaders fetch the boxes; `dlscale.data.loaders.base.ArrangedLoader` does the rest for all of them.
+    Loaders read the boxes; `dlscale.data.loaders.base.ArrangedLoader` computes the inputs, for any loader.
     """
 
     def __init__(self, boxes: GridSamples, input_spec: ArraySpec) -> None:
@@ -353,7 +363,7 @@ class ArrangedSamples(Samples):
 
 
 def known_field(manifest: Manifest, key: str, name: str) -> FieldInfo:
-    """Return the field that the key `key` of a run's `samples` names; one that is not there is a `UserError`."""
+    """Return the field that the key `key` of a run's `samples` names; an unknown name is a `UserError`."""
     fields = manifest.fields
     if name not in fields:
         raise UserError(
@@ -363,14 +373,14 @@ def known_field(manifest: Manifest, key: str, name: str) -> FieldInfo:
 
 
 class RowField:
-    """Rows [n, ...] of one field of every file, in model units; labels are int64, whatever they are stored as."""
+    """Rows [n, ...] of one field of every file, in model units; labels are int64, whatever their stored type."""
 
     def __init__(self, manifest: Manifest, split: str, key: str, name: str) -> None:
         self._info = info = known_field(manifest, key, name)
         if info.channel_axis == 0:
-            raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W], of which no row is a sample")
+            raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W]; expected a sample per row")
         stored = "float32" if info.stored == "physical" else info.dtype
-        # Of tokens and masks, too, numbers that are drawn in their place must be some of theirs.
+        # Random integers in place of tokens and masks must be valid: they stay within the stored values.
         highest = int(max(info.maximum, default=0)) if np.dtype(info.dtype).kind in "iu" else 0
         among = info.classes or (min(highest, 255) + 1 if highest > 0 else None)
         self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, among)
@@ -378,13 +388,13 @@ class RowField:
         self._numbers: dict[int, np.ndarray | None] = {}
 
     def fill(self, file: int, rows: np.ndarray, out: np.ndarray) -> None:
-        """Write rows [n] of one file into `out` [n, ...], as `spec` declares them."""
+        """Write rows [n] of one file into `out` [n, ...], decoded and in the type of `spec`."""
         reader = self._readers[file]
         if file not in self._numbers:
             self._numbers[file] = self._decoding(reader)
         mapped, numbers = reader.mapped, self._numbers[file]
         if mapped is not None and numbers is None and mapped.dtype == out.dtype:
-            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # else it copies
+            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # others copy
             return
         if mapped is None:
             stored = np.concatenate([reader.stored((slice(row, row + 1),)) for row in rows.tolist()])
@@ -394,7 +404,7 @@ class RowField:
         out[...] = values if numbers is None else (values - numbers[0]) * numbers[1] + numbers[2]
 
     def _decoding(self, reader: Reader) -> np.ndarray | None:
-        """Return shift, factor and offset, [3, C, 1, ...], if a file's rows must be decoded."""
+        """Return shift, factor and offset, [3, C, 1, ...], if a file's rows must be decoded, else None."""
         info, scaling = self._info, reader.scaling
         if scaling is None and info.stored == "model":
             return None

@@ -1,7 +1,7 @@
-"""One sample stream: sample (seed, epoch, index) is the same for any reader, anywhere, after any resume.
+"""Sample stream: (seed, epoch, index) gives the same sample to any reader, on any machine, after any resume.
 
-The words of a counter-based generator, Philox 4x64 (Salmon et al. 2011), under the key of (seed, epoch, stream) belong
-to one sample each.
+Random numbers come from a counter-based generator, Philox 4x64 (Salmon et al. 2011), with a key made of seed, epoch and
+stream. Each sample has its own block of four words.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool) -> np.ndarray:
-    """Return the items, at most `wanted` of `count`, that an epoch visits, int64.
+    """Return the items that an epoch visits, at most `wanted` of `count`, int64.
 
-    Training visits a random choice in random order; validation and test are fixed, in order and evenly spread.
+    Training visits a random choice in random order. Validation and test always visit the same items, evenly spread and
+    in order.
     """
     return order(seed, epoch, count)[:wanted] if training else evenly(count, wanted)
 
 
 def locate(counts: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return file and number there of each item, int64 [n] each; file i holds `counts[i]` items."""
+    """Return each item's file and its number in that file, int64 [n] each; file i holds `counts[i]` items."""
     ends = np.cumsum(counts)
     file = np.searchsorted(ends, items, side="right")
     return file, items - (ends - counts)[file]
@@ -57,17 +58,20 @@ def evenly(count: int, wanted: int | None) -> np.ndarray:
 
 
 class Visits:
-    """Rows of several files, with `counts` of them, as an epoch's samples in the order of `visits`; `size` samples."""
+    """Rows of several files as the samples of an epoch, in the order of `visits`.
+
+    File i has `counts[i]` rows; an epoch has `size` samples.
+    """
 
     def __init__(self, counts: list[int], wanted: int | None, seed: int, training: bool) -> None:
         self._counts, self._seed, self._training = np.array(counts), seed, training
         self.size = min(wanted or sum(counts), sum(counts))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return each sample's row among those of all files, int64 [size]."""
+        """Return each sample's row, counted over all files, int64 [size]."""
         return visits(self._seed, epoch, int(self._counts.sum()), self.size, self._training)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - an epoch's rows serve all its samples; two epochs overlap
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - one result serves all samples of an epoch; two epochs overlap
     def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each sample's file and row, int64 [size] each."""
         return locate(self._counts, self.order(epoch))

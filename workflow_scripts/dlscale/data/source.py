@@ -23,16 +23,16 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import TORN, no_pipe
 from dlscale.data.store import Field
 
-#: CPU time in which HDF5 reads a file's structure, s; waiting for a slow file system does not count.
+#: CPU time within which HDF5 must read a file's structure, seconds; waiting for a slow file system does not count.
 MAX_STRUCTURE_SECONDS = 10
-#: Chunks of a dataset whose addresses are read.
+#: Largest number of chunks of a dataset for which chunk addresses are read.
 MAX_CHUNKS = 10**6
 
 
 def check_structure(paths: Sequence[Path]) -> None:
-    """Refuse HDF5 files in which HDF5 loops or crashes, tried in a child process.
+    """Refuse files on which HDF5 loops or crashes; a child process tries to read them.
 
-    HDF5 follows a damaged file's addresses in circles, and Python's signal handlers wait for its return.
+    HDF5 may follow a damaged file's addresses in circles, and Python's signal handlers run only after it returns.
     """
     for path in paths:
         no_pipe(path)
@@ -41,14 +41,14 @@ def check_structure(paths: Sequence[Path]) -> None:
         return
     current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that it reads
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads do not use HDF5
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads: they do not use HDF5
         child = os.fork()
     if not child:
         _walk_and_exit(paths, current)
     try:
         status = os.waitpid(child, 0)[1]
-    except BaseException:  # this process is to end
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has just ended
+    except BaseException:  # this process is being stopped
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the child has just ended
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         raise
@@ -63,7 +63,10 @@ def check_structure(paths: Sequence[Path]) -> None:
 
 
 def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
-    """Read the structure of files, and end this forked process; exceptions are left to the files' reader."""
+    """Read the structure of files, and end this forked process.
+
+    Exceptions are ignored: the files' reader will report them.
+    """
     try:
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -77,7 +80,7 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
             with contextlib.suppress(ValueError):  # the process's own limit is lower
                 resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(start + MAX_STRUCTURE_SECONDS), hard))
             with contextlib.suppress(Exception), h5py.File(path, "r") as file:
-                stop = start + MAX_STRUCTURE_SECONDS / 2  # of a walk through many objects; a loop goes beyond
+                stop = start + MAX_STRUCTURE_SECONDS / 2  # ends a walk through many objects; a loop runs into the limit
                 _read_structure(file, stop)
                 file.visititems(lambda _, item, stop=stop: _read_structure(item, stop) or None)
     finally:
@@ -99,34 +102,34 @@ def _read_structure(item: Any, stop: float) -> bool:
 
 
 class Source(ABC):
-    """One part's raw input, streamed along rows: slabs of a volume, times of a series, samples."""
+    """Raw input of one part, streamed along rows: slabs of a volume, times of a series, or samples."""
 
-    fields: tuple[Field, ...]  # of the part, at the stored resolution; all have as many rows
-    bytes_per_row: int  # memory of `read` for one row: raw buffers and results
-    coordinates: Mapping[str, np.ndarray] = {}  # small arrays kept beside the data, the same in every piece
-    row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] kept beside the data, such as times
-    summed: tuple[str, ...] = ()  # fields [N, ...] whose sum over rows is kept, as `sum/NAME`, float64
+    fields: tuple[Field, ...]  # fields of the part at the stored resolution, all with the same number of rows
+    bytes_per_row: int  # memory of `read` for one row, bytes: raw buffers and results
+    coordinates: Mapping[str, np.ndarray] = {}  # small arrays stored with the data, the same in every piece
+    row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] stored with the data, such as times
+    summed: tuple[str, ...] = ()  # names of fields [N, ...]; their sums over rows are stored as `sum/NAME`, float64
     attributes: Mapping[str, Any] = {}  # provenance of the raw files, plain values
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Mapping[str, np.ndarray]:
-        """Return rows [start, stop) of each field by name, of its type; the next call may overwrite them."""
+        """Return rows [start, stop) of each field, by name, in the field's type; the next call may overwrite them."""
 
     def close(self) -> None:  # noqa: B027 - arrays in memory need no closing
         """Close the raw files."""
 
 
 def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.ndarray | None = None) -> np.ndarray:
-    """Average blocks of `factor` cells of [A, B, H, W] along `axes`, of the last three; cells beyond full blocks drop.
+    """Average blocks of `factor` cells of `values` [A, B, H, W] along `axes`, some of the last three.
 
-    Sums are in float32: error below factor * 2e-7 of the mean magnitude. The result is in `out` if given; else with
-    factor 1 it is `values` themselves.
+    Cells beyond the last full block are dropped. Sums are float32: the error is below factor * 2e-7 of the mean
+    magnitude. The result is in `out` if given. Without `out`, a factor of 1 returns `values` themselves.
     """
     if factor == 1 and out is None:
         return values
     shape = [size // factor if axis in axes else size for axis, size in enumerate(values.shape)]
     out = np.empty(shape, np.float32) if out is None else out
-    for row, averaged in zip(values, out, strict=True):  # one at a time: of all, the sums would take memory
+    for row, averaged in zip(values, out, strict=True):  # one at a time, so that the sums take little memory
         sums = row
         for axis in sorted((axis - 1 for axis in axes), reverse=True):
             whole = np.moveaxis(sums, axis, 0)[: shape[axis + 1] * factor]
@@ -136,14 +139,14 @@ def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.
 
 
 class ArraySource(Source):
-    """Arrays in memory as a source, [N, ...] by name of field: booleans become uint8, floats float32.
+    """Source of arrays [N, ...] in memory, by name of field: booleans become uint8, floats float32.
 
     Parameters
     ----------
     channels
         Names of the channels along the second axis, for fields that have such an axis.
     units
-        By field; `1` if absent.
+        Unit of each field; `1` if absent.
     """
 
     def __init__(
@@ -172,16 +175,18 @@ class ArraySource(Source):
                 raise UserError(f"ArraySource: {unknown('array', name, arrays)}")
         for name, values in self._arrays.items():
             if len(values) != len(first := next(iter(self._arrays.values()))):
-                raise UserError(f"ArraySource: '{name}' has {len(values)} rows, and the first array {len(first)}")
+                raise UserError(f"ArraySource: '{name}' has {len(values)} rows, but the first array has {len(first)}")
             names = tuple((channels or {}).get(name, ()))
             own_units = ((units or {}).get(name, "1"),) * (len(names) or 1)
             axis = 1 if names else None
             if names and values.shape[1:2] != (len(names),):
-                raise UserError(f"ArraySource: '{name}': {len(names)} channels are named, of shape {values.shape}")
+                raise UserError(
+                    f"ArraySource: '{name}': {len(names)} named channels do not fit the shape {values.shape}"
+                )
             field = Field(name, names or (name,), own_units, values.shape, axis, dtype=str(values.dtype))
             self.fields += (field,)
         rows = max(1, self.fields[0].rows)
-        # Values as they are, and the float64 copies that their statistics take.
+        # Values as they are, and float64 copies for their statistics.
         self.bytes_per_row = sum(values.nbytes + 16 * values.size for values in self._arrays.values()) // rows + 1
         self.attributes = attributes or {}
 

@@ -1,11 +1,12 @@
-"""Data files as stages find them: near the processes that read them, and whole.
+"""Copies of data files near the processes that read them, and verification of their content.
 
-A copy, in a node's memory or on its own disk, is a dataset's folder, named by the manifest's digest. The first process
-of a node makes it, others wait, and all who read it hold its lock, shared. The last reader removes a copy in memory;
-one on a disk stays until another needs the room. A file without the size and time of its original is copied again.
+A copy is a folder in a node's memory or on its local disk, named by the manifest's digest. The first process of a node
+makes the copy while other processes wait; each reader holds a shared lock on it. The last reader removes a copy in
+memory; a copy on a disk stays until another copy needs the room. A file whose size or time differs from the original's
+is copied again.
 
-A damaged file may keep its size and time: a stage reads a file that no stage has verified, and compares its SHA-256
-with the manifest's. A record beside the manifest has size and times of sound files.
+A damaged file may keep its size and time. A stage therefore reads each file that is not verified yet and compares its
+SHA-256 with the manifest's. A record next to the manifest has the size and times of verified files.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ from dlscale.core.progress import tracked
 from dlscale.core.text import size
 from dlscale.data.manifest import File, Manifest
 
-#: A file system in memory, on every Linux.
+#: Folder of Linux's file system in memory.
 MEMORY = "/dev/shm"
-#: Verified files, beside the manifest.
+#: Name of the record of verified files, next to the manifest.
 RECORD = "verified.json"
-#: What to do where data cannot be copied.
+#: Remedy in messages about data that cannot be copied.
 INSTEAD = "use loader.staging none, or for `local` another site.local_disk"
 
 
 @contextlib.contextmanager
 def staged(manifest: str | Path, staging: str) -> Iterator[Path]:
-    """Yield the path of a manifest whose files are near, as `loader.staging` asks: in `memory`, or `local`."""
+    """Copy a dataset to the node's memory or local disk, and yield the path of the copy's manifest.
+
+    `staging` is `memory` or `local` (the run's `loader.staging`).
+    """
     original = Manifest.read(manifest)
     original.check_files()
     folder = _place(staging) / _owner()
@@ -69,19 +73,19 @@ def _place(staging: str) -> Path:
     found = os.path.expandvars(given)
     if not given or "$" in found:
         raise UserError(
-            f"loader.staging: local: the node's own disk is '{given}'; expected a folder, of variables that this node "
-            f"has; set site.local_disk, or the variable {LOCAL_DISK}"
+            f"loader.staging: local: the node's local disk is '{given}'; expected a folder, with variables that are "
+            f"set on this node; set site.local_disk, or the variable {LOCAL_DISK}"
         )
     return Path(found)
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse a folder where others could change the data, or have us write elsewhere by a link."""
+    """Refuse a folder in which other users could change the data or redirect writes by a link."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise UserError(
-            f"{folder}: expected a folder, and no link, of user {os.getuid()} with mode 0700: who can write there "
-            f"decides what is trained on; remove it, or {INSTEAD}"
+            f"{folder}: expected a folder, not a link, of user {os.getuid()} with mode 0700: otherwise other users "
+            f"could change the training data; remove it, or {INSTEAD}"
         )
 
 
@@ -89,7 +93,7 @@ def _complete(original: Manifest, copy: Path, staging: str) -> None:
     sources = {copy / "stats" / path.name: path for path in original.folder.glob("stats/*.npy")}
     splits = {}
     for split, files in original.splits.items():
-        # Other parts stay where they are: nobody reads them here, but a dataset is known by all that it has.
+        # Files of other splits are not copied, because no process reads them here; the manifest still lists them.
         names = [str(original.path(file).resolve()) for file in files]
         if split in ("train", "valid"):
             names = [f"{split}/{number:04}-{Path(file.path).name}" for number, file in enumerate(files)]
@@ -103,14 +107,17 @@ def _complete(original: Manifest, copy: Path, staging: str) -> None:
         _make_room(copy, needed, staging)
         for target, source in stale.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)  # and is not written over: who has it open reads on
-            shutil.copy2(source, target)  # the time comes last
+            target.unlink(missing_ok=True)  # not overwritten: processes that have it open still read it
+            shutil.copy2(source, target)  # sets the time last, so a partial copy counts as stale
         logging.info("copied %s of data to %s", size(needed), copy)
     original.model_copy(update={"splits": splits}).write(copy / "manifest.json")
 
 
 def _make_room(copy: Path, needed: int, staging: str) -> None:
-    """Remove other copies that nobody reads, those in memory in any case; too little room is a `UserError`."""
+    """Remove other copies that are not in use; too little room is a `UserError`.
+
+    Copies on a disk are removed only if room is short.
+    """
     folder = copy.parent
     for other in folder.iterdir():
         if other.is_dir() and other != copy and (staging == "memory" or shutil.disk_usage(folder).free < needed):
@@ -119,13 +126,13 @@ def _make_room(copy: Path, needed: int, staging: str) -> None:
     free = free_bytes(folder)
     if needed > free:
         raise UserError(
-            f"loader.staging: {staging}: the data take {size(needed, ' ')}, and {folder} has room for "
-            f"{size(free, ' ')}; {INSTEAD}"
+            f"loader.staging: {staging}: the data take {size(needed, ' ')}, but {folder} has only "
+            f"{size(free, ' ')} free; {INSTEAD}"
         )
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space of a folder, bytes; in memory a fifth is left to the run itself."""
+    """Return the free space of a folder, bytes; in memory, a fifth of it is reserved for the run."""
     free = shutil.disk_usage(folder).free
     return min(free, int(0.8 * free_memory())) if folder.is_relative_to(MEMORY) else free
 
@@ -137,7 +144,7 @@ def _remove(copy: Path, lock: IO[str]) -> None:
 
 
 def is_copy(manifest: Manifest) -> bool:
-    """Return whether a manifest is that of a copy, of which each node has its own."""
+    """Return whether a manifest belongs to a node's copy of the data."""
     return manifest.folder.parent.name == _owner()
 
 
@@ -145,18 +152,18 @@ def _owner() -> str:
     return f"dlscale-{os.getuid()}"
 
 
-# ---- files that are whole
+# ---- verification of files
 
 
 def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
-    """Return the files of `splits` that no stage has read as they are now."""
+    """Return the files of `splits` that no stage has verified since their last change."""
     files = [file for split in splits for file in manifest.splits.get(split, []) if file.verifiable]
     record = read_record(manifest.folder / RECORD)
     return [file for file in files if record.get(file.path) != _seen(manifest, file)]
 
 
 def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
-    """Read `files` and return a message for each with other content than when it was described."""
+    """Read `files` and return a message for each whose SHA-256 differs from the manifest's."""
     messages = []
     for file in tracked(files, "verifying data", len(files), "files"):
         path = manifest.path(file)
@@ -169,7 +176,7 @@ def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
 
 
 def remember(manifest: Manifest, files: Sequence[File]) -> None:
-    """Record that `files` hold what the manifest says; where nothing can be written they are read again."""
+    """Record `files` as verified; if the record cannot be written, later stages read them again."""
     if files:
         with contextlib.suppress(UserError):
             seen = {file.path: _seen(manifest, file) for file in files}
@@ -177,7 +184,7 @@ def remember(manifest: Manifest, files: Sequence[File]) -> None:
 
 
 def read_record(record: Path) -> dict[str, Any]:
-    """Return the states of verified files by path, from a record; an unreadable record has none."""
+    """Return the states of verified files by path; an unreadable record counts as empty."""
     found = {}
     with contextlib.suppress(UserError):
         found = read_json(record)
@@ -189,6 +196,9 @@ def _seen(manifest: Manifest, file: File) -> list[Any]:
 
 
 def file_state(path: Path, digest: str) -> list[Any]:
-    """Return digest, size and both times of a file: who sets one back changes the other."""
+    """Return digest, size, modification time and change time of a file, times in ns.
+
+    A program that sets the modification time back changes the change time.
+    """
     status = path.stat()
     return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

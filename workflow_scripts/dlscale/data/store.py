@@ -1,8 +1,9 @@
-"""The HDF5 layout of preprocessed data, one dataset a field with attributes that describe it, and readers of any file.
+"""HDF5 layout of preprocessed data, and readers of any HDF5 file.
 
-Volumes are [C, D, H, W], chunked in cubes with all channels, as their samples are, or [D, H, W, C], marked by
-`channels_last`. All else is contiguous, row by row: [N, C, H, W], [N, K], [N]. Floats are float32, or float16 of
-(x - offset) / scale with attributes `offset` and `scale` [C]. Readers show channels first.
+Each field is one HDF5 dataset, described by its attributes. Volumes are [C, D, H, W], or [D, H, W, C] if marked by
+`channels_last`; their chunks are cubes with all channels, like their samples. All other fields are contiguous, row by
+row: [N, C, H, W], [N, K], [N]. Floats are float32, or float16 of (x - offset) / scale with attributes `offset` and
+`scale` [C]. Readers return channels first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import TORN, reading, unreadable
 from dlscale.data.manifest import IDENTITY, Transform
 
-#: Bytes of a data stage's buffers, whatever its input's size; a row may have more.
+#: Size of a data stage's buffers, bytes, for input of any size; a single row may need more.
 MEMORY = 512_000_000
 #: Names of HDF5's registered filters.
 FILTERS = {
@@ -32,7 +33,7 @@ FILTERS = {
     **{32013: "zfp", 32015: "zstd", 32017: "sz", 32018: "fcidecomp", 32022: "bitgroom", 32023: "granular bitround"},
     **{32024: "sz3", 32026: "blosc2", 32028: "sperr"},
 }
-#: Values of which statistics are taken at a time.
+#: Number of values in a block for statistics.
 BLOCK = 2**16
 
 
@@ -41,12 +42,12 @@ class Field:
     """One dataset of one file; `dlscale.data.manifest.FieldInfo` describes it in all files of a dataset."""
 
     name: str
-    channels: tuple[str, ...]  # one name where there is no axis of channels
-    units: tuple[str, ...]  # by channel, like the transforms
-    shape: tuple[int, ...]  # with rows and channels, channels first
+    channels: tuple[str, ...]  # channel names; one name if there is no channel axis
+    units: tuple[str, ...]  # physical units, by channel, like the transforms
+    shape: tuple[int, ...]  # shape with rows and channels, channels first
     channel_axis: int | None  # 0: [C, D, H, W] with rows along axis 1; 1: [N, C, ...]; None: [N, ...]
     transforms: tuple[Transform, ...] = ()
-    dtype: str = "float32"  # before storing; or an integer type
+    dtype: str = "float32"  # type before storing: float32 or an integer type
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", self.transforms or (IDENTITY,) * len(self.channels))
@@ -66,7 +67,7 @@ class Field:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Shape without channels and rows; that of volumes, [D, H, W], has their rows."""
+        """Shape without channels and rows; for volumes [D, H, W], which includes their rows."""
         return self.shape[1:] if self.channel_axis is None else self.shape[self.channel_axis + 1 :]
 
     def resized(self, rows: int) -> Field:
@@ -93,7 +94,7 @@ class Field:
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading; one that is missing, torn, or leads to other files is a `UserError`."""
+    """Open an HDF5 file for reading; a missing or damaged file, or links to other files, are a `UserError`."""
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; expected a file, name the files in it")
     with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
@@ -111,7 +112,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values lie in other files: they could be any of this machine."""
+    """Refuse a file whose values are stored in other files: these could be any files of this machine."""
     for name in file:
         if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
             check_link(file, name)
@@ -124,7 +125,7 @@ def _check_own(file: h5py.File) -> None:
 
 
 def check_link(file: h5py.File, name: str) -> None:
-    """Refuse a name that leads to another file, or nowhere."""
+    """Refuse a name that links to another file, or to a missing object."""
     parts = name.strip("/").split("/")
     for path in ("/".join(parts[: count + 1]) for count in range(len(parts))):
         link = file.get(path, getlink=True)
@@ -160,7 +161,7 @@ def check_filters(values: h5py.Dataset) -> None:
 
 
 def check_values(values: h5py.Dataset) -> None:
-    """Refuse an array whose stored values are not the meant ones.
+    """Refuse an array whose stored values differ from the intended ones.
 
     Raises
     ------
@@ -186,7 +187,7 @@ def check_values(values: h5py.Dataset) -> None:
 
 
 def _is_written(values: h5py.Dataset) -> bool:
-    """Return whether all values were written, or read as a value that their writer chose."""
+    """Return whether all values were written, or have a fill value that their writer chose."""
     if values.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
         return True
     if values.chunks is None:
@@ -196,14 +197,17 @@ def _is_written(values: h5py.Dataset) -> bool:
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
-    """Return dataset `name` of numbers; with `ndim`, of floats with so many axes, `channels` along the first."""
+    """Return the numeric dataset `name`; any other type or shape is a `UserError`.
+
+    With `ndim` the values must be floats with that many axes; with `channels` the first axis must have that length.
+    """
     with reading(file.filename):
         check_link(file, name)
         if name not in file or not isinstance(values := file[name], h5py.Dataset):
             what = f"'{name}' is a group" if name in file else f"no dataset '{name}'"
             raise UserError(f"{file.filename}: {what}; it holds: {', '.join(names(file)[:20]) or 'nothing'}")
         check_values(values)
-        values.dtype, values.shape  # noqa: B018 - a damaged one has none
+        values.dtype, values.shape  # noqa: B018 - fails if it is damaged
     good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
     if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):
         expected = f"{ndim} axes of floating-point numbers" if ndim else "numbers"
@@ -234,15 +238,15 @@ def create(
 ) -> h5py.Dataset:
     """Create the dataset of `field` in `file`, to be filled with `write`.
 
-    `dtype` is the stored type. For [C, D, H, W] alone `chunk` is the edge of a cubic chunk with all channels, and
-    `channels_last` stores [D, H, W, C]. `scaling` marks scaled values: offset and scale, [C] each.
+    `dtype` is the stored type. Two arguments are for [C, D, H, W] only: `chunk`, the edge of a cubic chunk with all
+    channels, and `channels_last`, which stores [D, H, W, C]. `scaling` marks scaled values: offset and scale, [C] each.
     """
     shape, chunks = field.shape, None
     if chunk is not None and field.channel_axis == 0:
         chunks = (shape[0], *(min(chunk, size) for size in shape[1:]))
     if channels_last:
         shape, chunks = (*shape[1:], shape[0]), chunks and (*chunks[1:], chunks[0])
-    # Every value will be written: filling chunks first would cost time, and the memory of a whole chunk.
+    # All values will be written: filling chunks first would only take time, and the memory of a chunk.
     created = file.create_dataset(field.name, shape, dtype or field.dtype, chunks=chunks, fill_time="never")
     created.attrs["channels_last"] = channels_last
     created.attrs["channels"], created.attrs["units"] = list(field.channels), list(field.units)
@@ -255,16 +259,16 @@ def create(
 
 
 def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) -> None:
-    """Write `values` [C, D, H, W] or [T, C, H, W], like `where`, in the order in which `target` stores them."""
+    """Write `values` [C, D, H, W] or [T, C, H, W] to `where`, which has the same axes, in `target`'s stored order."""
     order = stored_order(target)
     target[tuple(where[axis] for axis in order)] = values.transpose(order)
 
 
 class Reader:
-    """One dataset of one file, channels first; opened on first use in each process, so it may be forked and pickled.
+    """Reader of one dataset of one file, channels first.
 
-    The HDF5 library copies in one thread at a time. Where a file holds values as they are, `copy` takes them from the
-    mapped file, in any number of threads.
+    It opens the file on first use in each process, so it may be forked and pickled. The HDF5 library copies in one
+    thread at a time. If a file stores plain values, `copy` takes them from the mapped file, in any number of threads.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
@@ -309,26 +313,26 @@ class Reader:
 
     @functools.cached_property
     def mapped(self) -> np.ndarray | None:
-        """All values, if they lie in the mapped file in one piece."""
+        """All values, if they are contiguous in the mapped file, else None."""
         return next(iter(self.chunks.values()), None) if self.dataset.chunks is None else None
 
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as stored, [C, D, H, W] or [T, C, H, W], through the library.
+        """Return the selected values as stored, [C, D, H, W] or [T, C, H, W], read by the HDF5 library.
 
-        Axes without a slice are whole. Damaged ones are a `UserError`.
+        Axes without a slice are read completely. Damaged values are a `UserError`.
         """
         opened, order = self.dataset, self.order
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
             values: np.ndarray = opened[tuple(index[axis] for axis in order)]
-        except MemoryError:  # the run's settings may be too much for the machine
+        except MemoryError:  # no damage: the run's settings may need too much memory
             raise
         except Exception as error:
             raise unreadable(self.path, error, f"{self.name}: {TORN}") from None
         return values.transpose([order.index(axis) for axis in range(values.ndim)])
 
     def copy(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Copy values into `out` [C, D, H, W] or [T, C, H, W], in its type, from the start of each slice on."""
+        """Copy values, from the start of each slice on, into `out` [C, D, H, W] or [T, C, H, W], in its type."""
         if not self.chunks:
             np.copyto(out, self.stored(index))
             return
@@ -357,10 +361,10 @@ class Reader:
 
 
 def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
-    """Return the values of each chunk by its first cell, axes as stored, in the mapped file; contiguous data is one.
+    """Map a dataset's file, and return the values of each chunk by its first cell, axes as stored.
 
-    The result is empty if values are compressed, of another byte order, oddly placed, in another file, in memory, or
-    partly never written.
+    Contiguous data count as one chunk. The result is empty if values are compressed, in a foreign byte order, not
+    aligned, in another file, in memory, or partly not written.
     """
     with reading(dataset.file.filename):
         plan = dataset.id.get_create_plist()
@@ -396,7 +400,7 @@ def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
 class Moments:
     """Running count, mean, sum of squared deviations and extremes of C channels (float64), mergeable.
 
-    The update of Chan, Golub and LeVeque (1979) neither overflows nor cancels.
+    The update of Chan, Golub and LeVeque (1979) avoids overflow and cancellation.
     """
 
     count: int
@@ -412,7 +416,7 @@ class Moments:
 
     @staticmethod
     def of(values: np.ndarray, channel_axis: int | None) -> Moments:
-        """Return the moments of finite values, taken by blocks that the processor's cache holds in float64."""
+        """Return the moments of finite values, computed in float64 by blocks that fit into the processor's cache."""
         found = Moments.empty(1 if channel_axis is None else values.shape[channel_axis])
         rows = max(1, BLOCK // max(1, values[:1].size)) if channel_axis else max(1, len(values))
         for first in range(0, len(values), rows):
@@ -454,7 +458,7 @@ class Moments:
 
 
 def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) -> None:
-    """Refuse NaN and infinity in rows of a field, axes as stored: the `UserError` names the first channel and row."""
+    """Refuse NaN and infinity in rows of a field; the `UserError` names the first channel and row."""
     if not field.floating or np.isfinite([values.min(), values.max()]).all():
         return
     bad = np.argwhere(~np.isfinite(values))
@@ -462,5 +466,5 @@ def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) 
     channel = field.channels[0 if field.channel_axis is None else place[field.channel_axis]]
     raise UserError(
         f"{origin}: {field.name}: channel '{channel}' is not finite at row {first_row + place[field.row_axis]} "
-        f"({len(bad)} such values in this block); mend or leave out this part of the input"
+        f"({len(bad)} such values in this block); correct or leave out this part of the input"
     )

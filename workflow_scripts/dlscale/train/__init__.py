@@ -1,1 +1,1 @@
-"""The trainer: steps, losses, metrics, schedules, checkpoints."""
+"""Training: steps, losses, metrics, schedules and checkpoints."""

@@ -1,6 +1,6 @@
-"""The context of every stage of a run: ranks meet and test their exchanges, and data are verified.
+"""Context of every stage of a run: connect and test the ranks, and verify the data.
 
-An allocation that fails in it ends as one message, with settings that would fit.
+A failed allocation in this context becomes one message that names settings that would fit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World
 from dlscale.train.memory import available, predict, total
 
-#: Share of free memory that a predicted step may take, by device, and bytes that are left to others first. Workspaces,
-#: threads and unused blocks are not predicted; on a CPU they were seen to be up to 0.6 of what is.
+#: Fraction of free memory that a predicted step may take, after `RESERVE` bytes are set aside, by device. Workspaces,
+#: threads and unused blocks are not predicted; on a CPU they took up to 0.6 of the predicted memory.
 SHARE = {"cpu": 0.6, "cuda": 0.9}
 RESERVE = {"cpu": 300_000_000, "cuda": 0}
 
-#: Parts of a stage, by the function at work; the first that is found counts.
+#: Parts of a stage in messages, by function; the first function found in the traceback counts.
 PLACES = {
     "Tensor.backward": "the backward pass",
     "Step._backward": "the forward pass",
@@ -47,14 +47,14 @@ PLACES = {
     "open_session": "the set-up",
 }
 
-#: Folders of the code that loads data: ours and PyTorch's.
+#: Folders of the code that loads data, in dlscale and in PyTorch.
 LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
 
-#: Words of libraries that have no exception of their own for too little memory: CUDA and NCCL, statuses of cuBLAS,
-#: cuDNN and others, and a CPU's.
+#: Texts about too little memory from libraries that have no exception type for it: CUDA and NCCL, statuses of cuBLAS,
+#: cuDNN and other libraries, and allocators of CPU memory.
 _TEXTS = r"out of memory|_ALLOC_FAILED|_ALLOCATION_FAILED|can't allocate memory|std::bad_alloc"
 
-#: Words of PyTorch's DataLoader where a process of it was killed.
+#: Texts of PyTorch's DataLoader after one of its processes was killed.
 _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly(?! with))"
 
 
@@ -62,9 +62,9 @@ _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unex
 def entered(
     run: RunCore, manifest: str | Path, device: str, splits: Sequence[str] = ("train", "valid")
 ) -> Iterator[tuple[World, Links | None]]:
-    """Meet the other ranks of a run and verify the files of its `splits`; yield the ranks and their links.
+    """Connect the ranks of a run, verify the files of its `splits`, and yield the ranks and their links.
 
-    An allocation that fails within this context becomes a message.
+    A failed allocation within this context becomes a message.
     """
     with join(run.processes, device) as world, explained(run, manifest, world):
         links = self_test(world, run.selftest)
@@ -73,9 +73,9 @@ def entered(
 
 
 def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
-    """Raise a `UserError` if data files are damaged; each rank reads its share of the unverified ones.
+    """Raise a `UserError` if data files are damaged; ranks divide the unverified files among them.
 
-    Ranks share the files that they all see: those of a copy on their node are its own.
+    If each node has its own copy of the data, only ranks on one node divide its files.
     """
     manifest.check_files()
     places = world.gather(platform.node() if staging.is_copy(manifest) else "")
@@ -93,15 +93,15 @@ def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
 
 @contextlib.contextmanager
 def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
-    """Turn an allocation that fails within this context, which includes the set-up, into a `UserError`."""
+    """Turn a failed allocation within this context, which includes the set-up, into a `UserError`."""
     free = available(world.device)
     try:
         yield
     except Exception as error:
         if any(re.search(_KILLED, str(each)) for each in chain(error)):
             raise UserError(
-                "a process of the loader was killed, as systems do where memory is short: use fewer `loader.workers`, "
-                "a smaller `loader.prefetch` or batch_size, or ask for more memory (--mem of a Slurm job)"
+                "a process of the loader was killed, probably because memory was short; use fewer `loader.workers`, "
+                "a smaller `loader.prefetch` or batch_size, or request more memory (--mem of a Slurm job)"
             ) from None
         if isinstance(error, UserError) or not is_exhaustion(error):
             raise
@@ -110,7 +110,7 @@ def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Return whether an exception, or one that it was raised from, says that there is not enough memory."""
+    """Return whether an exception, or one that it was raised from, reports too little memory."""
     return any(map(_says, chain(error)))
 
 
@@ -123,7 +123,7 @@ def _says(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it was raised from, or while they were handled."""
+    """Return an exception and its causes: exceptions that it was raised from, or raised while handling."""
     found: list[BaseException] = []
     more: BaseException | None = error
     while more and more not in found:
@@ -133,9 +133,9 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
-    """Return where memory was asked for, how much the device has, and which settings would fit.
+    """Return a message: where memory ran out, how much the device has, and which settings would fit.
 
-    `free` are the bytes that this process could take on its device when it began.
+    `free` is the memory that this process could allocate on its device when it started, bytes.
     """
     kind, where, cause = world.device.type, place(error), next(filter(_says, chain(error)))
     said = brief(cause) or type(cause).__name__
@@ -150,22 +150,23 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     try:
         data = Manifest.read(manifest)
         needed = predict(run, data, world.device).peak or 0
-        # It failed: no more than it needs was there, however much seemed to be.
+        # The step failed, so less than it needs was available, even if more seemed to be free.
         fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
-    except Exception as failure:  # a model may do what fake tensors cannot follow
+    except Exception as failure:  # fake tensors do not support every model
         logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
         return f"{text}; try a smaller batch_size, or accumulation_steps"
     each_ = " on each device" if world.size > 1 else ""
     text += f"; a step of {run.batch_size} samples is predicted to take {size(needed)}{each_}"
     if not fitting:
-        return f"{text}; no smaller batch fits either: choose a smaller model, or a device with more memory"
+        return f"{text}; no smaller batch fits either; choose a smaller model, or a device with more memory"
     return f"{text}; predicted to fit: " + ", or ".join(f"{shown(over)} ({size(bytes_)})" for over, bytes_ in fitting)
 
 
 def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -> list[tuple[dict[str, Any], int]]:
-    """Return settings under which a step is predicted to take at most `limit` bytes, and its bytes.
+    """Return settings with which a step is predicted to take at most `limit` bytes, each with its bytes.
 
-    The cheapest come first: micro-batches, recomputation, and a smaller batch, which is another training.
+    The cheapest setting comes first: micro-batches, then recomputation, then a smaller batch, which changes the
+    training.
     """
     halvings = range(1, run.local_batch_size.bit_length())
     parts = [{"accumulation_steps": 2**n * run.accumulation_steps} for n in halvings]
@@ -176,7 +177,7 @@ def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -
     found = []
     for candidates in (parts, again, batches):
         for over in candidates:
-            with contextlib.suppress(ValidationError):  # they may contradict the run's other settings
+            with contextlib.suppress(ValidationError):  # candidates may contradict the run's other settings
                 other = type(run).model_validate({**run.model_dump(mode="json"), **over})
                 bytes_ = predict(other, manifest, world.device).peak or 0
                 if bytes_ <= limit:
@@ -186,15 +187,15 @@ def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -
 
 
 def shown(over: dict[str, Any]) -> str:
-    """Return settings as a user writes them."""
+    """Return settings as text, in the form in which a user writes them."""
     return ", ".join(f"{key}: {str(value).lower()}" for key, value in over.items())
 
 
 def place(error: BaseException) -> str:
-    """Return the part of a stage in which an exception was raised, by its traceback."""
+    """Return the part of a stage in which an exception was raised, found in its traceback."""
     codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
     names = {code.co_qualname for code in codes}
     if found := [place for function, place in PLACES.items() if function in names]:
         return found[0]
     loading = any(code.co_filename.startswith(LOADING) for code in codes)
-    return "the loading of data" if loading else "what surrounds the steps"
+    return "the loading of data" if loading else "the code around the steps"

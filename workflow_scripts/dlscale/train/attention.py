@@ -1,4 +1,4 @@
-"""The choice of the kernel that computes attention."""
+"""Choice of the kernel that computes attention."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dlscale.parallel.world import synchronize
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
-    "fa3": SDPBackend.FLASH_ATTENTION,  # which FlashAttention-3 takes over
+    "fa3": SDPBackend.FLASH_ATTENTION,  # FlashAttention-3 replaces its kernel
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
 
-#: Elements of the score matrices beyond which `math`, which keeps them all in memory, is not tried.
+#: Number of elements of the score matrices above which `math`, which stores all of them, is not tried.
 MOST_SCORES = 2**28
 
 #: Context of the forward and the backward pass: recomputed activations choose their kernel again.
@@ -39,10 +39,10 @@ def attention_context(
     device: torch.device,
     agreed: Callable[[str], str] = lambda kind: kind,
 ) -> Context:
-    """Return the context in which all attention runs on the kernel that `kind` (the run's `attention`) names.
+    """Return the context in which all attention uses the kernel `kind` (the run's `attention`).
 
-    `shape` is that of queries: samples, heads, tokens, head dimension. `agreed` returns the first rank's choice on all
-    ranks: kernels round differently, and times differ by chance.
+    `shape` is the shape of queries: samples, heads, tokens, head dimension. `agreed` returns the first rank's choice on
+    all ranks, because kernels round differently, and times differ by chance.
     """
     if kind == "default":
         return nullcontext
@@ -60,7 +60,7 @@ def attention_context(
                 f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
                 f"use default, auto or one of: {', '.join(usable)}"
             ) from None
-    if kind == "fa3":  # once for the process: to register it takes longer than a step
+    if kind == "fa3":  # once per process, because registering takes longer than a step
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl("FA3")
@@ -81,16 +81,16 @@ def only(kind: str) -> Iterator[None]:
 def trial(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, repeats: int = 5
 ) -> dict[str, float]:
-    """Return the seconds (the least of `repeats`) of a forward and a backward pass with each kernel that works."""
+    """Return the time of a forward and backward pass with each usable kernel, seconds, shortest of `repeats`."""
     times: dict[str, float] = {}
     for name in BACKENDS:
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MOST_SCORES:
             continue
-        # There is no such kernel, or not the memory for it; if there is none at all, the last one says why.
+        # A kernel may be missing, or memory too small for it. If no kernel works, the error of `math` is raised.
         with nullcontext() if name == "math" and not times else suppress(RuntimeError, ImportError):
             _seconds(name, shape, dtype, device)  # warms up
             times[name] = min(_seconds(name, shape, dtype, device) for _ in range(repeats))
-    if device.type == "cuda":  # the trial is not the run's memory
+    if device.type == "cuda":  # the trial must not count as the run's memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return times
@@ -98,7 +98,7 @@ def trial(
 
 @contextmanager
 def registered(name: str, device: torch.device) -> Iterator[None]:
-    """Let FlashAttention-3 compute within PyTorch's flash kernel, where `name` asks for it."""
+    """Replace PyTorch's flash kernel by FlashAttention-3, if `name` is `fa3`."""
     if name != "fa3":
         yield
         return
@@ -114,11 +114,11 @@ def registered(name: str, device: torch.device) -> Iterator[None]:
 
 
 def _seconds(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> float:
-    """Time one forward and backward pass of random values, in memory as a linear layer leaves them."""
+    """Time one forward and backward pass on random values, in the memory order of a linear layer's output."""
     samples, heads, tokens, width = shape
 
     def random(count: int) -> list[torch.Tensor]:
-        """Return so many tensors [B, H, T, D], side by side."""
+        """Return `count` tensors [B, H, T, D], interleaved in memory."""
         values = torch.randn(samples, tokens, count, heads, width, dtype=dtype, device=device)
         return [each.transpose(1, 2) for each in values.unbind(2)]
 

@@ -1,4 +1,4 @@
-"""From a run's settings to the step that training repeats and throughput is measured of."""
+"""Build a run's step from its settings; training repeats the step, throughput measures it."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ def build_step(
 ) -> Step:
     """Build the step of a run.
 
-    `make` makes the model and draws its weights from torch's random state; `loss` is that of each sample [B];
-    `sharding`, `draws` and `scores` (`train_scores`) are the study's.
+    `make` returns the model, with weights drawn from torch's random state. `loss` returns the loss of each sample [B].
+    `sharding`, `draws` and `scores` (`train_scores`) are from the study.
     """
     world = world or World()
     device = world.device
     if run.cuda_graph and device.type != "cuda":
-        raise UserError(f"cuda_graph: the device is a {device.type}, and only CUDA has graphs; set it to false")
+        raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set it to false")
     set_matmul_precision(run.precision)
-    torch.backends.cudnn.benchmark = True  # the fastest algorithm for each shape, as all published programs ask
+    torch.backends.cudnn.benchmark = True  # the fastest algorithm for each shape, as in all published programs
 
-    # 1. Made, its weights drawn from the seed on the host: they are the same on every device and number of ranks.
-    #    (A model too large for a host would be made on `meta`, and its weights drawn after 2.)
+    # 1. Make the model. Its weights are drawn on the host from the seed, so they are the same on any device and any
+    #    number of ranks. (A model too large for a host would be made on `meta`, and its weights drawn after 2.)
     torch.manual_seed(run.seed)
     model = make()
     partition = sharding(model)
-    # 2. Divided among the devices that share it, each of which keeps its part.
+    # 2. Divide it among the devices that share it; each keeps its part.
     divided = None
     if world.mesh:
         if not draws and (layer := drawing(model)):
             raise UserError(
-                f"geometry: study {run.study}: {layer} draws random numbers, and the study does not say so: devices "
-                "that share a model would all draw the same; have its draws(run) return True"
+                f"geometry: study {run.study}: {layer} draws random numbers, but the study does not declare it, so "
+                "devices that share a model would all draw the same numbers; let its draws(run) return True"
             )
         own = random_seed(run.seed, *(world.mesh.rank(axis) for axis in AXES)) if draws else None
         divided = ModelParallel(model, partition, world.mesh, device, own)
@@ -72,14 +72,14 @@ def build_step(
         model = synchronised(model, device)
     if device.type == "cpu" and compute_dtype(run.precision) == torch.bfloat16:
         check_convolutions(model)
-    # 3. Placed: device and layout.
+    # 3. Move it to its device and memory format.
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
-    # 4. and 5. Its number format, its loss, the other ranks, the optimiser.
+    # 4. and 5. Set the number format, and add loss, other ranks and optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
     step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs, scores)
-    # 6. Compiled, or recorded: what the parts above have become.
+    # 6. Compile the result, or record it as a CUDA graph.
     if run.compile.mode != "none":
-        logging.info("compiled for each shape of batch when it first comes, which takes up to minutes")
+        logging.info("code is compiled at the first batch of each shape, which may take minutes")
     step.compile(run.compile.mode)
     if graphs:
         step.capture(graphs)
@@ -97,13 +97,13 @@ def assemble(
     graphs: CudaBackend | None = None,
     scores: SampleLoss | None = None,
 ) -> Step:
-    """Return the step of a model that is on its device, in its layout; it is not compiled."""
+    """Return the step, not compiled, of a model that has its device and memory format."""
     exact = convert(model, run.precision)
-    # 4. Wrapped, with its loss: gradients are averaged over the data-parallel ranks.
+    # 4. Wrap model and loss, so that gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format), scores)
     strategy = strategy_of(run, world)
     strategy.wrap(network, partition or Sharding(), graphs.aside if graphs else contextlib.nullcontext)
-    # 5. The optimiser, of the weights as they are placed.
+    # 5. Build the optimiser for the weights on this device.
     weights = Weights(model, exact, divided.cuts if divided else {})
     gradients = Gradients(weights.named, world, divided, run.optimizer.clip_norm)
     optimizer = build_optimizer(weights.updated, run.optimizer, world.device if graphs else None)
@@ -111,12 +111,12 @@ def assemble(
 
 
 def random_seed(*numbers: int) -> int:
-    """Return a seed for these numbers together."""
+    """Return a seed computed from these numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
-    """Return PyTorch's format for the run's `memory_format`, by the dimensions of the model's convolutions."""
+    """Return PyTorch's format for the run's `memory_format`; the model's convolutions decide between 2D and 3D."""
     if kind == "contiguous":
         return torch.preserve_format
     volumes = any(p.dim() == 5 for p in model.parameters())
@@ -133,14 +133,14 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
 
 
 def _each(loss: SampleLoss, study: str) -> SampleLoss:
-    """Return a study's loss, with a check of its shape."""
+    """Return a study's loss with a check of the shape of its result."""
 
     def call(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         losses = loss(prediction, target)
         if losses.shape != target.shape[:1]:
             raise UserError(
                 f"study {study}: its loss has shape {tuple(losses.shape)} for {len(target)} samples; expected one "
-                f'number for each, ({len(target)},): reduction="none", and a mean over the axes but the first'
+                f'number for each, ({len(target)},); use reduction="none", and a mean over all axes except the first'
             )
         return losses
 
@@ -149,7 +149,7 @@ def _each(loss: SampleLoss, study: str) -> SampleLoss:
 
 @dataclass(frozen=True)
 class Session:
-    """The parts of a run, for a stage."""
+    """Parts of a run that a stage uses."""
 
     run: RunCore
     manifest: Manifest
@@ -161,7 +161,7 @@ class Session:
         return Share(self.run.batch_size, self.world.data_rank, self.world.data_size)
 
     def loader(self, split: str) -> Loader:
-        """Return the loader of a split; validation goes through the same loader as training."""
+        """Return the loader of a split; validation uses the same kind of loader as training."""
         samples = self.samples(split)
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning(
@@ -177,30 +177,30 @@ class Session:
 
     @property
     def devices(self) -> int:
-        """Devices that compute: as many as processes, unless one process drives several GPUs."""
+        """Number of devices that compute: one per process, unless a process drives several GPUs."""
         return self.run.geometry.world_size if self.world.device.type == "cuda" else self.world.size
 
     @property
     def parameters(self) -> int:
-        """Trainable parameters of the model."""
+        """Number of trainable parameters of the model."""
         weights = self.step.weights
         return sum(weights.shard(name, p).shape.numel() for name, p in weights.named.items() if p.requires_grad)
 
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:
-    """Return the CPU threads of each process: the run's, or its CPUs, or its share of a node's `threads`."""
+    """Return the CPU threads of each process: the run's `threads`, its `cpus`, or a part of a node's `threads`."""
     return run.threads or run.cpus or (max(1, threads // run.processes.gpus_per_node) if threads else None)
 
 
 def _keep_to(cpus: int, local_rank: int, processes: int) -> None:
-    """Keep this process, and all that it starts, on its part of the CPUs that it may use."""
+    """Bind this process and its children to its part of the usable CPUs."""
     there = sorted(os.sched_getaffinity(0))
     if len(there) < cpus:
-        raise UserError(f"geometry.cpus: {cpus} CPUs a process, and this one may use {len(there)}; lower it")
-    # Of a task of Slurm's they may be its own already.
+        raise UserError(f"geometry.cpus: {cpus} CPUs per process, but this process may use only {len(there)}; lower it")
+    # In a Slurm task, the usable CPUs may already be this process's part.
     first = cpus * local_rank if len(there) >= cpus * processes else 0
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             os.sched_setaffinity(int(thread.name), there[first : first + cpus])
 
 
@@ -210,11 +210,14 @@ def open_session(
     world: World,
     threads: int | None = None,
 ) -> Session:
-    """Set up everything but the loaders; `threads` are a node's. The same number gives the same bits on a CPU."""
+    """Set up all parts of a run except the loaders.
+
+    `threads` is the number of CPU threads of a node. Equal numbers of threads give bitwise equal results on a CPU.
+    """
     if len(set(world.gather(run.model_dump_json()))) > 1:
         raise UserError(
-            f"the {world.size} processes that met have different configurations: either two runs met at one place, or "
-            "a node reads another file system; start the nodes of one run with the same command"
+            f"the {world.size} connected processes have different configurations: either two runs use the same "
+            "address, or a node reads another file system; start the nodes of one run with the same command"
         )
     if run.cpus:
         _keep_to(run.cpus, world.local_rank, run.processes.gpus_per_node)
@@ -226,7 +229,7 @@ def open_session(
     samples = run.samples.model_dump()
     for key in ("input", "target"):
         if samples.get("kind") == "rows" and key in samples:
-            known_field(data, key, samples[key])  # before the study looks for it
+            known_field(data, key, samples[key])  # checked before the study reads it
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)
@@ -235,6 +238,6 @@ def open_session(
     make, loss = partial(study.model, run, data), _each(study.loss(run), run.study)
     scores = study.train_scores if study.train_metrics else None
     step = build_step(run, make, loss, world, study.sharding, study.draws(run), scores)
-    if world.data_rank:  # the same weights everywhere, but each its own drop-out
+    if world.data_rank:  # equal weights on all ranks, but different drop-out
         torch.manual_seed(random_seed(run.seed, world.data_rank))
     return Session(run, data, world, study, step)

@@ -1,8 +1,9 @@
-"""Checkpoints: one folder a step, there as a whole or not at all, written while the training goes on.
+"""Checkpoints: one folder per saved step, written atomically while the training continues.
 
-They lie in a folder named by the run's fingerprint: a retry resumes, a changed run starts afresh. Each device writes
-its shards of each tensor by `torch.distributed.checkpoint` (DCP), under names that know nothing of devices, so that any
-other number of them can go on. The files are safetensors: to read one executes nothing.
+They are in a folder named by the run's fingerprint, so a retry resumes, and a changed run starts from the beginning.
+Each device writes its shards of each tensor with `torch.distributed.checkpoint` (DCP). The names of tensors do not
+depend on devices, so a training with another number of devices can resume. The files are safetensors: reading them
+executes no code.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from dlscale.core.record import Number, Record
 from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import BACKGROUND, World
 
-#: This device's shard of each tensor, by name.
+#: Shard that this device has of each tensor, by name.
 State = dict[str, Shard]
 
-# A warning at every checkpoint of one process.
+# PyTorch warns about this at every checkpoint of a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 # DCP logs its progress, and each error with a traceback.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)
@@ -55,20 +56,20 @@ logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
 class CheckpointRecord(Record):
     """`checkpoint.json`: the progress of a training."""
 
-    step: int = 0  #: optimiser steps done
-    history: list[Epoch] = []  #: epochs done
-    #: Sums of the epoch under way, of each rank of different samples: losses, then training metrics.
+    step: int = 0  #: completed optimiser steps
+    history: list[Epoch] = []  #: completed epochs
+    #: Sums of the unfinished epoch for each data-parallel rank: losses, then training metrics.
     sums: list[list[Number]] = []
-    seconds: float = 0.0  #: time spent on its steps in all tries
-    wall_time: float = 0.0  #: end of its steps, seconds since 1970-01-01 UTC; 0 before
-    #: Settings that decide times and no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
+    seconds: float = 0.0  #: time spent on this epoch's steps in all tries, seconds
+    wall_time: float = 0.0  #: end of this epoch's steps, seconds since 1970-01-01 UTC; 0 if unfinished
+    #: Settings that affect times but no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: scores before the first step, in the first epoch
-    places: dict[str, Any] = {}  #: devices of the training; random numbers go on where they are the same
+    places: dict[str, Any] = {}  #: devices of the training; random states are restored only on the same devices
     scaler: dict[str, float] = {}  #: state of the loss scaler
-    best: bool | None = None  #: whether the best weights are in it, too; None: they are the weights
+    best: bool | None = None  #: whether the best weights are stored separately; None: no best epoch is known
     files: dict[str, str] = {}  #: SHA-256 of each other file
-    run: str = ""  #: its folder, named by the training's fingerprint
+    run: str = ""  #: name of the training's folder: its fingerprint
     own: str = ""  #: SHA-256 of this record
 
     def sealed(self) -> CheckpointRecord:
@@ -77,30 +78,30 @@ class CheckpointRecord(Record):
         return self.model_copy(update={"own": hashlib.sha256(text.encode()).hexdigest()})
 
     def rank_sums(self, rank: int, ranks: int) -> list[float]:
-        """Return a rank's sums, [] for zeros; if the number of ranks has changed, the first one gets all."""
+        """Return a rank's sums, [] for zeros; if the number of ranks has changed, the first rank gets all sums."""
         if len(self.sums) == ranks:
             return self.sums[rank]
         return [] if rank else [sum(values) for values in zip(*self.sums, strict=True)]
 
 
-#: Checkpoints kept of a run, the newest.
+#: Number of newest checkpoints that are kept of a run.
 KEPT = 2
 
 
 class Checkpoints:
     """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` with `checkpoint.json` and safetensors files.
 
-    All ranks call its methods together; `tidy` and `clear` are for the first rank alone.
+    All ranks call its methods together, except `tidy` and `clear`, which only the first rank calls.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
         self.folder, self.keep, self._world = folder, keep or KEPT, world or World()
-        # A group of its own: these exchanges must not get between those of the training.
+        # A separate group, so that these exchanges do not mix with the exchanges of the training.
         group = dist.new_group(backend="gloo", group_desc=BACKGROUND) if self._world.size > 1 else None
         self._background = replace(self._world, control=group)
         self._saving = Future[None]()
         self._saving.set_result(None)
-        self._until: int | None = None  #: steps after this one are those of a longer training
+        self._until: int | None = None  #: last step of this training; later checkpoints are from a longer training
         if self._world.main:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -108,7 +109,7 @@ class Checkpoints:
         """Repair the folder after a process was killed while it saved."""
         for torn in self.folder.glob(".step-*.part"):
             shutil.rmtree(torn, ignore_errors=True)
-        for former in self.folder.glob(".step-*.old"):  # was about to be replaced by one of the same step
+        for former in self.folder.glob(".step-*.old"):  # moved aside by a save of the same step
             path = self.folder / former.name.split(".")[1]
             if path.exists():
                 shutil.rmtree(former, ignore_errors=True)
@@ -129,9 +130,9 @@ class Checkpoints:
     # ---- save ------------------------------------------------------------------------------------
 
     def save(self, record: CheckpointRecord, state: Mapping[str, Shard]) -> None:
-        """Wait for the save before, copy this rank's shards, and begin to write them.
+        """Wait for the previous save, copy this rank's shards, and start to write the copies.
 
-        The shards may change when this returns. Once they are written, the oldest beyond `keep` are removed.
+        The caller may change the shards afterwards. After the write, the oldest checkpoints beyond `keep` are removed.
         """
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()
@@ -140,7 +141,7 @@ class Checkpoints:
             threading.Thread(target=self._save, args=(self._saving, record, copies), daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until the last save is done, and raise its error."""
+        """Wait until the last save has finished, and raise its error if it failed."""
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self._saving.result()
 
@@ -158,7 +159,7 @@ class Checkpoints:
                 temporary.mkdir()
             folder = Path(self._background.gather(str(temporary))[0])
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            # All is on the host: else the thread would look for the first GPU's stream, on each rank.
+            # All tensors are on the host. Without this, the thread of each rank would use the first GPU's stream.
             writer.per_thread_copy_ahead = 0
             try:
                 save(
@@ -176,14 +177,14 @@ class Checkpoints:
             if main:
                 names = [name for each in files for name in each]
                 if missing := [name for name in names if not (folder / name).exists()]:
-                    raise UserError(f"{folder}: {missing[0]}, of another process, is not there; {SHARED}")
+                    raise UserError(f"{folder}: {missing[0]}, a file of another process, is missing; {SHARED}")
                 digests = {name: digest for each in files for name, digest in each.items()}
                 record = record.model_copy(update={"files": digests, "run": self.folder.name})
                 record.sealed().write(folder / "checkpoint.json")
         if main:
             known = [step for step in self.steps() if self._until is None or step <= self._until]
             earlier = [step for step in known if step < record.step]
-            later = [step for step in known if step > record.step]  # which this training has left behind
+            later = [step for step in known if step > record.step]  # made before a restart at an earlier step
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
@@ -192,14 +193,14 @@ class Checkpoints:
     def load(
         self, wanted: Callable[[CheckpointRecord], State], until: int | None = None
     ) -> tuple[CheckpointRecord, State] | None:
-        """Return the newest undamaged checkpoint up to step `until`, if there is one.
+        """Return the newest usable checkpoint up to step `until`; None if all are missing or damaged.
 
-        `wanted` returns the shards to fill. A checkpoint that is unusable without being damaged is a `UserError`, if no
-        earlier one is usable.
+        `wanted` returns the shards to fill. A `UserError` is raised if a checkpoint is unusable although it is not
+        damaged, and no earlier checkpoint is usable.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
-            raise UserError(f"{self.folder}: not all of the {self._world.size} processes see the same files; {SHARED}")
+            raise UserError(f"{self.folder}: the {self._world.size} processes do not all see the same files; {SHARED}")
         self._until, useless = until, ""
         for step in reversed([step for step in known[0] if until is None or step <= until]):
             found, problem, damaged = self._read(step, wanted)
@@ -208,10 +209,10 @@ class Checkpoints:
                 return found
             problem = next(problem for problem, _ in told if problem)
             logging.warning("%s: not used (%s); trying an earlier one", self._path(step), problem)
-            if not any(damaged for _, damaged in told):  # the next try, or the code that wrote it, may go well
+            if not any(damaged for _, damaged in told):  # another try, or the code that wrote it, may succeed
                 useless = useless or (
-                    f"{self._path(step)}: this training cannot go on from it ({problem}), nor from an earlier one, and "
-                    "nothing says that it is damaged; try again, or remove the folder to begin anew"
+                    f"{self._path(step)}: this training cannot resume from it ({problem}), nor from an earlier one, "
+                    "but it is not known to be damaged; try again, or remove the folder to start from the beginning"
                 )
         if useless:
             raise UserError(useless)
@@ -220,21 +221,21 @@ class Checkpoints:
     def _read(
         self, step: int, wanted: Callable[[CheckpointRecord], State]
     ) -> tuple[tuple[CheckpointRecord, State] | None, str, bool]:
-        """Return a checkpoint, or else None and its problem; and whether its content is at fault."""
+        """Return a checkpoint (None if unusable), its problem in words, and whether its content is damaged."""
         path, checked = self._path(step), False
         try:
             record = CheckpointRecord.read(path / "checkpoint.json")
             if record.own != record.sealed().own:
-                raise UserError(f"{path / 'checkpoint.json'}: not as it was written")
+                raise UserError(f"{path / 'checkpoint.json'}: changed after it was written")
             _check(path, list(record.files.items()), self._world.rank, self._world.size)
             checked = True
             if (record.run or self.folder.name, record.step) != (self.folder.name, step):
-                raise ValueError(f"it is of another training, {record.run}, or of another step, {record.step}")
+                raise ValueError(f"it belongs to another training ({record.run}) or another step ({record.step})")
             state = wanted(record)
             fill(path, state)
-        except (Exception, CheckpointException) as error:  # there is an earlier one
+        except (Exception, CheckpointException) as error:  # an earlier checkpoint may be usable
             cause = _cause(error)
-            # That a file cannot be opened or read now, or memory is short, says nothing of its content.
+            # A file that cannot be opened or read now, or too little memory, does not prove damage.
             damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
             return None, f"{type(cause).__name__}: {cause}".splitlines()[0], damaged
         return (record, state), "", False
@@ -243,10 +244,10 @@ class Checkpoints:
 def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: int = 1) -> None:
     """Compare every `step`-th file of a checkpoint with its digest."""
     if not files:
-        raise UserError(f"{path}: no files are named in it")
+        raise UserError(f"{path}: the list of its files is empty")
     for name, digest in files[first::step]:
         if sha256(path / Path(name).name) != digest:
-            raise UserError(f"{path / name}: not as it was written")
+            raise UserError(f"{path / name}: changed after it was written")
 
 
 SHARED = "all nodes need the same file system"
@@ -258,12 +259,12 @@ def _cause(error: BaseException) -> BaseException:
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].tensor.contiguous()  # safetensors has one order in memory
+        return self.state_dict[index.fqn].tensor.contiguous()  # safetensors stores contiguous tensors only
 
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # PyTorch's looks for tensors without memory, and makes something else of what it does not know.
+        # PyTorch's version searches for `meta` tensors, and converts values of types that it does not know.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -272,7 +273,10 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors whose names begin with `prefix`, gathered on the host; a damaged one is a `UserError`."""
+    """Return a checkpoint's tensors with names that begin with `prefix`, gathered on the host.
+
+    A damaged checkpoint is a `UserError`.
+    """
     _check(path, list(CheckpointRecord.read(path / "checkpoint.json").files.items()))
     there = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     state = {
@@ -285,15 +289,15 @@ def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def fill(path: Path, state: State) -> None:
-    """Fill the shards from a checkpoint, or raise a `ValueError`."""
+    """Fill the shards from a checkpoint; a tensor that is missing or does not fit is a `ValueError`."""
     reader = HuggingFaceStorageReader(str(path))
     there = reader.read_metadata().state_dict_metadata
     for name, shard in state.items():
         entry = there.get(name)
         if not isinstance(entry, TensorStorageMetadata) or entry.size != shard.shape:
-            raise ValueError(f"{name}: {getattr(entry, 'size', 'not there')}, expected {tuple(shard.shape)}")
+            raise ValueError(f"{name}: {getattr(entry, 'size', 'missing')}, expected {tuple(shard.shape)}")
         if sum(_common(shard, chunk) for chunk in entry.chunks) != shard.tensor.numel():
-            raise ValueError(f"{name}: not all of it is there, or some more than once")
+            raise ValueError(f"{name}: parts of it are missing, or stored more than once")
     load(
         dict(state),
         storage_reader=reader,

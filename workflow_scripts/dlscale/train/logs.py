@@ -1,4 +1,4 @@
-"""The logs of a training, which grow epoch by epoch: `metrics.jsonl` and TensorBoard's event file.
+"""Logs of a training, extended after each epoch: `metrics.jsonl` and TensorBoard's event file.
 
 docs/tensorboard.md lists TensorBoard's tags. Trackers are in `trackers.py`.
 """
@@ -24,17 +24,17 @@ PICTURE = "Visualization, "
 
 
 class RunLogs:
-    """The logs in a run's folder `out`, which begin with what there was until `step`.
+    """Logs in a run's folder `out`, which start with the epochs up to `step`.
 
-    Where TensorBoard's files are gone, or the published tags count epochs, the epochs are written again, without
+    If TensorBoard's files are missing, or the published tags count epochs, these epochs are written again, without
     pictures.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
         self._metrics, self._folder = out / "metrics.jsonl", out / board.NAME
         self._published = published or PublishedLog()
-        # Of thousands of epochs, to write anew what is there takes ten times as long as to begin. Later points
-        # TensorBoard drops by their steps: one that counts epochs would stay.
+        # Existing files are continued: writing thousands of epochs again takes ten times as long as opening the files.
+        # TensorBoard drops the points after `step`, but only if tags count steps, not epochs.
         goes_on = step > 0 and bool(board.files(self._folder)) and self._published.over == "step"
         self._board = board.writer(self._folder, step if goes_on else -1)
         self._metrics.unlink(missing_ok=True)
@@ -53,7 +53,7 @@ class RunLogs:
             self._board.flush()
 
     def add(self, record: Epoch, picture: tuple[str, np.ndarray] | None = None) -> None:
-        """Add an epoch, and a picture after it: its name and pixels [H, W, 3]."""
+        """Add an epoch, and a picture drawn after it, given by its name and pixels [H, W, 3]."""
         with open(self._metrics, "a", encoding="utf-8", opener=open_regular) as file:
             file.write(record.text() + "\n")
         self._epoch(record)
@@ -82,11 +82,11 @@ class RunLogs:
     def finish(self, record: Epoch, picture: Path, settings: dict[str, Any], best: Best | None = None) -> None:
         """Add the picture of a prediction, the best epoch, the settings and the final losses; close the files.
 
-        After a failure nobody closes them: an interrupt may have caught the writer's thread with its queue locked.
+        After a failure the files are not closed, because an interrupt may have left the writer's queue locked.
         """
         from matplotlib.image import imread
 
-        pixels = imread(picture)  # drawn once: drawing takes as long as seconds of training
+        pixels = imread(picture)  # reused, because drawing again would take seconds
         self._board.close()
         final = {"final/train_loss": record.train_loss, "final/valid_loss": record.valid_loss}
         plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in flat(settings).items()}
@@ -101,7 +101,7 @@ class RunLogs:
 
 
 def quantities(record: Epoch, steps: int) -> dict[str, float]:
-    """Return the numbers of an epoch of so many steps, by TensorBoard's tags."""
+    """Return the numbers of an epoch of `steps` steps, by TensorBoard tag."""
     return {
         "loss/train": record.train_loss,
         "learning_rate": record.learning_rate,
@@ -114,7 +114,7 @@ def quantities(record: Epoch, steps: int) -> dict[str, float]:
 
 
 def _times(record: Epoch, steps: int) -> dict[str, float]:
-    """Return the mean times of an epoch's `steps` and validation batches, by TensorBoard's tags."""
+    """Return the mean times of an epoch's `steps` and validation batches, by TensorBoard tag."""
     times = {"seconds_per_step": record.epoch_seconds / steps} if steps else {}
     if record.valid_steps and record.valid_seconds:
         times["valid_samples_per_second"] = record.valid_samples / record.valid_seconds
@@ -123,5 +123,5 @@ def _times(record: Epoch, steps: int) -> dict[str, float]:
 
 
 def validation(record: Epoch | Untrained) -> dict[str, float]:
-    """Return the numbers of a validation, by TensorBoard's tags."""
+    """Return the numbers of a validation, by TensorBoard tag."""
     return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}

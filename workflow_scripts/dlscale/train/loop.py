@@ -1,4 +1,4 @@
-"""The one loop over batches, of training, validation and measurements; all else is a hook."""
+"""Loop over batches for training, validation and measurements; hooks do everything else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Any, ...]
 
 
 class Request(IntEnum):
-    """A request to a training under way; a greater one is more urgent."""
+    """Request to a running training; a larger value is more urgent."""
 
     NONE = 0
     SAVE = 1
@@ -25,7 +25,7 @@ class Request(IntEnum):
 
 @dataclass(frozen=True)
 class Hook:
-    """Functions that are called at every step of a loop; a batch's memory is reused after the step."""
+    """Functions that are called at every step of a loop; the batch's memory is reused after the step."""
 
     #: Called with the step's number, before its batch is loaded.
     before_step: Callable[[int], None] = lambda number: None

@@ -1,7 +1,7 @@
-"""Memory of a device, and of a run on it: predicted by a step on fake tensors, and measured.
+"""Memory of a device, and of a run's step on it: predicted with fake tensors, and measured.
 
-Fake tensors have shapes, types and a device, but no memory: every operator of a step is called as in training and
-computes nothing, so that its memory and its work can be counted before anything is done.
+Fake tensors have shapes, types and a device, but no memory. A step on them calls the same operators as in training
+without computing anything, so that its memory and its work can be counted in advance.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dlscale.train.build import Session, assemble, memory_format
 #: Unit of PyTorch's allocator of CUDA memory (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
 
-#: Names in `Memory.measured` of the ends of ranges.
+#: Name of each range in `Memory.measured`, which is taken at the end of the range.
 STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 
 
@@ -48,14 +48,14 @@ STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 
 
 def in_use(device: torch.device) -> int:
-    """Return the bytes that tensors hold on a GPU, or this process on a CPU."""
-    if device.type == "cuda":  # by PyTorch's own number of the device, which NVML counts in another way
+    """Return the bytes in use: by tensors on a GPU, or by this process on a CPU."""
+    if device.type == "cuda":  # PyTorch's number of the device; NVML numbers devices differently
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the greatest memory in use."""
+    """Reset the peak memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -64,17 +64,17 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """Return the greatest bytes in use since `reset_peak`, of a GPU, or of this process on a CPU."""
+    """Return the peak memory in use since `reset_peak`, bytes, on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not `ru_maxrss`, which a process inherits.
+    # Not `ru_maxrss`, which a process inherits from its parent.
     if own := re.search(r"^VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")), re.MULTILINE):
         return 1024 * int(own[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def total(device: torch.device, processes: int = 1) -> int:
-    """Return the bytes of the device; of a CPU those that one of so many processes of the node may have."""
+    """Return the memory of a GPU, bytes, or on a CPU the memory that one of `processes` processes may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     own = [limit for limit, _ in _own_limits()]
@@ -82,7 +82,7 @@ def total(device: torch.device, processes: int = 1) -> int:
 
 
 def available(device: torch.device) -> int:
-    """Return the bytes that this process may still take on the device."""
+    """Return the memory that this process may still allocate on the device, bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -99,18 +99,18 @@ def _own_limits() -> list[tuple[int, int]]:
 
 
 class FakeStep:
-    """The step of a run on fake tensors, not compiled, for one call of `train`; its optimiser has its state.
+    """Step of a run on fake tensors, not compiled, for one call of `train`; its optimiser has its state.
 
-    Of a model that devices share it is the first one's part; weights that FSDP shares are whole.
+    If devices share the model, this is the part of the first device. Weights that FSDP would shard are complete.
 
     Parameters
     ----------
     make, loss, sharding, scores
         As `build_step` takes them.
     device
-        Device on which the tensors pretend to lie.
+        Device of the fake tensors.
     attention
-        Context of attention's kernel. Default: the run's; PyTorch's choice where a trial would decide.
+        Context of the attention kernel (default: the run's kernel, or PyTorch's choice if a trial would decide).
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FakeStep:
         with torch.device("meta"):
             model = make()
         model.to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
-        made: dict[int, torch.Tensor] = {}  # a tensor that two modules share is shared again
+        made: dict[int, torch.Tensor] = {}  # keeps shared tensors shared
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
@@ -144,7 +144,7 @@ class FakeStep:
         self._begin()
 
     def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
-        """Make one step on a batch of `like`; `marker` opens its ranges, and `mode` sees its operators."""
+        """Make one step on a batch from `like`; `marker` opens its ranges, and `mode` receives its operators."""
         step = self.step
         with marking(marker):
             with self._mode, mode:
@@ -153,22 +153,22 @@ class FakeStep:
                 step.weights.collect_gradients()
                 if step.scaler.is_enabled() and not step.optimizer.defaults.get("fused"):
                     step.scaler.unscale_(step.optimizer)
-                    step.optimizer.step()  # the scaler would ask whether a gradient overflowed, and there are none
+                    step.optimizer.step()  # the scaler would read values of gradients
                 else:
                     step.scaler.step(step.optimizer)
                 step.weights.distribute()
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor of the shape and order in memory of any tensor, of `meta` too."""
+        """Return a fake tensor with the shape and memory order of a tensor, which may be on `meta`."""
         with self._mode:
             fake = torch.empty_like(tensor, device=self._device, requires_grad=False)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def _begin(self) -> None:
-        """Have the optimiser make its state, as in a training's first step; its counters are real."""
+        """Make the optimiser's state, as the first step of a training does; its counters are real tensors."""
         step = self.step
         if self._device.type == "cuda" and not step.optimizer.defaults.get("fused"):
-            for group in step.optimizer.param_groups:  # PyTorch's choice there, which does not know fake tensors
+            for group in step.optimizer.param_groups:  # PyTorch's default on CUDA, but not for fake tensors
                 group["foreach"] = True
         for p in step.weights.updated:
             if p.grad is None and p.requires_grad:
@@ -185,7 +185,7 @@ def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention:
 
 
 def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
-    """Return a batch of the local size on `meta`, as the dataset's samples declare it."""
+    """Return a batch of the local size on `meta`, with the shapes and types of the dataset's samples."""
     samples: Any = open_samples(run, manifest, "train")
     x, y = (
         torch.empty((run.local_batch_size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
@@ -204,10 +204,10 @@ def predict(
     batch: Batch | None = None,
     attention: Context | None = None,
 ) -> MemoryUse:
-    """Return the memory that a step of the run needs on each of its devices; `batch` gives shapes alone.
+    """Return the memory that a step of the run needs on each of its devices; only the shapes of `batch` count.
 
-    Not predicted: libraries' own memory (contexts, workspaces, NCCL's buffers), graphs' pools, loaders, fragmentation;
-    fusion by a compiler.
+    The prediction does not include libraries' own memory (contexts, workspaces, NCCL's buffers), memory pools of CUDA
+    graphs, loaders, fragmentation, or savings by a compiler's fusion.
     """
     return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest))
 
@@ -221,12 +221,12 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
         fake,
         *batch,
         ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1,
-        shard=shard if run.accumulation_steps == 1 else 1,  # FSDP adds up whole gradients, and sends those of all parts
+        shard=shard if run.accumulation_steps == 1 else 1,  # FSDP accumulates complete gradients
         view=not isinstance(run.parallel, DDP) or run.parallel.bucket_view,
     )
     if shard == 1:
         return use
-    # Of FSDP a device keeps its shards, and for a while gathered weights.
+    # With FSDP, a device keeps its shards, and temporarily gathered weights.
     assert isinstance(run.parallel, FSDP)
     units = named(fake.step.model, registry.study(run.study).sharding(fake.step.model).units).values()
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
@@ -234,10 +234,10 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     width = 2 if run.parallel.param_dtype == "bf16" else use.parameters / numbers
     reduced = 2 if run.parallel.reduce_dtype == "bf16" else 4
     largest, rest = max(sizes, default=0), numbers - sum(sizes)
-    # Gathered at a time: weights in no unit; the unit that computes, and the next one.
+    # Gathered at the same time: weights outside of units, the unit that computes, and the next unit.
     together = width * (min(rest + 2 * largest, numbers) if run.parallel.reshard else numbers)
     leaving = reduced * (largest or rest)  # gradients of a unit, until they are sent
-    wide = 1 if run.arithmetic == run.precision else 2  # what is cast for the step has 32 bits
+    wide = 1 if run.arithmetic == run.precision else 2  # float32 weights are cast for the step
     kept = {name: wide * getattr(use, name) // shard for name in ("parameters", "optimizer")}
     kept["gradients"] = wide * use.gradients
     freed = use.parameters + use.optimizer + use.gradients - sum(kept.values())
@@ -250,8 +250,8 @@ def of_step(
 ) -> MemoryUse:
     """Return the memory of one step on a batch of these shapes; the fake step is used up.
 
-    Of gradients that `shard` devices share each keeps its part; weights and optimiser are taken whole. Without a `view`
-    gradients of several `ranks` are there beside their buckets.
+    Each of `shard` devices keeps its part of the gradients; weights and optimiser state count completely. Without
+    `view`, several `ranks` have gradients in addition to their buckets.
     """
     step, weights = fake.step, fake.step.weights
     allocations = Allocations(CUDA_BLOCK if step.device.type == "cuda" else 1)
@@ -298,7 +298,7 @@ def of_step(
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make, as long as they live, in multiples of `block`."""
+    """Counter of the bytes of live tensors that operators made, in multiples of `block`."""
 
     def __init__(self, block: int = 1) -> None:
         super().__init__()
@@ -306,15 +306,15 @@ class Allocations(TorchDispatchMode):
         self._block, self._known = block, dict[int, Any]()
 
     def add(self, values: Iterable[Any]) -> int:
-        """Count the tensors among these values, too; return the bytes of new ones."""
+        """Count the tensors among these values, too; return the bytes of those not counted before."""
         before = self.live
         for value in values:
             if isinstance(value, torch.Tensor):
-                self._add(value.untyped_storage())  # of all views of it
+                self._add(value.untyped_storage())  # once for all its views
         return self.live - before
 
     def bytes_of(self, values: Iterable[Any]) -> int:
-        """Return the bytes of the tensors among these values, shared memory once."""
+        """Return the bytes of the tensors among these values; shared memory counts once."""
         storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
         return sum({storage._cdata: self._size(storage) for storage in storages}.values())
 
@@ -342,7 +342,7 @@ class Allocations(TorchDispatchMode):
 
 
 def measure(session: Session, batch: Batch) -> Memory:
-    """Make a step on `batch`, which lies on the device; return its memory, measured and predicted."""
+    """Make a step on `batch`, which is on the device; return its measured and predicted memory."""
     device = session.world.device
     measured = {"set-up": in_use(device)}
 
@@ -351,11 +351,11 @@ def measure(session: Session, batch: Batch) -> Memory:
         yield
         if stage := STAGES.get(name):
             synchronize(device)
-            measured[stage] = max(in_use(device), measured.get(stage, 0))  # of all micro-batches
+            measured[stage] = max(in_use(device), measured.get(stage, 0))  # largest over micro-batches
 
     predicted = predict(session.run, session.manifest, device, batch, session.step.attention)
     reset_peak(device)
     with marking(marker):
         session.step(*batch)
-    most = max(peak(device), *measured.values())  # Linux keeps the two by different counters
+    most = max(peak(device), *measured.values())  # Linux has different counters for the two
     return Memory(predicted=predicted, measured=measured, peak=most, device=total(device))

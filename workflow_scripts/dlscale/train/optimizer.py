@@ -20,7 +20,7 @@ def build_optimizer(
     parameters: Iterable[torch.nn.Parameter], settings: Optimizer, capture: torch.device | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimiser; `capture` is the device on which a CUDA graph will record its update."""
-    options = settings.model_dump(exclude={"kind", "lr", "fused", "clip_norm"})  # their names are PyTorch's
+    options = settings.model_dump(exclude={"kind", "lr", "fused", "clip_norm"})  # the other keys have PyTorch's names
     options["lr"] = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)
     if settings.fused:  # False would also switch off `foreach`, PyTorch's default on a GPU
         options["fused"] = True
@@ -30,7 +30,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of the next update."""
+    """Set the learning rate of the next update."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -39,7 +39,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimiser's state, where it has none, as it is before the first step; a weight -0 may become 0."""
+    """Make the optimiser's state before the first step, unless it exists; a weight of -0 may become 0."""
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -49,7 +49,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for p in group["params"]:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()
-    # A counter is 1 now, and a moment may have the decay of weights; a momentum of 0 has none.
+    # Counters are 1 now, and moments may contain weight decay; with a momentum of 0 the moment is None.
     for value in (each for state in optimizer.state.values() for each in state.values() if each is not None):
         value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

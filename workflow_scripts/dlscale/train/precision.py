@@ -1,16 +1,16 @@
-"""Number formats of the computation and of the weights; and the weights as they are placed on a device (`Weights`).
+"""Number formats of computation and weights, and the weights on a device (`Weights`).
 
-The names in Apex's terms (https://nvidia.github.io/apex/amp.html):
+The formats, with their names in Apex (https://nvidia.github.io/apex/amp.html):
 
 ==============================  ====  =============================================================================
 `fp32`, `tf32`                  O0    all in float32, matrix products without or with TensorFloat-32
-`fp16`, `bf16`                  O1    autocast: float32 weights, 16 bits where an operation bears it
+`fp16`, `bf16`                  O1    autocast: float32 weights, 16 bits in operations that tolerate it
 `fp16_master`, `bf16_master`    O2    16-bit weights and computation, updates on float32 copies (master weights)
 `fp16_pure`, `bf16_pure`        O3    weights, computation and optimiser state in 16 bits
 ==============================  ====  =============================================================================
 
 `fp16` and `fp16_master` scale the loss, since small gradients are zero in float16. Except in O3, normalisation stays in
-float32. The loss is a long sum and always in float32.
+float32. The loss is always in float32, because it is a long sum.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dlscale.parallel.shards import Cut, Shard, cut, local
 #: Precisions that scale the loss.
 SCALED = ("fp16", "fp16_master")
 
-#: By kind of layer its function.
+#: Function of each kind of convolution layer.
 CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
-#: Error of a convolution in bf16, relative, beyond which it is wrong: rounding makes a few thousandths.
+#: Relative error above which a convolution in bf16 counts as wrong; rounding alone gives a few thousandths.
 WRONG = 0.05
 
-#: What has oneDNN leave AMX alone.
+#: Environment variable that stops oneDNN from using AMX.
 WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 
 FLOAT16 = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -55,7 +55,7 @@ def weight_dtype(precision: str) -> torch.dtype:
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Switch TensorFloat-32 off for `fp32`, on for all others (process-wide)."""
+    """Switch TensorFloat-32 off for `fp32`, and on for all other precisions, in this process."""
     allow = precision != "fp32"
     torch.set_float32_matmul_precision("high" if allow else "highest")
     torch.backends.cudnn.allow_tf32 = allow
@@ -71,8 +71,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def check_convolutions(model: nn.Module) -> None:
     """Raise a `UserError` for a convolution that this processor computes wrong in bf16.
 
-    On Intel's AMX oneDNN 3.12 (PyTorch 2.13) does so, without a word, where the stride is the kernel and channels are
-    few: such layers are held against float32, on values that take nothing from the random state.
+    On Intel's AMX, oneDNN 3.12 (PyTorch 2.13) returns wrong results without an error if the stride equals the kernel
+    size and there are few channels. Such layers are compared with float32, on values that do not change the random
+    state.
     """
     for name, layer in model.named_modules():
         suspect = type(layer) in CONVOLUTIONS and layer.stride == layer.kernel_size and layer.padding_mode == "zeros"
@@ -89,15 +90,15 @@ def check_convolutions(model: nn.Module) -> None:
             )
         if (narrow.float() - wide).norm() > WRONG * wide.norm():
             raise UserError(
-                f"precision: bf16: PyTorch computes the layer {name} wrong on this processor (a convolution whose "
-                f"stride is its kernel, by oneDNN on AMX); export {WITHOUT_AMX}, or use another precision"
+                f"precision: bf16: PyTorch computes the layer {name} wrong on this processor (a convolution with "
+                f"stride equal to its kernel size, by oneDNN on AMX); export {WITHOUT_AMX}, or use another precision"
             )
 
 
 def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
-    """Convert a model in place to the format of `precision`; return its master weights by name.
+    """Convert a model to the format of `precision`, in place, and return its master weights by name.
 
-    These are the exact values of all rounded parameters; a precision without master weights has none.
+    Master weights are the exact values of all rounded parameters; other precisions return an empty dictionary.
     """
     dtype, master = weight_dtype(precision), precision.endswith("_master")
     exact = {name: p.detach().clone() for name, p in model.named_parameters()} if master else {}
@@ -108,10 +109,11 @@ def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
 
 
 class Weights:
-    """A model's weights as they are placed, and the tensors that an optimiser updates for them (`updated`).
+    """Weights of a model on this device, and the tensors that an optimiser updates for them (`updated`).
 
-    These are the parameters; float32 master weights of those in 16 bits (`exact`, from `convert`); or this device's
-    shard by FSDP, in the same memory. `cuts` tells how several devices share a parameter, by name.
+    An updated tensor is the parameter itself, the float32 master weight of a 16-bit parameter (`exact`, from
+    `convert`), or this device's FSDP shard, in the same memory. `cuts` describe how devices share each parameter, by
+    name.
     """
 
     def __init__(
@@ -138,34 +140,34 @@ class Weights:
             p.grad = gradient
 
     def clear_gradients(self) -> None:
-        """Clear the model's gradients, as `zero_grad` does, without its search for parameters."""
+        """Clear the model's gradients, as `zero_grad` does, but without searching for parameters."""
         for p in (*self.parameters, *self._parts.values()):
             p.grad = None
 
     def collect_gradients(self) -> None:
-        """Bring the model's gradients to the updated tensors; master weights get copies."""
+        """Give the model's gradients to the updated tensors; master weights get copies."""
         for name, part in self._parts.items():
             part.grad = None if (gradient := self.named[name].grad) is None else local(gradient)
         for exact, own, p in zip(self._exact, self._gradients, self._rounded, strict=True):
-            exact.grad = None if p.grad is None else own  # a weight that had no part in the loss has none
+            exact.grad = None if p.grad is None else own  # None for a weight that the loss did not use
         known = [(own, p.grad) for own, p in zip(self._gradients, self._rounded, strict=True) if p.grad is not None]
         if known:
             torch._foreach_copy_([own for own, _ in known], [gradient for _, gradient in known])
 
     @torch.no_grad()
     def distribute(self, frozen: bool = False) -> None:
-        """Round the updated master weights into the model, and those that are `frozen`, if they were loaded."""
+        """Round the updated master weights into the model; with `frozen`, also those that are not trained."""
         if self._rounded:
             torch._foreach_copy_(self._rounded, self._exact)
         for name, p in self._masters.items() if frozen else ():
             self.named[name].copy_(p)
 
     def shard(self, name: str, tensor: torch.Tensor) -> Shard:
-        """Return this device's shard of a tensor that is shared as this parameter is, or of a buffer."""
+        """Return this device's shard of a tensor that is divided like parameter `name`, or of a buffer."""
         return Shard(local(tensor).detach(), self._cuts.get(name, ()))
 
     def names(self) -> dict[str, list[str]]:
-        """Return all names of each tensor of the model's state by the first one: weights may be tied."""
+        """Return all names of each tensor of the model's state, by its first name; tied weights have several."""
         firsts: dict[int, str] = {}
         names: dict[str, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -173,39 +175,39 @@ class Weights:
         return names
 
     def shards(self) -> dict[str, Shard]:
-        """Return this device's shards of the model's state, in its own memory; tied weights once."""
+        """Return this device's shards of the model's state, without copies; tied weights appear once."""
         state: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True) | self._masters
         return {name: self.shard(name, state[name]) for name in self.names()}
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Return the model's state in float32, with master weights; devices that do not `keep` it get nothing.
+        """Return the model's state in float32, with master weights; empty on devices that do not `keep` it.
 
-        Devices that share a model gather it, one tensor after the other: all call it.
+        Devices that share a model gather its tensors one after the other, so all of them must call this.
         """
         return self.gathered(self.shards(), keep)
 
     def gathered(self, shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.Tensor]:
-        """Gather the model's state from the shards of all devices, as `state_dict` does; tied weights by all names."""
+        """Gather the model's state from the shards of all devices; tied weights appear under all their names."""
         state = gathered(shards, keep)
         first = {name: first for first, names in self.names().items() for name in names}
         return {name: state[first[name]] for name in self.model.state_dict()} if keep else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`, of which each device takes its part."""
+        """Load a `state_dict`; each device takes its part."""
         for name, each in self.shards().items():
             each.tensor.copy_(each.of(state[name]))
         self.distribute(frozen=True)
 
 
 def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.Tensor]:
-    """Gather the whole tensors, numbers in float32, if they are to be kept; all devices call it."""
+    """Gather complete tensors, floats as float32; return them if `keep`. All devices must call this."""
     state: dict[str, torch.Tensor] = {}
     for name, each in shards.items():
         value = each.gathered()
         if keep:
             value = value.float() if value.is_floating_point() else value
-            state[name] = value.cpu() if each.cuts else value  # put together, it may be too large for a device
+            state[name] = value.cpu() if each.cuts else value  # gathered, it may be too large for a device
     return state
 
 

@@ -1,4 +1,4 @@
-"""Provenance of a training: command, machine, data; `dlscale.core.environment` has its software."""
+"""Provenance of a training: command, machine and data; `dlscale.core.environment` records the software."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Provenance(Record):
     slurm: dict[str, str] = {}
     device: Device = Device()
     processes: int = 1
-    devices: int = 0  #: Processes, or the GPUs that one of them drives; 0: not known.
+    devices: int = 0  #: Number of processes, or of GPUs if a process drives several; 0 if unknown.
     cores: int | None = None  #: Usable cores of a node.
     memory_bytes: int | None = None  #: Usable memory of a node.
     seed: int | None = None
@@ -38,7 +38,7 @@ class Provenance(Record):
     validation_samples: int | None = None
     dataset: str | None = None
     manifest: dict[str, Any] = {}  #: Origin of the dataset.
-    fingerprint: str | None = None  #: First digits of the run's fingerprint, which name its folder of checkpoints.
+    fingerprint: str | None = None  #: First digits of the run's fingerprint: the name of its checkpoint folder.
     resumed_from_step: int | None = None
     links: Links | None = None  #: Links between several processes, if they were tested.
     best: Best | None = None
@@ -52,7 +52,7 @@ def now() -> str:
 
 
 def provenance(**more: Any) -> Provenance:
-    """Return the provenance of this process, and `more`; of the environment it has Slurm's job numbers alone."""
+    """Return the provenance of this process, and `more`; Slurm's job variables are its only environment variables."""
     return Provenance(
         command=shlex.join(redact([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]])),
         finished=now(),

@@ -9,7 +9,7 @@ from dlscale.config.run import Schedule
 
 
 def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
-    """Return the learning rate after warm-up: `lr` times the ratio of batch sizes, its root, or 1."""
+    """Return the learning rate after warm-up: `lr` times the ratio of batch sizes, the square root of it, or 1."""
     if schedule.scaling == "none":
         return lr
     assert schedule.base_batch_size is not None
@@ -18,11 +18,12 @@ def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
-    """Return the rate of optimiser step `step` (0-based) of `total`.
+    """Return the learning rate of optimiser step `step` (0-based) of `total`.
 
-    After a linear warm-up to `peak` it is constant, is multiplied by `gamma` after every `step_epochs` epochs or at
-    `milestones` (`step`), falls by `gamma` in each epoch since the warm-up (`exponential`), or follows half a cosine, a
-    line, or a power of the share of steps left (`polynomial`) to `end_lr` at step == total.
+    After a linear warm-up to `peak`, the rate depends on the kind of schedule. It is constant; is multiplied by `gamma`
+    after every `step_epochs` epochs or at `milestones` (`step`); is multiplied by `gamma` in each epoch since the
+    warm-up (`exponential`); or falls to `end_lr` at step == total along half a cosine, a line, or a power of the
+    fraction of steps left (`polynomial`).
     """
     warmup = min(schedule.warmup_steps or schedule.warmup_epochs * steps_per_epoch, total)
     if step < warmup:

@@ -31,9 +31,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Network(nn.Module):
-    """Model and loss as one module, to be wrapped and compiled; `layout` is the order in memory of its inputs.
+    """Model and loss as one module, to be wrapped and compiled.
 
-    `scores`: from prediction and target to metrics of each training sample [B, n].
+    `layout` is the memory format of its inputs. `scores` maps prediction and target to metrics of each training sample,
+    [B, n].
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class Network(nn.Module):
 
 
 class Step:
-    """Forward, backward, update; `build_step` makes it.
+    """Optimiser step: forward pass, backward pass and update; `build_step` makes it.
 
-    It does not wait for the device, except with a scaled loss without a `fused` optimiser, and with synchronised batch
-    normalisation outside of a CUDA graph. Each rank computes its share; gradients are averaged meanwhile, and all ranks
-    make the same update. Of `run` only precision and accumulation steps are read here.
+    The step waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
+    synchronised batch normalisation outside of a CUDA graph. Each rank computes its part of the batch; gradients are
+    averaged meanwhile, and all ranks make the same update. From `run` this class reads only precision and accumulation
+    steps.
     """
 
     def __init__(
@@ -96,13 +98,13 @@ class Step:
         attention: Context,
         divided: ModelParallel | None = None,
     ) -> None:
-        self.divided = divided  #: how devices share the model
+        self.divided = divided  #: division of the model among devices
         self.weights, self.model, self.network, self.strategy = weights, weights.model, network, strategy
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
         self._overwritten = False  #: whether the next step overwrites the loss
-        self._known = set[object]()  #: calls made once, by the shape of batch
+        self._known = set[object]()  #: shapes of batches, and names of calls, that were run once
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
         self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
@@ -114,25 +116,25 @@ class Step:
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass, with the loss and alone, in the run's `compile.mode`."""
-        self._overwritten = mode in ("reduce-overhead", "max-autotune")  # whose code has graphs of its own on CUDA
+        self._overwritten = mode in ("reduce-overhead", "max-autotune")  # these modes use CUDA graphs of their own
         self._loss_of = compiled(self.strategy.wrapped, mode, self.device)
         self._predict = compiled(self._predict, mode, self.device)
 
     def capture(self, graphs: CudaBackend) -> None:
-        """Record and replay whole steps as CUDA graphs."""
+        """Record and replay complete steps as CUDA graphs."""
         steps = EAGER_STEPS_OF_RANKS if self.strategy.exchanges else EAGER_STEPS
         self._train = Graphed(self._train_eagerly, graphs, steps)
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Train on one batch and return its loss on the device, detached: a scalar, or with scores [1 + n].
 
-        `weight` is that of this rank's loss among those of all ranks: its samples over the mean of all ranks' samples.
+        `weight` is the weight of this rank's loss: its number of samples divided by the mean over all ranks.
         """
         with self._first(x.shape):
             return self._train(x, y, weight)
 
     def _first(self, *key: object) -> AbstractContextManager[object]:
-        """Return the context of a call that takes long the first time with each shape: it compiles."""
+        """Return the context of a call, with a longer timeout for the first call with a shape, which compiles."""
         if key in self._known:
             return nullcontext()
         self._known.add(key)
@@ -153,14 +155,14 @@ class Step:
 
     def gradients(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Return the loss of one batch, and leave its gradients (times the loss scale) in the model's parameters."""
-        if not self.model.training:  # to say it at every step would walk through all modules
+        if not self.model.training:  # a call at every step would walk through all modules
             self.model.train()
         self.weights.clear_gradients()
-        # A small last batch may not fill all parts; with FSDP every rank has as many passes as the others.
+        # A small last batch may not fill all parts; with FSDP all ranks need the same number of passes.
         parts = self._accumulation if self.strategy.gathers else min(self._accumulation, len(x))
         if parts <= 1:
             return self._backward(x, y, 1.0, weight)
-        # Each part counts as many times as it has samples; the last one waits for the other ranks.
+        # Each part is weighted by its number of samples; the last part waits for the other ranks.
         losses = [
             self._backward(a, b, len(a) / max(len(x), 1), weight, last=number == parts)
             for number, (a, b) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1)
@@ -173,8 +175,8 @@ class Step:
         """Add the gradients of `fraction` times `weight` times the loss; return `fraction` times the loss."""
         unsynchronised = nullcontext() if last else self.strategy.accumulating()
         weight *= self._gradients.loss_weight
-        # Of a small last batch a rank may have no sample: the others wait for its gradients all the same. No code is
-        # compiled for that, and a kernel that was chosen may not know how to attend to nothing.
+        # A rank may have no sample of a small last batch, but other ranks still wait for its gradients. Code is not
+        # compiled for this case, and the chosen attention kernel may not support empty batches.
         with self.attention() if len(x) else nullcontext(), unsynchronised:
             with mark("forward"):
                 loss = self._loss_of(x, y) if len(x) else self.strategy.wrapped(x, y)
@@ -190,7 +192,7 @@ class Step:
         """Return the prediction in evaluation mode, float32, not compiled if it is made only `once`."""
         if self.model.training:
             self.model.eval()
-        if not len(x):  # this rank's share of a small last batch, as in `_backward`
+        if not len(x):  # a small last batch may have no sample for this rank, as in `_backward`
             return self.network.predict(x)
         with self._first(x.shape, "predict"), self.attention():
             return self.network.predict(x) if once else self._predict(x)
@@ -198,18 +200,18 @@ class Step:
     def shards(self) -> dict[str, Shard]:
         """Return this device's shards of the model and the optimiser, in their own memory.
 
-        The optimiser's counters are a copy, `optimizer.step`, in the order of parameters.
+        The optimiser's step counters are copied into one tensor, `optimizer.step`, in the order of parameters.
         """
         shards = {f"model.{name}": shard for name, shard in self.weights.shards().items()}
         counters: list[torch.Tensor] = []
         states = self.optimizer.state
         for name, p in zip(self.weights.named, self.weights.updated, strict=True):
-            # A weight that no loss has reached has the state that others had before their first step.
+            # A weight without a gradient so far gets the state that other weights had before their first step.
             known = p in states or not p.requires_grad
             for kind, value in (states.get(p, {}) if known else next(iter(states.values()), {})).items():
                 if kind == "step":
                     counters.append(torch.as_tensor(value if known else 0, dtype=torch.float32))
-                elif value is not None:  # a momentum of 0 has none
+                elif value is not None:  # None for a momentum of 0
                     its = value if known else torch.zeros_like(p, dtype=value.dtype)
                     shards[f"optimizer.{kind}.{name}"] = self.weights.shard(name, its)
         if counters:
@@ -217,7 +219,7 @@ class Step:
         return shards
 
     def load(self, shards: Mapping[str, Shard], scaler: Mapping[str, float]) -> None:
-        """Load what `shards` returned, and the loss scaler's state; without shards of the optimiser clear its state."""
+        """Load the result of `shards` and the loss scaler's state; without shards, clear the optimiser's state."""
         if any(name.startswith("optimizer.") for name in shards):
             make_state(self.optimizer)
         else:
@@ -228,9 +230,9 @@ class Step:
             self.weights.distribute(frozen=True)
             counters = iter(shards["optimizer.step"].tensor if "optimizer.step" in shards else ())
             for p in self.weights.updated:
-                if "step" in self.optimizer.state.get(p, {}):  # to index it would make a state
+                if "step" in self.optimizer.state.get(p, {}):  # indexing would make a state
                     self.optimizer.state[p]["step"].copy_(next(counters))
-        known = self.scaler.state_dict()  # some are whole numbers
+        known = self.scaler.state_dict()  # some values are integers
         self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
         if isinstance(self._train, Graphed):
             self._train.reset()
@@ -238,21 +240,21 @@ class Step:
 
 # ---- CUDA graphs -------------------------------------------------------------------------------------
 #
-# A whole step is recorded once, then replayed with one call from the host. Some ordinary steps on a side stream come
+# A complete step is recorded once, then replayed with one call from the host. Some ordinary steps on a side stream run
 # first: libraries choose their kernels, and the optimiser makes its state. All ranks must record, replay or run a step
-# alike ("Using NCCL with CUDA Graphs" in NCCL's user guide), so that this must not depend on what one rank sees.
+# at the same time ("Using NCCL with CUDA Graphs" in NCCL's user guide), so this must not depend on values of one rank.
 
 Body = Callable[..., torch.Tensor]
 
-#: Ordinary steps of a shape before it is recorded, on one rank and on several: DistributedDataParallel orders its
-#: buckets after its first backward pass, and times its first ten with events.
+#: Number of ordinary steps of a shape before recording, on one rank and on several ranks: DistributedDataParallel
+#: reorders its buckets after the first backward pass, and times the first ten passes with events.
 EAGER_STEPS, EAGER_STEPS_OF_RANKS = 3, 11
 
 
 class Graphed:
-    """Calls `body(x, y)`, a whole training step, by a graph for each shape of batch.
+    """Caller of `body(x, y)`, a complete training step, with one CUDA graph for each shape of batch.
 
-    The first `eager_steps` batches of a shape train without a graph, so that a rare shape gets none.
+    The first `eager_steps` batches of a shape train without a graph, so that no graphs are made for rare shapes.
     """
 
     def __init__(self, body: Body, backend: CudaBackend, eager_steps: int = EAGER_STEPS) -> None:
@@ -260,15 +262,15 @@ class Graphed:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs, as is needed when memory that they use is replaced."""
+        """Drop all graphs; this is necessary when memory that they use is replaced."""
         self._backend.reset()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """Train on one batch and return its loss; a batch that ranks share unequally gets no graph.
+        """Train on one batch and return its loss; use no graph if ranks have different numbers of samples.
 
-        A rank's weight is 1 if and only if all ranks' are (`Share`): all decide alike.
+        Either all ranks have weight 1 or none has (see `Share`), so all ranks decide alike.
         """
         if weight != 1.0:
             return self._backend.run(partial(self._body, weight=weight), x, y)
@@ -283,23 +285,23 @@ class Graphed:
         static_x.copy_(x)
         static_y.copy_(y)
         replay()
-        return loss.clone()  # the next replay writes there
+        return loss.clone()  # the next replay overwrites it
 
 
 class CudaBackend:
-    """CUDA graphs on one side stream, which share one pool of memory."""
+    """CUDA graphs on one side stream, with one memory pool for all of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self.reset()
 
     def reset(self) -> None:
-        """Take a new pool of memory for the next graphs."""
+        """Use a new memory pool for the next graphs."""
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work on the side stream, in the order of the current one."""
+        """Work on the side stream, between earlier and later work on the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -312,9 +314,9 @@ class CudaBackend:
             return body(x, y)
 
     def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-        """Record a body without running it; return its replay, and the memory of its result."""
+        """Record a body without running it; return the function that replays it, and the tensor of its result."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a loader's thread may pin memory meanwhile, which is none of the graph's business.
+        # thread_local: a loader's thread may pin memory meanwhile, which must not end the recording.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             loss = body(x, y)
         return graph.replay, loss
@@ -333,7 +335,7 @@ def compiled(function: Function, mode: str, device: torch.device) -> Function:
 
 
 def check_compiler(mode: str) -> None:
-    """Raise a `UserError` where code for a CPU cannot be built."""
+    """Raise a `UserError` if code for a CPU cannot be built."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -344,6 +346,6 @@ def check_compiler(mode: str) -> None:
         usable = False
     if not usable:
         raise UserError(
-            f"compile.mode {mode}: torch.compile builds C++ code for a CPU, and this machine has no C++ compiler, or "
-            "no Python headers; install g++ (or name another in CXX) and python3-dev, or set compile: {mode: none}"
+            f"compile.mode {mode}: torch.compile builds C++ code for a CPU, but this machine lacks a C++ compiler or "
+            "Python's headers; install g++ (or name another in CXX) and python3-dev, or set compile: {mode: none}"
         )

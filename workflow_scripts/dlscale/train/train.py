@@ -1,6 +1,7 @@
 """Stage `train`: train one run and write its metrics, logs, weights and a figure.
 
-All that decides a weight is in `dlscale.train.trainer` and its imports: an edit to this module trains nothing again.
+All code that affects weights is in `dlscale.train.trainer` and its imports. Changes of this module do not make any run
+train again.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ from dlscale.train.memory import total
 from dlscale.train.trainer import Trainer, training
 from dlscale.train.weight_files import weights_digest
 
-#: Greatest number of epochs with pictures in TensorBoard.
+#: Largest number of epochs with pictures in TensorBoard.
 PICTURES = 50
 
-#: Settings that change no weight after a step: when to save and to stop, who is told, on what a run computes, who loads
-#: its samples. Of given weights the content counts.
+#: Settings that do not change the weights after a given step: when to save and to stop, trackers, devices, loader. The
+#: path of initial weights is not fingerprinted either, but their content is.
 NOT_FINGERPRINTED: Any = {
     "training": {
         *("checkpoint_epochs", "target", "stop_after", "on_divergence", "trackers", "weights"),
     },
     "geometry": True,
-    "parallel": True,  # but for what is in LEARNT
+    "parallel": True,  # except the keys in LEARNT
     "threads": True,
     "loader": True,
 }
 
 
-#: Request of each signal. A warning may come long before the limit: training goes on.
+#: Request of each signal. A warning signal may come long before the time limit, so training continues after it.
 REQUESTS = {
     signal.SIGUSR1: Request.SAVE,
     signal.SIGUSR2: Request.SAVE,
@@ -70,7 +71,7 @@ REQUESTS = {
     signal.SIGINT: Request.END,
 }
 
-#: Greatest number of steps between two agreements: steps may become slow all at once.
+#: Largest number of steps between two exchanges of requests, because steps may suddenly become slow.
 MAX_STEPS = 16
 
 #: Settings of `parallel` that change weights.
@@ -78,12 +79,12 @@ LEARNT = ("sync_batchnorm", "compression", "param_dtype", "reduce_dtype")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train the run in `args.config` on the data of `args.manifest`; the first rank fills the folder `args.out`."""
+    """Train the run in `args.config` on the data of `args.manifest`; the first rank writes into `args.out`."""
     run = load_run(args.config, "train")
     if not run.averages:
         raise UserError(
-            "parallel.sync: false: without averaged gradients every process would train a model of its own; leave sync "
-            "out, or measure the run's throughput instead"
+            "parallel.sync: false: without averaged gradients each process would train a separate model; remove the "
+            "key, or measure the run's throughput instead"
         )
     with entered(run, args.manifest, args.device) as (world, links), contextlib.ExitStack() as stack:
         session = open_session(run, args.manifest, world, args.threads)
@@ -104,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, links: Links | None) -> None:
-    """Train as the rank that writes, and write the outputs; `provenance.json` comes last."""
+    """Train as the first rank, and write the outputs; `provenance.json` is written last."""
     started = provenance.now()
     _announce(run, session, trainer)
     for name in ("provenance.json", "prediction.png", "model.pt", "model_best.pt"):
@@ -117,7 +118,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
     shown = _Shown(session, trainer.epochs)
 
     def on_epoch(record: Epoch) -> None:
-        session.manifest.check_files()  # HDF5 reads what was cut off as zeros
+        session.manifest.check_files()  # HDF5 would read a truncated part as zeros
         prediction = shown.predict() if shown.drawn(record) else None
         drawn = prediction is not None
         logs.add(record, session.study.picture(run, session.manifest, shown.y, prediction) if drawn else None)
@@ -133,13 +134,13 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         _write_weights(out / "model.pt", session.step.weights.state_dict())
         if trainer.best_weights:
             _write_weights(out / "model_best.pt", session.step.weights.gathered(trainer.best_weights))
-        write_text(out / "metrics.jsonl", epoch_lines(history))  # somebody may have removed what grew
+        write_text(out / "metrics.jsonl", epoch_lines(history))  # the growing file may have been removed
         _provenance(run, session, trainer, started, cores, links).write(out / "provenance.json")
         _remove_other_checkpoints(trainer.checkpoints.folder)
 
 
 def _announce(run: Run, session: Session, trainer: Trainer) -> None:
-    until = f" (of which {trainer.last_epoch} now)" if trainer.last_epoch < trainer.epochs else ""
+    until = f" ({trainer.last_epoch} of them now)" if trainer.last_epoch < trainer.epochs else ""
     processes = session.world.size
     logging.info(
         f"{run.study}: {session.parameters} parameters, {trainer.train_loader.samples} training and "
@@ -154,7 +155,7 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
 
     prediction = shown.predict()
     assert prediction is not None
-    with matplotlib.rc_context({"text.parse_math": False}):  # a `$` is a `$`; labels of ticks arise while saving
+    with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text, also in tick labels, made by saving
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
         save_png(figure or figures.values(shown.y, prediction), file, dpi=100)
 
@@ -185,14 +186,17 @@ def _provenance(
 
 
 def _remove_other_checkpoints(folder: Path) -> None:
-    """Remove those of the run as it was before a change; until its end that could have been put back."""
-    for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # nothing that is not ours
+    """Remove checkpoints of the run before its settings, data or code changed.
+
+    They were kept until the end of this training, in case the change was undone.
+    """
+    for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # only folders with a fingerprint as name
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _follow(session: Session, trainer: Trainer) -> None:
-    """Train as any other rank, with the joint predictions and gathers of `_lead` in its order."""
+    """Train as any other rank, with the joint predictions and gathers in the same order as in `_lead`."""
     shown = _Shown(session, trainer.epochs)
     fit_with_signals(trainer, lambda record: shown.predict() if shown.drawn(record) else None)
     with ranges.part("writing", ranges.BETWEEN):
@@ -207,9 +211,9 @@ def fit_with_signals(
     on_epoch: Callable[[Epoch], object] = lambda record: None,
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
 ) -> list[Epoch]:
-    """Run `trainer.fit` with progress shown and signals obeyed; return the records of all epochs."""
+    """Run `trainer.fit` while showing progress and obeying signals; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
-    headline = described[0].name if described else ""  # the first with a naive answer, or else the first
+    headline = described[0].name if described else ""  # prefers a metric that has a baseline without learning
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer than a batch
     latest = _Latest(samples)
 
@@ -237,10 +241,10 @@ def fit_with_signals(
 
 
 class Interruption:
-    """A context in which signals are requests, on which all ranks agree.
+    """Context that turns signals into requests, on which all ranks agree.
 
-    A signal may reach them at different steps, and all must save at the same one: they exchange their requests about
-    every `seconds`, on the host.
+    A signal may reach ranks at different steps, but all ranks must save at the same step. They therefore exchange their
+    requests about every `seconds`, on the host.
     """
 
     def __init__(self, world: World, seconds: float = 1.0) -> None:
@@ -266,7 +270,7 @@ class Interruption:
         self._received = max(self._received, request)
 
     def poll(self) -> Request:
-        """Return the most urgent request of any rank, once. Every rank calls it before each batch."""
+        """Return the most urgent request of any rank, once; all ranks call this before each batch."""
         if self._world.size == 1:
             request, self._received = self._received, Request.NONE
             return request
@@ -276,20 +280,20 @@ class Interruption:
         now = time.monotonic()
         urgency, elapsed = self._world.max(self._received, now - self._agreed)
         # All ranks compute the same next interval, from the slowest rank's time.
-        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first says nothing of steps
+        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first time is no measure of steps
         self._interval = self._left = min(max(1, int(self._interval * min(ratio, 4.0))), MAX_STEPS)
         self._agreed = time.monotonic()
-        if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next time
+        if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next exchange
             self._received = Request.NONE
         return Request(int(urgency))
 
 
 class _Latest:
-    """The last step's loss on this rank, and the samples/s of all since the last call of `values`."""
+    """Loss of the last step on this rank, and samples/s of all ranks since the last call of `values`."""
 
     def __init__(self, samples: int) -> None:
-        self._samples, self._loss = samples, torch.tensor(math.nan)  # of a step
-        self._steps, self._before = 0, (time.perf_counter(), 0)  # steps of this process
+        self._samples, self._loss = samples, torch.tensor(math.nan)  # samples per step
+        self._steps, self._before = 0, (time.perf_counter(), 0)  # steps of this process; time and steps at last call
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
         self._loss = loss
@@ -305,7 +309,7 @@ class _Latest:
 
 
 class _Shown:
-    """The first validation sample, of which pictures are drawn after some epochs."""
+    """First validation sample; its prediction is drawn after some epochs."""
 
     def __init__(self, session: Session, epochs: int) -> None:
         self.x, self.y = session.samples("valid").read(0, 0)
@@ -316,7 +320,7 @@ class _Shown:
         return record.epoch % self._every == 0 or record.epoch == self._epochs
 
     def predict(self) -> np.ndarray | None:
-        """Return the prediction on the first rank; ranks that share a model make it together."""
+        """Return the prediction on the first rank, else None; ranks that share a model compute it together."""
         world, step = self._session.world, self._session.step
         if not (world.main or step.joint):
             return None
@@ -325,18 +329,18 @@ class _Shown:
 
 
 def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:
-    # Given a path, torch.save would put its (temporary) name into the file: equal weights, unequal bytes.
+    # With a path, torch.save would store its temporary name in the file, and equal weights would give different bytes.
     with whole(file) as path, open(path, "wb") as opened:
         torch.save({key: value.cpu() for key, value in state.items()}, opened)
 
 
 def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
-    """Return the SHA-256 of a training's settings, data, sources and image; the same one resumes its checkpoints."""
+    """Return the SHA-256 of a training's settings, data, sources and image; an equal one resumes its checkpoints."""
     image = Image.read()
     decisive = {
         "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),
         "parallel": run.parallel.model_dump(include=set(LEARNT), exclude_defaults=True),
-        # Loaders deliver the same samples, but for the one that delivers no data.
+        # All loaders deliver the same samples, except `synthetic`, which delivers no data.
         "synthetic": run.loader.kind == "synthetic",
         "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
         "fields": {name: info.model_dump(mode="json") for name, info in manifest.fields.items()},

@@ -32,7 +32,7 @@ from dlscale.train.weight_files import load_weights
 
 @contextlib.contextmanager
 def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[Trainer]:
-    """Yield the training of a run, resumed from its newest checkpoint, or with its initial weights."""
+    """Yield the trainer of a run, resumed from its newest checkpoint, or with its initial weights."""
     with (
         contextlib.closing(session.loader("train")) as train,
         contextlib.closing(session.loader("valid")) as valid,
@@ -46,9 +46,9 @@ def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[T
 
 
 class Trainer:
-    """Trains, validates after every epoch, and saves checkpoints at the ends of epochs and at signals.
+    """Trainer that validates after every epoch, and saves checkpoints after epochs and on signals.
 
-    Every rank does the same, and writes its part of the checkpoints, which hold the best epoch's weights, too.
+    All ranks do the same, and each writes its part of the checkpoints. These include the weights of the best epoch.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Trainer:
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
-        self.epochs = -(-self.total_steps // len(self.train_loader))  #: the last may be cut short
+        self.epochs = -(-self.total_steps // len(self.train_loader))  #: number of epochs; the last may be cut short
         self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)  #: last epoch of this process
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
-        self.history: list[Epoch] = []  #: the epochs that are done
+        self.history: list[Epoch] = []  #: completed epochs
         self.resumed_from: int | None = None  #: step of the loaded checkpoint
-        self.best_weights: dict[str, Shard] | None = None  #: on the host
+        self.best_weights: dict[str, Shard] | None = None  #: weights of the best epoch, on the host
         self._untrained: Untrained | None = None  #: scores before the first step
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
-        self._made_with["geometry"].pop("memory_mb")  # which decides no time
+        self._made_with["geometry"].pop("memory_mb")  # does not affect times
         at = run.geometry
         self._places = {
             "ranks": world.size,
@@ -85,19 +85,19 @@ class Trainer:
         self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
-        self._best: Epoch | None = None  # kept beside the history, which may be long
+        self._best: Epoch | None = None  # kept separately, because the history may be long
         self._goal = metric_called(self._target.metric, metrics, "training.target.metric") if self._target else None
 
     @property
     def best(self) -> Best | None:
-        """The best epoch, whose weights are kept."""
+        """Best epoch so far, with weights kept; None without `training.keep_best` or before the first epoch."""
         epoch = self._best
         if self._judge is None or epoch is None:
             return None
         return Best(metric=self._judge.name, value=self._judge.of(epoch), epoch=epoch.epoch, step=epoch.step)
 
     def _improves(self, record: Epoch) -> bool:
-        """Return whether an epoch is the best so far; of equal ones the first stays."""
+        """Record an epoch if it is better than the best so far, and return whether it is."""
         known = [epoch for epoch in (self._best, record) if epoch]
         before, self._best = self._best, self._judge.best(known) if self._judge else None
         return self._best is not before
@@ -119,10 +119,10 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         poll: Callable[[], Request] = lambda: Request.NONE,
     ) -> list[Epoch]:
-        """Train to the last epoch; return the records of all epochs, which `on_epoch` gets as they come.
+        """Train to the last epoch, and return the records of all epochs.
 
-        `on_begin` gets the scores before the first step; `poll` is asked before each batch whether to save or to end,
-        and answers alike on all ranks.
+        `on_epoch` is called with each record after its epoch, `on_begin` with the scores before the first step. `poll`
+        is called before each batch, and returns the same request (to save or to end) on all ranks.
         """
         try:
             with contextlib.ExitStack() as later:
@@ -138,28 +138,28 @@ class Trainer:
                 while not self._done:
                     epoch = len(self.history)
                     record = self._epoch(epoch, poll, hooks)
-                    if record.epoch == first:  # from here on all data are open, and all code is compiled
+                    if record.epoch == first:  # from now on all data are open, and all code is compiled
                         later.enter_context(ranges.part("epoch", ranges.BETWEEN))
                     with ranges.part("writing"):
                         on_epoch(record)
                     self.history.append(record)
                     if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
-                        logging.warning("diverged in epoch %d: stopped, as training.on_divergence says", record.epoch)
-                        break  # with the weights of an epoch before in the newest checkpoint
+                        logging.warning("diverged in epoch %d: stopped (training.on_divergence)", record.epoch)
+                        break  # the newest checkpoint has the weights of an earlier epoch
                     if self._improves(record):
                         shards = self.step.weights.shards()
                         self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
                     if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
         except Exception as error:
-            if isinstance(error, UserError) or self.world.size == 1:  # else the others may be gone
-                self.checkpoints.wait()  # what was good until here shall not be lost
+            if isinstance(error, UserError) or self.world.size == 1:  # otherwise other ranks may have ended
+                self.checkpoints.wait()  # keeps the last good state
             raise
         self.checkpoints.wait()
         return self.history
 
     def outcome(self) -> Iterator[str]:
-        """Yield the best epoch, and whether the target was reached, in words."""
+        """Yield lines that describe the best epoch, and whether the target was reached."""
         if self._judge and (best := self.best):
             yield f"best: epoch {best.epoch} of {len(self.history)}, {self._judge.title} {best.value:.6g}"
         if self._goal and self._target:
@@ -171,7 +171,7 @@ class Trainer:
                 yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
 
     def _begin(self) -> None:
-        """Validate before the first step, unless an earlier try did; no epoch's time counts it."""
+        """Validate before the first step, unless an earlier try did; epoch times do not include this."""
         if self._untrained or self._resumed.step:
             return
         start = time.perf_counter()
@@ -180,7 +180,7 @@ class Trainer:
         logging.info(f"before training: valid loss {valid_loss:.6f} ({time.perf_counter() - start:.1f} s)")
 
     def _with_first_loss(self, sums: _EpochSums) -> Untrained | None:
-        """Return the scores before the first step, with the loss of its batch if known. All ranks call it."""
+        """Return the scores before the first step, with the loss of its batch if known; all ranks must call it."""
         if self._untrained and sums.first_loss is not None:
             samples = min(self.run.batch_size, self.train_loader.samples)
             loss = float(self.world.sum(sums.first_loss.clone())) / samples
@@ -191,27 +191,27 @@ class Trainer:
         done, seen = (self.history[-1].step, self.history[-1].samples or 0) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
-        before, self._resumed = self._resumed, CheckpointRecord()  # only the first epoch goes on within itself
-        first = max(before.step - done, 0)  # not 0 where an earlier try was stopped within this epoch
+        before, self._resumed = self._resumed, CheckpointRecord()  # only the first epoch may resume in its middle
+        first = max(before.step - done, 0)  # above 0 if an earlier try was stopped in this epoch
         scored = registry.study(self.run.study).train_metrics
         sums = _EpochSums(before, done + first, self.world, self.step.device, 1 + len(scored))
         made_with = self._made_with if not before.seconds or before.made_with == self._made_with else None
         requests = Hook(before_step=lambda number: self._obey(poll(), sums, made_with))
         batches = self.train_loader.epoch(epoch, first)
-        weight = functools.partial(self.share.weight, samples=self.train_loader.samples)  # of this rank's loss
+        weight = functools.partial(self.share.weight, samples=self.train_loader.samples)  # weight of this rank's loss
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
         numbers = range(done + first, done + steps)
         run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
-        train_loss, *scores = (total / samples for total in sums.total())  # waits: the time is that of finished work
+        train_loss, *scores = (total / samples for total in sums.total())  # waits, so that the time includes all work
         sums.finish()
-        requests.before_step(done + steps)  # a request that came during the last step
+        requests.before_step(done + steps)  # obeys a request that arrived during the last step
         batches.close()
-        self._naive_answers([requests])  # are no part of a validation's time
+        self._naive_answers([requests])  # now, because validation times do not include them
         start = time.perf_counter()
         valid_loss, metrics = math.nan, dict[str, float]()
         if self._finite(epoch, "training", train_loss):
             valid_loss, metrics = self.validate([requests])
-            self._finite(epoch, "validation", valid_loss)  # the training loss knows nothing of the last update
+            self._finite(epoch, "validation", valid_loss)  # the training loss does not include the last update
         return Epoch(
             epoch=epoch + 1,
             step=done + steps,
@@ -232,7 +232,7 @@ class Trainer:
         )
 
     def _finite(self, epoch: int, what: str, loss: float) -> bool:
-        """Return whether a loss is finite; if a run is to fail then, raise a `UserError`."""
+        """Return whether a loss is finite; raise a `UserError` if not and `training.on_divergence` is `fail`."""
         if not math.isfinite(loss) and self.run.training.on_divergence == "fail":
             raise UserError(
                 f"epoch {epoch + 1}: the {what} loss is {loss}; lower optimizer.lr, add schedule.warmup_steps, "
@@ -257,11 +257,11 @@ class Trainer:
         return self._naive
 
     def resume(self) -> None:
-        """Load the newest checkpoint, if there is one; all ranks read the same."""
+        """Load the newest usable checkpoint, if any; all ranks read the same checkpoint."""
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
         again = self._again(loaded[0]) if loaded else None
         if loaded is None or again:
-            self.step.optimizer.state.clear()  # which was made for what could not be read
+            self.step.optimizer.state.clear()  # `_wanted` made it before the read failed
             if again:
                 logging.info("%s", again)
                 if self.world.main:
@@ -285,14 +285,14 @@ class Trainer:
         logging.info("resumed after epoch %d, step %d", len(self.history), step)
 
     def _again(self, record: CheckpointRecord) -> str | None:
-        """Return why training starts anew although there is a checkpoint; None to go on from it."""
+        """Return why training restarts despite a checkpoint; None to resume from the checkpoint."""
         end = self._end(record.history)
         if end and record.step > end.step:
-            return f"this was trained beyond epoch {end.epoch}, which reaches the target: again, to end there"
-        # At the last step a training may have been asked to end in its last validation: there is more to do.
+            return f"the checkpoint is beyond epoch {end.epoch}, which reaches the target: training again, to end there"
+        # A checkpoint of the last step may be from before the last validation, which is then still to do.
         trained = record.step == self.last_step and len(record.history) >= self.last_epoch
         if (end or trained) and record.made_with != self._made_with:
-            return "this was trained to the end with another geometry or loader: again, for times of its own"
+            return "the finished training had another geometry or loader: training again, to measure its times"
         return None
 
     def _obey(self, request: Request, sums: _EpochSums, made_with: dict[str, Any] | None) -> None:
@@ -301,17 +301,17 @@ class Trainer:
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
         self._save(sums.step, sums=sums.by_rank(), untrained=untrained, **times)
-        self.checkpoints.wait()  # who asked may end this process as soon as the log says so
+        self.checkpoints.wait()  # before the log line, after which this process may be ended
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
-            self.world.barrier()  # a rank that ends before the others have saved ends them, too
-            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again")
+            self.world.barrier()  # if a rank ended before other ranks have saved, they would be killed
+            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again to resume")
 
     def _save(self, step: int, **partial: Any) -> None:
         best = self.best
-        if step and self.step.scaler.is_enabled():  # if all gradients so far overflowed, there is no state yet
+        if step and self.step.scaler.is_enabled():  # the state is missing if all gradients so far overflowed
             make_state(self.step.optimizer)
-        # Right after the best epoch the weights are the model's own, which are written once.
+        # Right after the best epoch its weights are the model's, so they are written only once.
         apart = self.best_weights if best and best.step != step else None
         record = CheckpointRecord(
             step=step,
@@ -326,7 +326,7 @@ class Trainer:
         self.checkpoints.save(record, own_shards(shards, self.world, buffers) | self._random_states())
 
     def _wanted(self, record: CheckpointRecord) -> dict[str, Shard]:
-        """Return the shards to read from a checkpoint, in memory of their own: a failed read changes nothing."""
+        """Return the shards to read from a checkpoint, in new memory, so that a failed read changes nothing."""
         if self._again(record):
             return {}
         if record.step:
@@ -338,7 +338,7 @@ class Trainer:
         }
         if record.best:
             wanted |= {f"best.{name}": shard for name, shard in self.step.weights.shards().items()}
-        if record.places == self._places:  # else drop-out starts anew
+        if record.places == self._places:  # otherwise the random state of drop-out starts anew
             wanted |= self._random_states()
         return {name: shard.empty() for name, shard in wanted.items()}
 
@@ -363,18 +363,18 @@ class Trainer:
 
 
 class _EpochSums:
-    """Losses, `count - 1` training metrics and time of the epoch on this rank, from step `first` of the training."""
+    """Sums of losses and of `count - 1` training metrics, and time, of an epoch on this rank, from step `first` on."""
 
     def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device, count: int) -> None:
         self.step, self._world = first, world
         sums = before.rank_sums(world.data_rank, world.data_size) or [0.0] * count
         self._sums = torch.tensor(sums, dtype=torch.float64, device=device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
-        self._seconds = before.seconds  # once the steps are done
+        self._seconds = before.seconds  # valid after the last step
         self.first_loss: torch.Tensor | None = None  #: sum of the losses of the training's first step
 
     def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:
-        sums = means * len(batch[0])  # stays on the device: no step waits
+        sums = means * len(batch[0])  # stays on the device, so that no step waits
         self._sums += sums
         if number == 0:
             self.first_loss = sums.reshape(-1)[0]
@@ -382,7 +382,7 @@ class _EpochSums:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the epoch's steps, in all tries."""
+        """Time spent on the epoch's steps in all tries, seconds."""
         return self._seconds if self.wall_time else time.perf_counter() - self._start
 
     def finish(self) -> None:
@@ -391,11 +391,11 @@ class _EpochSums:
             self._seconds, self.wall_time = self.seconds, time.time()
 
     def total(self) -> list[float]:
-        """Return the sums of all ranks; this rank's own stay, as they may yet be saved."""
+        """Return the sums over all ranks; this rank's sums are unchanged, because they may be saved later."""
         sums: list[float] = self._world.sum(self._sums.clone()).tolist()
         return sums
 
     def by_rank(self) -> list[list[float]]:
-        """Return the sums of each rank of different samples."""
+        """Return the sums of each data-parallel rank."""
         sums = dict(self._world.gather((self._world.data_rank, self._sums.tolist())))
         return [sums[rank] for rank in sorted(sums)]

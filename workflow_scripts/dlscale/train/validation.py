@@ -16,21 +16,21 @@ from dlscale.train.step import Step
 
 
 class MetricSum:
-    """Means over samples of named per-sample values, summed in float64 where they are."""
+    """Means over samples of named per-sample values, summed in float64 on the values' device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._count = 0
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add per-sample values [B, ...], if any, all of the same B."""
+        """Add per-sample values [B, ...], if any, all with the same B."""
         for name, value in values.items():
             total = value.detach().double().sum(dim=0)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._count += len(next(iter(values.values()), ()))
 
     def means(self, over_all: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums) -> dict[str, torch.Tensor]:
-        """Return the mean of each value over samples, [...], on the host; `over_all` sums a tensor over processes."""
+        """Return the mean of each value over samples, [...], on the host; `over_all` sums tensors over processes."""
         if not self._sums:
             return {}
         device = next(iter(self._sums.values())).device
@@ -41,7 +41,7 @@ class MetricSum:
 def naive_means(
     metrics: Metrics, loader: Loader, share: Share, world: World, hooks: Sequence[Hook] = (), split: str = "valid"
 ) -> dict[str, torch.Tensor]:
-    """Return the means of naive answers over all samples of a split; each rank computes its share."""
+    """Return the mean errors of baselines without learning over a split; each rank computes its part."""
     sums = MetricSum()
     shares = ((share.indices(number, loader.samples),) for number in range(len(loader)))
     run_steps(lambda indices: sums.add(metrics.naive(indices, split)), shares, range(len(loader)), hooks)
@@ -59,7 +59,7 @@ def validate(
 ) -> tuple[float, dict[str, float]]:
     """Return loss and metrics on all ranks, each sample counted once; `naive` is from `naive_means`."""
     sums = MetricSum()
-    # Running statistics differ by rank: the first one's are the training's.
+    # Running statistics differ by rank; validation uses the first rank's, which are saved.
     world.broadcast(step.model.buffers())
 
     def add(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ def validate(
         values = metrics.per_sample(x, y, prediction)
         if wrong := [name for name, value in values.items() if name in losses or value.shape[:1] != x.shape[:1]]:
             raise UserError(
-                f"study {study}: metric {wrong[0]}: expected a name of its own, and a value for each of "
+                f"study {study}: metric {wrong[0]}: expected a unique name, and a value for each of "
                 f"the {len(x)} samples, got shape {tuple(values[wrong[0]].shape)}"
             )
         sums.add(losses | values)
@@ -79,14 +79,14 @@ def validate(
     numbers = metrics.summarise(means)
     if missing := {metric.name for metric in metrics.described} - numbers.keys():
         raise UserError(
-            f"study {study}: metrics that it describes have no value: {', '.join(sorted(missing))}; "
-            f"`per_sample` and `summarise` give: {', '.join(numbers) or 'none'}"
+            f"study {study}: metrics in `described` have no value: {', '.join(sorted(missing))}; "
+            f"`per_sample` and `summarise` return: {', '.join(numbers) or 'none'}"
         )
     return loss, numbers
 
 
 def metric_called(name: str, metrics: Metrics, key: str) -> Metric:
-    """Return the metric of this name, or the validation loss; `key` is its place in the run's settings."""
+    """Return the metric of this name, or the validation loss; `key` is the setting that names it."""
     known = {metric.name: metric for metric in (VALID_LOSS, *metrics.described)}
     if name not in known:
         raise UserError(f"{key}: {unknown('metric', name, known)}")

@@ -1,4 +1,4 @@
-"""Weights from a file: those of another run, or published ones."""
+"""Read weights from a file: the weights of another run, or published weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dlscale.train.precision import Weights
 
 #: Keys of the model's state in common programs' checkpoints.
 PLACES = ("state_dict", "model_state", "model_state_dict", "model")
-#: Prefixes that wrappers for several devices and `torch.compile` give to names; one may be around the other.
+#: Prefixes that wrappers for several devices and `torch.compile` add to names, in any nesting.
 PREFIXES = ("module.", "_orig_mod.", "module.")
 
 State = dict[str, torch.Tensor]
 
 
 def read_weights(path: str | Path) -> State:
-    """Return the state dict in a file of `torch.save`, or in a folder of our checkpoints. Nothing in it is executed.
+    """Return the state dict in a file of `torch.save`, or in a checkpoint folder of dlscale; execute no code.
 
-    It may be part of a checkpoint (`PLACES`), and of a wrapped model (`PREFIXES`).
+    The state dict may be part of another program's checkpoint (`PLACES`) or of a wrapped model (`PREFIXES`).
     """
     no_pipe(path, "a file of weights, or a checkpoint's folder")
     try:
@@ -39,7 +39,7 @@ def read_weights(path: str | Path) -> State:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
     except (Exception, CheckpointException):
-        # A damaged pickle leads its reader anywhere.
+        # Reading a damaged pickle may raise any exception.
         raise UserError(
             f"{path}: not readable as weights: it is damaged, or holds more than tensors and plain values; expected a "
             "state dict that torch.save wrote"
@@ -49,7 +49,9 @@ def read_weights(path: str | Path) -> State:
             content = content[place]
             break
     if not (isinstance(content, Mapping) and content and all(isinstance(v, torch.Tensor) for v in content.values())):
-        raise UserError(f"{path}: no weights in it; expected a state dict: tensors by the names of the model's")
+        raise UserError(
+            f"{path}: contains no weights; expected a state dict: tensors by the names of the model's tensors"
+        )
     state = {str(name): value for name, value in content.items()}
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in state):
@@ -64,15 +66,15 @@ def weights_digest(path: str | Path) -> str:
 
 
 def load_weights(weights: Weights, path: str | Path) -> None:
-    """Load the weights of a file; those of another model are a `UserError`."""
+    """Load the weights of a file; weights of another model are a `UserError`."""
     state, expected = read_weights(path), weights.state_dict()
     apart = []
-    for names in weights.names().values():  # of a tensor with several names the file may have any
+    for names in weights.names().values():  # a tensor may have any of its names in the file
         if held := [state[name] for name in names if name in state]:
             state = dict.fromkeys(names, held[0]) | state
             if not all(torch.equal(value.float(), held[0].float()) for value in held[1:]):
                 apart.append(" and ".join(names))
-    # Before PyTorch 0.4.1 batch normalisation did not count its batches, which only a momentum of None reads.
+    # Files from before PyTorch 0.4.1 lack batch normalisation's counters, which only a momentum of None uses.
     counters = {name: value for name, value in expected.items() if name.endswith("num_batches_tracked")}
     state = counters | state
     both = [name for name in expected if name in state]
@@ -98,9 +100,9 @@ def load_weights(weights: Weights, path: str | Path) -> None:
 
 
 def _load(path: str | Path) -> Any:
-    """Return the content of a file of `torch.save`, on the host; one of before PyTorch 1.6 has no checksums."""
+    """Return the content of a file of `torch.save`, on the host; files from before PyTorch 1.6 have no checksums."""
     with open(path, "rb") as file:
-        archive = file.read(4) == b"PK\x03\x04"  # as torch.load tells them apart
+        archive = file.read(4) == b"PK\x03\x04"  # the test that torch.load uses
     if archive:
         _check(path)
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -109,12 +111,12 @@ def _load(path: str | Path) -> Any:
 def _check(path: str | Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch.load reads nothing of a marked folder, and takes what was in memory.
+            # torch.load skips an entry marked as a folder, and would use uninitialised memory.
             folders = [each.filename for each in archive.infolist() if each.external_attr & 0x10 and each.file_size]
             damaged = archive.testzip() or next(iter(folders), None)
     except (OSError, zipfile.BadZipFile):
         raise
-    except Exception as error:  # a damaged header asks for any decompression, or for a password
+    except Exception as error:  # a damaged header may name any compression, or ask for a password
         raise zipfile.BadZipFile(f"not readable: {error}") from None
     if damaged:
-        raise zipfile.BadZipFile(f"{damaged}: not as it was written")
+        raise zipfile.BadZipFile(f"{damaged}: changed after it was written")

@@ -1,6 +1,6 @@
-"""Loaders: their settings, and a module `KIND_loader` each with the same `build`, over the one sample stream.
+"""Settings of the loaders; each loader has a module `KIND_loader` with a function `build`.
 
-Extensions add further ones.
+All loaders deliver the same sample stream. Extensions add further loaders.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Reading(Strict):
 
     staging: Literal["none", "memory", "local"] = Field(
         "none",
-        description="Where each node first copies the data, once for all of its processes. memory: into its memory; "
-        "local: onto its own disk, which the site names (local_disk); none: data are read where they lie.",
+        description="Copy of the data that each node makes first, once for all of its processes. memory: in its "
+        "memory; local: on its own disk (local_disk of the site); none: no copy.",
     )
 
 
@@ -34,29 +34,32 @@ class TorchLoader(Reading):
 
 
 class DirectLoader(Reading):
-    """Threads that read mapped files into reused buffers; a GPU turns and decodes what they read."""
+    """Threads that read mapped files into reused buffers; a GPU transforms and decodes the values."""
 
     kind: Literal["direct"]
     workers: Workers = Field(2, description="Threads; 0 loads in the thread of the model.")
     prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Hold all data on the device, and read them once. auto: on a GPU, if they take at most 40 % of "
-        "its memory, less what the process holds already; the log says which.",
+        description="Keep all data on the device, and read them once. auto: on a GPU, if they take at most 40 % of "
+        "the device memory that the process does not use yet; the log shows the choice.",
     )
 
 
 class SyntheticLoader(Strict):
-    """One batch of random numbers on the device, again and again: no data at all."""
+    """One batch of random numbers on the device, delivered again and again; no data are read."""
 
     kind: Literal["synthetic"]
 
 
-#: All loaders' settings; the configuration's key `loader` is one of them.
+#: Classes of the loaders' settings; the configuration's key `loader` is one of them.
 LOADERS = (TorchLoader, DirectLoader, *registry.loader_settings(), SyntheticLoader)
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Live on where all processes of a job are signalled: the training, which ends its workers, has yet to save."""
+    """Ignore signals in a worker: the training, which ends its workers itself, still has to save.
+
+    Slurm, for one, may signal all processes of a job.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The interface that all loaders share, a loader around any of them, and how a run's samples and loader are opened."""
+"""Interface of all loaders, the wrapper for arranged samples, and functions that open a run's samples and loader."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Share:
     """The part of each global batch that one data-parallel rank delivers.
 
-    Global step s takes samples [s B, (s + 1) B) of the epoch; rank r of R takes the r-th of R contiguous runs of them,
-    as equal as can be. Processes that share a model replica have one data-parallel rank.
+    Global step s takes samples [s B, (s + 1) B) of the epoch; rank r of R takes the r-th of R contiguous ranges of
+    them, of sizes as equal as possible. Processes that share a model replica have the same data-parallel rank.
     """
 
     batch_size: int  #: B, over all ranks
@@ -35,7 +35,7 @@ class Share:
     size: int = 1  #: R
 
     def steps(self, samples: int) -> int:
-        """Return the global steps in an epoch of `samples` samples, a smaller last one included."""
+        """Return the number of global steps in an epoch of `samples` samples, a smaller last one included."""
         return -(-samples // self.batch_size)
 
     def count(self, step: int, samples: int) -> int:
@@ -48,29 +48,33 @@ class Share:
         return range(first + count * self.rank // self.size, first + count * (self.rank + 1) // self.size)
 
     def weight(self, step: int, samples: int) -> float:
-        """Return the weight of this rank's mean in step `step`: so weighted, a mean over ranks is one over samples."""
+        """Return the weight of this rank's mean in step `step`.
+
+        With these weights the mean over ranks equals the mean over samples.
+        """
         return len(self.indices(step, samples)) * self.size / self.count(step, samples)
 
 
 class Loader(ABC):
-    """Delivers the batches of one split."""
+    """Loader of the batches of one split."""
 
-    samples: int  #: in an epoch, over all ranks
+    samples: int  #: samples in an epoch, over all ranks
 
     def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share, self._device = share, device
-        # Not held: an epoch that its reader lets go ends, and its last batch leaves the device.
+        # A weak reference: an epoch that the caller drops ends, and its last batch leaves the device.
         self._open: Callable[[], Generator[Batch] | None] = lambda: None
 
     def __len__(self) -> int:
         return self._share.steps(self.samples)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
-        """Yield (x, y) of global steps `start` and on of an epoch, on the loader's device, as the samples declare them.
+        """Yield batches (x, y) of an epoch from global step `start` on, on the loader's device.
 
-        A rank's share of a small last batch may be empty. A batch's memory may be reused once the next is asked for.
-        A new epoch ends the one before. On a GPU the batch is ready for the current stream.
+        Shapes and types follow the samples' specs. A rank's part of a small last batch may be empty. Requesting the
+        next batch may reuse the memory of this one. A new epoch ends the one before. On a GPU the batch is ready for
+        the current stream.
         """
         self._end()
         batches = self._batches(epoch, start)
@@ -79,7 +83,7 @@ class Loader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
-        """Yield the batches of `epoch`; when it is closed, all that was prefetched is thrown away."""
+        """Yield the batches of `epoch`; closing the generator discards prefetched batches."""
 
     def close(self) -> None:
         """Stop workers and close files."""
@@ -91,24 +95,24 @@ class Loader(ABC):
 
 
 def on_grids(samples: Samples, loader: str) -> GridSamples:
-    """Return samples on grids; for others the loader called `loader` has no decoder: a `UserError`."""
+    """Return `samples` if they are on grids; the loader called `loader` cannot decode others: a `UserError`."""
     if not isinstance(samples, GridSamples):
         raise UserError(
-            f"loader.kind: {loader} reads arrays on grids, and these samples are none ({type(samples).__name__}); "
+            f"loader.kind: {loader} reads only arrays on grids, but these samples are {type(samples).__name__}; "
             "use torch"
         )
     return samples
 
 
 class ArrangedLoader(Loader):
-    """A loader of boxes that delivers what `ArrangedSamples` make of them, in memory of its own."""
+    """Loader that computes the inputs of `ArrangedSamples` from the boxes of another loader, in new memory."""
 
     def __init__(self, loader: Loader, samples: ArrangedSamples, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         self._loader, self._arranged = loader, samples
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
-        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once: no step waits for them
+        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once, so that no step waits
         for step, (x, y) in enumerate(self._loader.epoch(epoch, start), start):
             indices = self._share.indices(step, self.samples)
             yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
@@ -119,15 +123,15 @@ class ArrangedLoader(Loader):
 
 
 def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
-    """Return the samples of a split, of the study's kind of dataset."""
+    """Return the samples of a split, as the study's kind of dataset opens them."""
     module = registry.module_of(registry.study(run.study).dataset, "samples")
-    assert module is not None  # rows serve a kind that has none of its own
+    assert module is not None  # kinds without a `samples` module use rows
     samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
     return samples
 
 
 def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.device) -> Loader:
-    """Return the run's loader of these samples; the one that reads nothing arranges nothing."""
+    """Return the run's loader of these samples; the loader `synthetic` needs no arranging."""
     build: Callable[..., Loader] = registry.load(registry.loader(run.loader.kind)).build
     if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic":
         return build(samples, run.loader, share, device)

@@ -1,6 +1,6 @@
-"""The formula of `DecodePlan` as one kernel, in Triton: each value is written once, as the model takes it.
+"""Triton kernel for the formula of `DecodePlan`: it writes each value once, as the model takes it.
 
-It moves 14 MB for a crop of 64^3 cells and 9 channels in float16; PyTorch's operations move about 130 MB.
+The kernel moves 14 MB for a crop of 64^3 cells and 9 channels in float16; PyTorch's operations move about 130 MB.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-#: Values that a program writes.
+#: Values that one program of the kernel writes.
 BLOCK = 1024
 
 
 @triton.jit
 def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write `BLOCK` neighbours in memory of a channel; those in what is stored are found in the L2 cache."""
+    """Write `BLOCK` adjacent values of a channel; their neighbours in `stored` are found in the L2 cache."""
     sample, c, cells = tl.program_id(2).to(tl.int64), tl.program_id(1), n0 * n1 * n2
     places += sample * (4 + C)
     numbers += sample * (3 * C) + c
@@ -37,5 +37,5 @@ def decode(
     if not count:
         return
     blocks = triton.cdiv(out[0, 0].numel(), BLOCK)
-    # Not fused into multiply-add: the digits are those of a processor.
+    # Without fused multiply-add, so that results have the same digits as on a CPU.
     _decode[blocks, channels, count](stored, places, numbers, out, *extent, channels, BLOCK, enable_fp_fusion=False)

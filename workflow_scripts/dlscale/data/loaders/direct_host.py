@@ -1,8 +1,8 @@
-"""Decoding on a processor: boxes of mapped files are written straight into batches that are used again.
+"""Decoding on a CPU: write boxes of mapped files straight into reused batches.
 
-Numba compiles the loop over cells: numpy and PyTorch would pass over the data several times, and memory is what it
-costs. Where channels lie side by side one word of 64 bits fetches four float16 of a cell; rows of words are gathered in
-the order of the result, then taken apart channel by channel.
+Numba compiles the loop over cells: numpy and PyTorch would pass over the data several times, and memory traffic is the
+main cost. If channels are adjacent in memory, one word of 64 bits fetches four float16 values of a cell. Rows of words
+are gathered in the order of the result, then split by channel.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dlscale.data.samples import BoxField, BoxIndex, GridSamples, WritingSamples
 #: Cells added to the two faster axes of a thread's buffer: at distances of a power of two, neighbours along a slow axis
 #: compete for the same few lines of the processor's cache.
 PAD = 4
-#: Words that are fetched together and then decoded: they fit into the fastest cache.
+#: Words that are fetched together and then decoded; they fit into the fastest cache.
 BLOCK = 1024
-#: Values that are written together past the processor's cache: a line of it.
+#: Values in a line of the processor's cache; they are written together, past the cache.
 LINE = 16
 
 
@@ -33,8 +33,8 @@ LINE = 16
 def _stream(typing, target, source):  # type: ignore[no-untyped-def]
     """Write `source` into `target`, float32 [n], past the cache: no line is read only to be overwritten.
 
-    n is a multiple of `LINE`, and `target` begins with a line of the cache (at 64 bytes). Other threads see it once
-    this one has given up a lock, as it does with Python's when it ends a task.
+    n is a multiple of `LINE`, and `target` is aligned to a cache line (64 bytes). Other threads see the values after
+    this thread has released a lock, for example Python's at the end of a task.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -56,7 +56,7 @@ def _stream(typing, target, source):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _widened(typing, bits):  # type: ignore[no-untyped-def]
-    """Return the float32 of a float16 given by its bits: one instruction for many values."""
+    """Convert a float16, given by its bits, to float32; one instruction converts many values."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
@@ -65,28 +65,29 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
 
 
 def _compiled(half, wide):  # type: ignore[no-untyped-def]
-    # Numba finds its compiled code again by what is closed over: plain values, since functions are new in each process.
+    # Numba caches compiled code by the closure's values. They are plain: functions would differ in each process.
     @numba.njit(nogil=True, cache=True)
     def decode(words, places, numbers, out):  # type: ignore[no-untyped-def]
-        """Write a box, float32 [C, n0, n1, n2], into `out`; nothing checks that it lies within `words`.
+        """Decode a box into `out`, float32 [C, n0, n1, n2]; the bounds of `words` are not checked.
 
-        `places` [4 + C] and `numbers` [3, C] are a row of a `DecodePlan`. `words` [n] are the stored values: float32,
-        the bits of float16, or of `wide` the bits of four float16, from each value on; channels lie side by side then.
+        `places` [4 + C] and `numbers` [3, C] are one sample of a `DecodePlan`. `words` [n] are the stored values:
+        float32, or the bits of float16. If `wide`, channels are adjacent in memory, and word i has the bits of the four
+        float16 values from value i on.
         """
         channels, n0, n1, n2 = out.shape
         s0, s1, s2 = places[1], places[2], places[3]
-        block = max(1, BLOCK // n2)  # rows at a time: neighbours along any axis find their line of the cache again
+        block = max(1, BLOCK // n2)  # rows at a time, so that neighbours along any axis share cache lines
         rows, values = np.empty((block, n2), words.dtype), np.empty(n2, np.float32)
         stream = n2 % LINE == 0 and out.ctypes.data % 64 == 0
         for group in range(0, channels, 4 if wide else 1):
-            # The last four channels may overlap those before: no word reaches beyond its cell.
+            # The last four channels may overlap the four before, so that no word reaches beyond its cell.
             begin = min(group, channels - 4) if wide else places[4 + group]
             for top in range(0, n1, block):
                 count = min(block, n1 - top)
                 for i in range(n0):
                     for j in range(count):
                         first, row = places[0] + begin + i * s0 + (top + j) * s1, rows[j]
-                        # Unsigned: nothing is counted from the end, as numpy would with negative positions.
+                        # Unsigned, so that Numba does not test for negative positions, which count from the end.
                         if s2 == 1:
                             for k in range(n2):
                                 row[k] = words[np.uintp(first + k)]
@@ -121,7 +122,7 @@ decode_single = _compiled(False, False)
 
 
 class HostField:
-    """Decodes boxes of one field on the processor."""
+    """Decoder of boxes of one field on the CPU."""
 
     def __init__(self, field: BoxField) -> None:
         self._field, self._local = field, threading.local()
@@ -133,7 +134,7 @@ class HostField:
         self._strides = field.strides(self._buffer())
 
     def _in_place(self, file: int) -> np.ndarray | None:
-        """Return the mapped values of a file, [C, a, b, c], if boxes can be decoded there."""
+        """Return the mapped values of a file, [C, a, b, c], if boxes can be decoded without a copy, else None."""
         field, whole = self._field, self._field.mapped(file)
         alike = whole is not None and (whole.dtype, field.order_of(file)) == (field.dtype, field.order)
         return whole if alike else None
@@ -157,8 +158,8 @@ class HostField:
         return buffer
 
     def writers(self, boxes: BoxIndex, starts: np.ndarray, out: np.ndarray) -> Iterator[Callable[[], None]]:
-        """Yield a task for each box that begins at `starts` [n, 3]: it writes `out`, float32 [n, C, ...]."""
-        # A box that lies in one piece and keeps its axes is decoded where it lies; others are copied first.
+        """Yield a task for each box, which begins at `starts` [n, 3]; tasks write `out`, float32 [n, C, ...]."""
+        # A box without symmetry in a contiguous file is decoded from the mapped file; other boxes are copied first.
         mapped = [
             None if symmetry else self._mapped[file] for file, symmetry in zip(boxes.file, boxes.symmetry, strict=True)
         ]
@@ -178,7 +179,7 @@ class HostField:
         numbers: np.ndarray,
         out: np.ndarray,
     ) -> None:
-        """Write the box at `where`, file and start, into `out`, by way of a buffer unless `stored` has it."""
+        """Decode the box at `where` (file and start) into `out`; without `stored` it is copied to a buffer first."""
         if stored is None:
             stored = self._buffer()
             _, a, b, c = self._field.shape
@@ -187,7 +188,7 @@ class HostField:
 
 
 class HostBoxes(WritingSamples):
-    """Boxes that write themselves into batches, decoded."""
+    """Boxes that are decoded on the CPU straight into batches."""
 
     def __init__(self, samples: GridSamples) -> None:
         self.size, self.input_spec, self.target_spec = samples.size, samples.input_spec, samples.target_spec

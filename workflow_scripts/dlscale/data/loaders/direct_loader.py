@@ -1,8 +1,8 @@
-"""`direct`: from the page cache to the model with as few copies as can be, by threads.
+"""Loader `direct`: threads bring data from the page cache to the model with few copies.
 
-On a processor, threads decode boxes of the mapped files straight into reused batches (`direct_host`), or other samples
-write themselves there. On a GPU, threads copy stored values into page-locked buffers, and a stream of its own takes
-them to the device ahead of the step and decodes them. Data that fits is taken to the device once.
+On a CPU, threads decode boxes of the mapped files straight into reused batches (`direct_host`); other samples write
+themselves into the batches. On a GPU, threads copy stored values into page-locked buffers, and a separate stream copies
+them to the device ahead of the step and decodes them. Data that fit on the device are copied there once.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from dlscale.data.loaders import DirectLoader as Settings
 from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
 from dlscale.data.samples import BoxField, DecodePlan, GridSamples, Samples, TableSamples, WritingSamples
 
-#: Share of a device's memory, without what this process holds already, that resident data may take: two runs that are
-#: timed in turn both have theirs. The rest is for activations, which come later.
+#: Largest fraction of the device memory unused by this process that resident data may take. Both runs of a paired
+#: timing keep their data on the device; the rest is for activations, which are allocated later.
 RESIDENT_SHARE = 0.4
-#: Parts of a batch for each thread, so that none waits long for another.
+#: Parts of a batch for each thread, so that threads finish at about the same time.
 SHARES = 4
-#: Bytes that are taken to the device at a time while data becomes resident.
+#: Bytes that are copied to the device at a time while data become resident.
 SLAB = 2**26
 
-#: A batch and the event after which it is ready, on a GPU.
+#: Batch, and on a GPU the event after which it is ready.
 Made = tuple[Batch, torch.cuda.Event | None]
-#: Tasks for threads, in any order, and what then makes the batch.
+#: Tasks for threads, in any order, and the function that then returns the batch.
 Work = tuple[list[Callable[[], None]], Callable[[], Made]]
 
 
 class Ring:
-    """Host buffers of `slots` batches, used again and again, and their way to the device on a stream of its own.
+    """Reused host buffers of `slots` batches, and a separate stream that copies them to the device.
 
-    `kinds` are shapes and types of a slot's buffers. For a GPU they are page-locked; on a processor they are the batch.
+    `kinds` are the shapes and types of a slot's buffers. For a GPU, buffers are page-locked. On a CPU, they are the
+    batch itself.
     """
 
     def __init__(self, kinds: list[tuple[tuple[int, ...], torch.dtype]], slots: int, device: torch.device) -> None:
@@ -52,13 +53,13 @@ class Ring:
         self._copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(slots)]
 
     def free(self, slot: int) -> list[torch.Tensor]:
-        """Return the buffers of a slot, once what was copied out of them some batches ago has left them."""
+        """Return the buffers of a slot after the last copy out of them has finished."""
         if (event := self._copied[slot]) is not None:
             event.synchronize()
         return self._buffers[slot]
 
     def to_device(self, slot: int, counts: list[int]) -> list[torch.Tensor]:
-        """Return the first values of each buffer of a slot on the device, ready for the stream."""
+        """Return the first `counts` samples of each buffer of a slot on the device, copied on the ring's stream."""
         first = [buffer[:count] for buffer, count in zip(self._buffers[slot], counts, strict=True)]
         if (event := self._copied[slot]) is None:
             return first
@@ -80,7 +81,7 @@ class Written:
         self.ring = Ring([((batch, *spec.shape), getattr(torch, spec.dtype)) for spec in specs], slots, device)
 
     def begin(self, slot: int, epoch: int, indices: range) -> Work:
-        """Return the work for samples `indices` of an epoch in the memory of a slot, as each of these classes does."""
+        """Return the work that makes a batch of samples `indices` of an epoch in the buffers of a slot."""
         x, y = (buffer[: len(indices)].numpy() for buffer in self.ring.free(slot))
         return self._samples.writers(epoch, indices, x, y), functools.partial(self._finish, slot, len(indices))
 
@@ -90,7 +91,7 @@ class Written:
 
 
 class ResidentTable:
-    """Rows that are all held on the device; a batch is gathered there, in the stream of the model."""
+    """Rows that are all kept on the device; batches are gathered there, on the model's stream."""
 
     def __init__(self, samples: TableSamples, device: torch.device) -> None:
         self._samples, self._device = samples, device
@@ -107,7 +108,7 @@ class ResidentTable:
 
 
 class Streamed:
-    """Stored values that are copied into the buffers of a ring, taken to the device, and decoded on its stream."""
+    """Stored values that are copied to the device through a ring's buffers and decoded on the ring's stream."""
 
     def __init__(self, samples: GridSamples, batch: int, slots: int, device: torch.device) -> None:
         self._samples = samples
@@ -137,20 +138,21 @@ class Streamed:
 
 
 class Resident:
-    """Stored values that are all held on the device; a batch is decoded from there, on a stream of its own."""
+    """Stored values that are all kept on the device; batches are decoded from them on a separate stream."""
 
     def __init__(self, samples: GridSamples, device: torch.device) -> None:
         self._samples = samples
         self.ring = Ring([], 0, device)
         held = {field: self._load(field) for field in {samples.input, samples.target}}
         self._held = held[samples.input], held[samples.target]
-        if self.ring.stream is not None:  # which reads what was just written on another
+        if self.ring.stream is not None:  # it reads values just written on the current stream
             self.ring.stream.wait_stream(torch.cuda.current_stream(device))
 
     def _load(self, field: BoxField) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """Take all files of a field to the device, a slab at a time.
+        """Copy all files of a field to the device, a slab at a time.
 
-        Return all values [n], and each file's first value, int64 [files], and strides, int64 [files, 4].
+        Return all values [n], the position of each file's first value, int64 [files], and the strides of each file,
+        int64 [files, 4].
         """
         shapes = [field.shape_of(file) for file in range(len(field.readers))]
         sizes = [int(np.prod(shape)) for shape in shapes]
@@ -161,7 +163,7 @@ class Resident:
             strides.append(np.array(target.stride()))
             step = max(1, SLAB * shape[1] // (one.numel() * field.dtype.itemsize))
             for part, first in zip(target.split(step, dim=1), range(0, shape[1], step), strict=True):
-                slab = torch.empty_like(part, device="cpu")  # in the order of the file
+                slab = torch.empty_like(part, device="cpu")  # in the file's memory order
                 field.copy(file, np.array([first, 0, 0]), slab.numpy())
                 part.copy_(slab)
         return values, np.cumsum(sizes) - sizes, np.stack(strides)
@@ -178,7 +180,7 @@ class Resident:
 
 
 def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[DecodePlan], ring: Ring) -> Made:
-    """Decode input and target of a batch on the device, in the stream of a ring."""
+    """Decode input and target of a batch on the device, on the stream of a ring."""
     with torch.cuda.stream(ring.stream):
         x, y = (
             on_device(values.reshape(-1), plan, field)
@@ -188,10 +190,10 @@ def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[Decode
 
 
 def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.Tensor:
-    """Evaluate the formula of `DecodePlan` where `stored` [values] is; return float32 [B, *spec.shape]."""
+    """Decode `stored` [values] by the formula of `DecodePlan`, on its device; return float32 [B, *spec.shape]."""
     device, shape = stored.device, (len(plan.places), *field.spec.shape)
     numbers = [torch.from_numpy(each) for each in plan]
-    if device.type == "cuda":  # PyTorch gives pinned memory out again once the copies from it are done
+    if device.type == "cuda":  # PyTorch reuses pinned memory only after the copies from it
         numbers = [each.pin_memory().to(device, non_blocking=True) for each in numbers]
     plan = DecodePlan(*numbers)
     if (decode := kernel(device)) is None:
@@ -203,7 +205,10 @@ def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.
 
 @functools.cache
 def kernel(device: torch.device) -> Callable[..., None] | None:
-    """Return the fused kernel for a GPU; Triton, which comes with PyTorch for CUDA, interprets it on a processor."""
+    """Return the fused kernel for a GPU; on a CPU None, unless TRITON_INTERPRET=1 lets Triton interpret it.
+
+    PyTorch for CUDA installs Triton.
+    """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return None
     from dlscale.data.loaders.decode_kernel import decode
@@ -212,11 +217,11 @@ def kernel(device: torch.device) -> Callable[..., None] | None:
 
 
 def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, int, int]) -> torch.Tensor:
-    """Decode by PyTorch's own operations; return the values, float32 [B, C, cells]."""
+    """Decode with PyTorch's operations; return the values, float32 [B, C, cells]."""
     integer = torch.int32 if stored.numel() < 2**31 else torch.int64
     base, step, channel = plan.places.to(integer).tensor_split([1, 4], dim=1)
     shift, factor, offset = plan.numbers[..., None].unbind(1)
-    position = base  # of each cell in `stored`, [B, cells], axis by axis
+    position = base  # position of each cell in `stored`, [B, cells], extended axis by axis
     for axis, size in enumerate(extent):
         cells = torch.arange(size, dtype=integer, device=stored.device) * step[:, axis, None]
         position = (position[:, :, None] + cells[:, None]).flatten(1)
@@ -229,17 +234,18 @@ def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, in
 
 
 class DirectLoader(Loader):
-    """The loader `direct`."""
+    """Loader `direct`."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         self._workers = settings.workers
-        # With the batch that the model works on. Without threads nobody could work ahead.
+        # One slot is for the batch that the model uses. Without threads, no batch is made ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
         self._backend = self._choose(samples, settings)
         if isinstance(self._backend, ResidentTable):
             self._slots, self._workers = 1, 0
-        # Some threads do the tasks of batches; of two others one lists those of the next, while the first one waits.
+        # The second pool does the tasks of batches. The first has two threads: while one waits for the tasks of a
+        # batch, the other lists the tasks of the next batch.
         self._pools = [threads(count, device) for count in (2, self._workers)] if self._workers else []
         self._used: deque[torch.cuda.Event] = deque()
 
@@ -263,7 +269,7 @@ class DirectLoader(Loader):
             return Written(held, batch, slots, device)
         if device.type != "cpu":
             return Streamed(held, batch, slots, device)
-        from dlscale.data.loaders.direct_host import HostBoxes  # compiled, which a GPU has no use for
+        from dlscale.data.loaders.direct_host import HostBoxes  # compiles code for CPUs alone
 
         return Written(HostBoxes(held), batch, slots, device)
 
@@ -277,7 +283,7 @@ class DirectLoader(Loader):
                     following += 1
                 yield self._deliver(*ahead.popleft().result())
         finally:
-            for made in ahead:  # until nobody writes into buffers any more
+            for made in ahead:  # waits until no thread writes into buffers
                 if not made.cancel():
                     made.exception()
 
@@ -290,7 +296,7 @@ class DirectLoader(Loader):
         return made
 
     def _make(self, slot: int, epoch: int, indices: range) -> Made:
-        # The model's thread never waits for the device: without this it could run ahead by an epoch's memory.
+        # Limits the batches ahead: the model's thread does not wait for the device, and could fill its memory.
         while len(self._used) > self._slots:
             self._used.popleft().synchronize()
         tasks, finish = self._backend.begin(slot, epoch, indices)
@@ -304,11 +310,11 @@ class DirectLoader(Loader):
     def _deliver(self, batch: Batch, ready: torch.cuda.Event | None) -> Batch:
         if ready is not None:
             current = torch.cuda.current_stream(self._device)
-            # After the work on the batches before this one.
+            # Recorded after the work on the batches before this one.
             self._used.append(current.record_event(torch.cuda.Event(blocking=True)))
             current.wait_event(ready)
             for values in batch:
-                values.record_stream(current)  # its memory is not to be used again before this stream is done with it
+                values.record_stream(current)  # keeps the memory until this stream has used it
         return batch
 
     def close(self) -> None:
@@ -323,7 +329,7 @@ def _do(tasks: list[Callable[[], None]]) -> None:
 
 
 def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
-    """Return threads that work on the loader's GPU: the current one of a new thread is the first of the machine."""
+    """Return a pool of threads that use the loader's GPU; without this they would use the machine's first GPU."""
     if device.type != "cuda":
         return ThreadPoolExecutor(count, "loader")
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -331,17 +337,17 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 
 
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
-    """Return whether the device is to hold data of so many bytes, by the setting or by what fits; log which.
+    """Return whether to keep data of `needed` bytes on the device, by the setting or by their size; log the choice.
 
-    Other processes' memory does not count: a run timed in turn with another would load in another way.
+    Memory of other processes does not count: otherwise the two runs of a paired timing could load data differently.
     """
-    if setting != "auto" or device.type != "cuda":  # of a processor the page cache is memory already
+    if setting != "auto" or device.type != "cuda":  # a CPU has the data in memory already, in the page cache
         return setting == "always"
     room = torch.cuda.mem_get_info(device)[1] - torch.cuda.memory_reserved(device)
     fits = needed <= RESIDENT_SHARE * room
     logging.info(
-        f"data of {needed / 1e9:.1f} GB is {'' if fits else 'not '}held on the device "
-        f"(of the {room / 1e9:.1f} GB that it has, at most {100 * RESIDENT_SHARE:.0f} %)"
+        f"data of {needed / 1e9:.1f} GB are {'' if fits else 'not '}kept on the device "
+        f"(of its {room / 1e9:.1f} GB, data may take {100 * RESIDENT_SHARE:.0f} %)"
     )
     return fits
 

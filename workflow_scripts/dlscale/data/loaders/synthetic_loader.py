@@ -1,4 +1,7 @@
-"""`synthetic`: one batch of random numbers on the device, again and again: the ceiling of every loader."""
+"""Loader `synthetic`: one batch of random numbers on the device, delivered again and again.
+
+Its speed is the upper limit for every loader.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dlscale.data.samples import ArraySpec, Samples
 
 
 class SyntheticLoader(Loader):
-    """Loader `synthetic`: fields are normal deviates, targets within [-1, 1]; labels any class, images any bytes."""
+    """Loader `synthetic`: fields are normal deviates, targets lie in [-1, 1]; labels and image bytes are uniform."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)

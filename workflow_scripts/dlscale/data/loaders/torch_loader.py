@@ -1,4 +1,4 @@
-"""`torch`: PyTorch's DataLoader, the published baseline: worker processes, pinned memory; images are bytes."""
+"""Loader `torch`: PyTorch's DataLoader, the published baseline, with worker processes and pinned memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dlscale.data.samples import Samples
 
 
 class _Dataset(Dataset[list[torch.Tensor]]):
-    """Batches by (epoch, samples), so that workers may stay alive between epochs."""
+    """Dataset of batches, indexed by (epoch, samples), so that workers may stay alive between epochs."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
     def __getitem__(self, key: tuple[int, range]) -> list[torch.Tensor]:
         epoch, indices = key
-        if not indices:  # this rank's share of a small last batch
+        if not indices:  # a small last batch may have no sample for this rank
             specs = self.samples.input_spec, self.samples.target_spec
             return [torch.empty(0, *spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
         batch = []
@@ -34,11 +34,11 @@ class _Dataset(Dataset[list[torch.Tensor]]):
 
 
 class TorchLoader(Loader):
-    """Loader `torch`: batches are copied to a GPU beside its step, on their own stream, as published loaders do."""
+    """Loader `torch`: copies batches to a GPU on a separate stream, during the step, as published loaders do."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
-        self._keys: list[tuple[int, range]] = []  # of the epoch's batches
+        self._keys: list[tuple[int, range]] = []  # keys of the epoch's batches
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loader = DataLoader(
             _Dataset(samples),
@@ -49,7 +49,7 @@ class TorchLoader(Loader):
             persistent_workers=settings.workers > 0,
             worker_init_fn=outlive_signals,
             pin_memory=settings.pin_memory and device.type == "cuda",
-            # Workers' seeds come from here, not from the random state that drop-out uses.
+            # Source of the workers' seeds: the default would change the random state that drop-out uses.
             generator=torch.Generator(),
         )
 
@@ -60,7 +60,7 @@ class TorchLoader(Loader):
                 with mark("copy"):
                     batch = self._copied(x, y)
                 yield batch
-        except (EOFError, ConnectionError) as error:  # a batch is fetched from the process that made it
+        except (EOFError, ConnectionError) as error:  # the worker died before its batch was received
             raise RuntimeError("DataLoader worker (pid unknown) exited unexpectedly") from error
 
     def _copied(self, x: torch.Tensor, y: torch.Tensor) -> Batch:
@@ -71,7 +71,7 @@ class TorchLoader(Loader):
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for values in batch:
-            values.record_stream(current)  # their memory is the model's until its stream has come past them
+            values.record_stream(current)  # keeps the memory until the model's stream has used it
         return batch
 
     def close(self) -> None:
