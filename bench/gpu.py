@@ -133,7 +133,7 @@ def options() -> argparse.ArgumentParser:
         "--wheels", type=Path, metavar="FOLDER", help="folder of wheels, for packages that are not installed"
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="rows whose names contain one of the texts (default: all)"
+        "--only", nargs="+", default=[], metavar="TEXT", help="rows with one of the texts in their names (default: all)"
     )
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="TEXT", help="rows to leave out, in the same way (default: none)"

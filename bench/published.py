@@ -110,7 +110,7 @@ def l1(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def relative_l2(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the error over that of the target, averaged over samples."""
+    """Return the norm of the error over the norm of the target, averaged over samples."""
     count = len(prediction)
     error = torch.norm(prediction.reshape(count, -1) - target.reshape(count, -1), 2, 1)
     return torch.mean(error / torch.norm(target.reshape(count, -1), 2, 1))
