@@ -25,7 +25,7 @@ from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.build import build_step
 from dlscale.train.step import Step
 
-#: What the published code sets of each study, sizes apart.
+#: Published settings of each study, except sizes.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "cosmo_unet": {"loss": {"kind": "l1"}, "optimizer": {"lr": 2e-4}},
     "era5_vit": {"loss": {"kind": "relative_l2"}, "optimizer": {"lr": 5e-4, "betas": (0.9, 0.95)}},
@@ -34,7 +34,7 @@ KINDS = {"cosmo_unet": ("unet3d", "crops"), "era5_vit": ("vit", "pairs")}
 
 
 def sizes(small: bool) -> tuple[Case, Case, Case]:
-    """Return U-Net, ViT and the large ViT as published, with the batch of one GPU; or `small` ones of their kind."""
+    """Return the published U-Net, ViT and large ViT with the batch of one GPU, or `small` versions."""
     if small:
         vit: dict[str, Any] = {"depth": 2, "heads": 2}
         return (
@@ -56,15 +56,15 @@ class Case:
     Attributes
     ----------
     study
-        Its name.
+        Name of the study.
     model
         Settings of the model.
     grid
         Points of a sample: [D, H, W], a cube, or [H, W].
     batch_size
-        Samples a step.
+        Samples per step.
     channels
-        Of the atmosphere, in and out; the cosmic boxes have theirs.
+        Channels of the atmosphere, in and out; unused for cosmic boxes.
     """
 
     study: str
@@ -75,12 +75,15 @@ class Case:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of one input and one target."""
+        """Shapes of one input and one target."""
         counts = (4, 5) if self.study == "cosmo_unet" else (self.channels, self.channels)
         return (counts[0], *self.grid), (counts[1], *self.grid)
 
     def run(self, **over: Any) -> Run:
-        """Return a run, resolved; `over` goes over the published settings, key by key, but for what has a `kind`."""
+        """Return a resolved run; `over` overrides published settings.
+
+        Mappings are merged key by key; those with a `kind` replace the published ones.
+        """
         model, samples = KINDS[self.study]
         raw: dict[str, Any] = {
             "study": self.study,
@@ -99,7 +102,7 @@ class Case:
 
     @property
     def manifest(self) -> Any:
-        """What a study reads of a manifest to build its model."""
+        """Parts of a manifest that a study needs to build its model."""
         (inputs, *_), (outputs, *_) = self.shapes
         named = {"Nbody": inputs, "Hydro": outputs, "fields": inputs}
         return SimpleNamespace(
@@ -115,11 +118,11 @@ class Case:
         return self._study.loss(self.run())
 
     def step(self, device: torch.device, spread: float = 0.0, world: World | None = None, **over: Any) -> Step:
-        """Return the step of a run, with the same weights every time: as initialised, and moved by `spread`."""
+        """Return the step of a run, with the same initial weights every time, plus noise of `spread`."""
         run = self.run(**over)
 
         def make() -> nn.Module:
-            with device, torch.no_grad():  # drawn where they stay: large models are many numbers
+            with device, torch.no_grad():  # drawn on the device: large models have many weights
                 model = self.network(run)
                 for p in model.parameters() if spread else ():
                     p.add_(spread * torch.randn(p.shape))
@@ -139,17 +142,17 @@ class Case:
         return self.batch(step.device, size)
 
     def flops(self) -> float:
-        """FLOPs of a sample, forward and backward, by the study's formula."""
+        """Return the FLOPs of a sample, forward and backward, by the study's formula."""
         forward = self._study.flops(self.run(), self.manifest)
         assert forward is not None
         return 3 * forward
 
     def write(self, path: Path, rows: int) -> None:
-        """Write what samples are taken of, as the assemble stage does: a volume of `rows`^3 cells, or `rows` times."""
+        """Write data as the assemble stage does: a volume of `rows`^3 cells, or `rows` times."""
         loading.write(path, self._fields(rows), "float16", channels_last=self.study == "cosmo_unet")
 
     def samples(self, path: Path, rows: int, count: int) -> GridSamples:
-        """Return `count` samples an epoch of what `write` wrote."""
+        """Return the samples, `count` per epoch, of a file from `write`."""
         manifest = self.described(path, rows, count)
         if self.study == "cosmo_unet":
             settings = CropSamples(kind="crops", crop=self.grid[0], train=count)
@@ -157,9 +160,9 @@ class Case:
         return Pairs(manifest, "train", PairSamples(kind="pairs", train=count), seed=0)
 
     def described(self, path: Path, rows: int, count: int) -> Manifest:
-        """Return the manifest of what `write` wrote, of at least `count` samples.
+        """Return the manifest of a file from `write`, with at least `count` samples.
 
-        A series is named often enough to have them: the page cache holds it once, and epochs are long.
+        The file of a series is listed as often as needed: epochs are long, and the page cache holds the file once.
         """
         if self.study == "cosmo_unet":
             return loading.manifest(path, "cosmo", self._fields(rows))

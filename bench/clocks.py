@@ -1,4 +1,4 @@
-"""Clocks, power and temperature of a GPU while something is measured, from one `nvidia-smi` that runs beside it."""
+"""Clocks, power and temperature of a GPU during a measurement, from a background `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import threading
 import time
 from typing import Any
 
-#: What is asked for; in this order.
+#: Queried fields, in the order of the columns.
 FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
-#: What keeps clocks down; newer drivers have the second name.
+#: Field of the reasons for reduced clocks; newer drivers use the second name.
 REASONS = ("clocks_throttle_reasons.active", "clocks_event_reasons.active")
-#: NVML's bits (nvmlClocksEventReasons); an idle GPU (bit 0) is no trouble.
+#: NVML's bits (nvmlClocksEventReasons); without bit 0, an idle GPU.
 BITS = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -29,23 +29,23 @@ MILLISECONDS = 250
 
 
 def command(device: str, reasons: str) -> list[str]:
-    """Return what prints a line of figures again and again."""
+    """Return the command that prints a line of figures every `MILLISECONDS`."""
     query = ",".join([*FIELDS, reasons])
     fields = [f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--loop-ms={MILLISECONDS}"]
     return ["nvidia-smi", f"--id={device}", *fields]
 
 
 def _number(cell: str) -> float:
-    """Return a cell's number, decimal or hexadecimal; NaN where the machine does not tell (`[N/A]`)."""
+    """Return a cell's number, decimal or hexadecimal; NaN if it is unknown (`[N/A]`)."""
     with contextlib.suppress(ValueError):
         return float(int(cell, 16)) if cell.startswith("0x") else float(cell)
     return math.nan
 
 
 class Sampler:
-    """Reads lines of figures in a thread, until it is closed; where there is no `nvidia-smi` there are none.
+    """Reader of lines of figures, in a thread, until it is closed; without `nvidia-smi` it reads none.
 
-    `device` is a GPU's UUID or number, as `nvidia-smi` knows it: CUDA_VISIBLE_DEVICES has no say there.
+    `device` is a GPU's UUID or number in `nvidia-smi`, which ignores CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, device: str) -> None:
@@ -56,7 +56,7 @@ class Sampler:
         self._thread.start()
 
     def _read(self, device: str) -> None:
-        for reasons in REASONS:  # a name that it does not know ends it at once
+        for reasons in REASONS:  # nvidia-smi exits at once if it does not know the name
             if self._closed:
                 return
             try:
@@ -65,7 +65,7 @@ class Sampler:
                 )
             except OSError:
                 return
-            if self._closed:  # meanwhile
+            if self._closed:  # while the process was starting
                 self._process.kill()
             assert self._process.stdout is not None
             for line in self._process.stdout:
@@ -76,7 +76,10 @@ class Sampler:
                 return
 
     def between(self, start: float, end: float) -> dict[str, Any]:
-        """Return what was seen between two times of `time.monotonic`; medians are over the samples with work to do."""
+        """Return the figures between two times of `time.monotonic`.
+
+        Samples with the GPU less than 50 % busy are left out, unless all are.
+        """
         seen = [values for moment, values in list(self._samples) if start <= moment <= end]
         busy = [values for values in seen if values[4] >= 50] or seen
         found: dict[str, Any] = {}
@@ -95,7 +98,7 @@ class Sampler:
         return found | ({"held back by": ", ".join(held)} if held else {})
 
     def close(self, patience: float = 5) -> None:
-        """End `nvidia-smi`."""
+        """End `nvidia-smi` and the thread."""
         self._closed = True
         if self._process is not None:
             self._process.terminate()

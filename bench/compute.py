@@ -28,7 +28,7 @@ def passes(model: nn.Module, x: torch.Tensor, flops: float, count: int) -> Calla
 
 
 def models(options: Options) -> list[Row]:
-    """Both models at a size that a CPU can do; float32."""
+    """Measure both models in float32, at a size that suits a CPU."""
     torch.manual_seed(0)
     batch_size, count = 2, 1 if options.quick else 2
     size = 1024 if options.quick else 2048

@@ -1,8 +1,8 @@
-"""Digits a second in training: PyTorch's MNIST example (`bench.published_digits`) beside the plan `mnist_fast`.
+"""Digits per second in training: PyTorch's MNIST example (`bench.published_digits`) against the plan `mnist_fast`.
 
-Real digits where their files are at hand (in `data`, or in `shared/data/mnist` beside the repository), else simulated
-ones. Both train for three epochs, for their accuracy, and then an epoch in turns, for their speed: the loop alone,
-without validation, start or compilation.
+Real digits are used if their files exist (in `data`, or in `shared/data/mnist` next to the repository), else simulated
+ones. Both programs first train for three epochs, to compare accuracy. Then they take turns of one epoch, to compare the
+speed of the training loop alone, without validation, start or compilation.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.conftest import ROOT, make_dataset
 PLAN, EPOCHS, CPU = "mnist_fast", 3, torch.device("cpu")
 FILES = {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}
 PLACES = (ROOT / "data", ROOT.parent / "shared/data/mnist")
-#: How many times as fast as the published program ours is to be. Ten times is beyond the arithmetic's floor on a
-#: processor, which the second row shows: there convolutions take most of the time, on a GPU the published loader does.
+#: Least speed of dlscale over the published program's. On a CPU convolutions take most of the time, so a factor of ten
+#: is out of reach, as the second row shows; on a GPU the published loader takes most of it.
 TARGET = 1.2
 
 
 def source(quick: bool) -> dict[str, Any]:
-    """Return where digits come from."""
+    """Return the source settings of the dataset."""
     for place in PLACES:
         if not quick and all((place / name).exists() for name in FILES.values()):
             files = {key: str(place / name) for key, name in FILES.items()}
@@ -51,7 +51,7 @@ def source(quick: bool) -> dict[str, Any]:
 
 @contextmanager
 def cores(count: int) -> Iterator[None]:
-    """Compute on so many cores, the processes that are started meanwhile included."""
+    """Limit this process, and processes started meanwhile, to `count` cores."""
     threads, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:count])
     torch.set_num_threads(count)
@@ -63,7 +63,10 @@ def cores(count: int) -> Iterator[None]:
 
 
 class Theirs:
-    """The published program on a dataset's images: an epoch's samples/s with each call, the first time of three."""
+    """The published program on a dataset's images; each call trains and returns samples/s.
+
+    The first call trains for three epochs, later calls for one.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         train, valid = (self._digits(manifest, split) for split in ("train", "valid"))
@@ -83,7 +86,10 @@ class Theirs:
 
 
 class Ours:
-    """A run of dlscale on the same images, by its own trainer: as `Theirs`."""
+    """dlscale's trainer on the same images; each call trains and returns samples/s of the last epoch.
+
+    The first call trains for three epochs, later calls for one.
+    """
 
     def __init__(self, run: Any, manifest: Path, folder: Path, stack: ExitStack) -> None:
         self.session = open_session(run, manifest, World(), torch.get_num_threads())
@@ -105,14 +111,14 @@ class Ours:
 
 
 def digits(options: Options) -> list[Row]:
-    """On one core and on two, against the published program and against the arithmetic's floor."""
+    """Measure on one core and on two, against the published program and the arithmetic's limit."""
     data = {"kind": "mnist", "source": source(options.quick)}
     manifest = make_dataset(options.folder / "digits", data) / "manifest.json"
     settings = {"targets": [PLAN], "datasets": {"digits": data}}
     plans = {PLAN: {"settings": {"dataset": "digits", "training": {"epochs": EPOCHS}}}}
     known = resolve.load({**settings, "plans": plans})
     runs = known.plans[PLAN]
-    run = (runs.get("bf16") or runs["resident"]).run  # the compiled step is no faster on a processor
+    run = (runs.get("bf16") or runs["resident"]).run  # the compiled step is no faster on a CPU
     rows = []
     for count in range(1, 1 + min(2, len(os.sched_getaffinity(0)))):
         with cores(count), ExitStack() as stack:

@@ -1,15 +1,15 @@
-"""All that needs a GPU, checks and timings: what the first half hour on one is for.
+"""Checks and timings that need a GPU, the most valuable first.
 
     make bench-gpu                     # ARGS="--only U-Net", ARGS="--continue"
     python3 bench/gpu.py --json FILE [--continue] [--seconds SECONDS] [--only TEXT ...] [--skip TEXT ...]
                                [--list] [--markdown FILE] [--wheels FOLDER] [--device cuda|cpu] [--quick]
 
-It runs alone: on a machine without a network, it needs torch, numpy, and what `make bench-gpu-wheels` collects into a
-folder for `--wheels`; rows whose packages are missing (numba, DALI, tensorboard, ...) are left out and say so. The most
-valuable rows come first. A call takes at most `--seconds`, and says what there was no time for; with `--continue` the
-next one goes on from there: FILE holds each row as soon as it is done, with clocks, power and temperature meanwhile.
+The program also runs on a machine without a network. It needs torch, numpy, and the wheels that `make bench-gpu-wheels`
+collects for `--wheels`. Rows whose packages are missing (numba, DALI, tensorboard, ...) are skipped and give the
+reason. A call takes at most `--seconds` and lists the rows that did not fit; the next call does these with
+`--continue`. FILE holds each row as soon as it is done, with the clocks, power and temperature during it.
 
-The exit status is 1 where a check fails; a target that is not reached is said, and no failure.
+The exit status is 1 if a check fails. A missed target is reported, but is not a failure.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from bench.tasks import (  # noqa: E402
     read,
 )
 
-#: Modules beside this one, and the functions that return their tasks: the most wanted first. A first call of eight
-#: minutes tells whether values are right, how fast the U-Net is and where its time goes; a second one has NCCL, a
-#: user's commands and the ViT; a third one what the verdicts say.
+#: Modules of this folder, and functions that return their tasks, the most valuable first. A first call of eight minutes
+#: checks values and measures and profiles the U-Net; a second covers NCCL, a user's commands and the ViT; a third the
+#: verdicts.
 ORDER = (
     ("gpu_machine", "tasks"),
     ("gpu_checks", "quick"),
@@ -71,16 +71,16 @@ ORDER = (
     ("gpu_checks", "slow"),
     ("gpu_whole", "last"),
 )
-#: What a row may take beyond the time for all before everything ends, with a traceback: it hangs.
+#: Seconds beyond `--seconds` after which a row counts as hung; the program then exits with a traceback.
 GRACE = 30
 
 
 def all_tasks(bench: Bench) -> list[Task]:
-    """Return the tasks of all modules; one that needs a package that is not here becomes a row that says so."""
+    """Return the tasks of all modules; a missing package becomes a skipped row that names it."""
     tasks = list[Task]()
 
     def missing(package: str | None) -> Values:
-        raise Skip(f"needs the package {package}, which is not here: make bench-gpu-wheels, --wheels")
+        raise Skip(f"package {package} is missing: collect it with make bench-gpu-wheels, pass --wheels")
 
     for name, function in ORDER:
         try:
@@ -93,7 +93,7 @@ def all_tasks(bench: Bench) -> list[Task]:
 
 
 def heading(args: argparse.Namespace) -> Values:
-    """Return what tells one call's results from another's."""
+    """Return the facts that identify a call: time, commit, device, version."""
 
     def git(*words: str) -> str:
         try:
@@ -108,19 +108,36 @@ def heading(args: argparse.Namespace) -> Values:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: does the program work at all?")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few steps; no figure means anything")
     parser.add_argument(
-        "--seconds", type=float, default=480, help="for all; what takes longer is not run (default 480)"
+        "--device", default="cuda", choices=("cuda", "cpu"), help="device; cpu only tries the program (default: cuda)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too, as they come")
-    parser.add_argument("--continue", action="store_true", dest="go_on", help="keep FILE's results, do the other rows")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write all results as tables, too")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="packages to use that are not installed")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows with one of these in their name")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="and with none of these")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes and few steps, to try the program; figures mean nothing"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=480,
+        help="time limit of the call; rows that do not fit are not run (default: 480)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file for the results, updated after each row (default: none)"
+    )
+    parser.add_argument(
+        "--continue", action="store_true", dest="go_on", help="keep the results in FILE, do the other rows"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="file for the results as tables (default: none)")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="FOLDER", help="folder of wheels, for packages that are not installed"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="rows with one of the texts in their names (default: all)"
+    )
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="TEXT", help="rows to leave out, in the same way (default: none)"
+    )
     parser.add_argument("--list", action="store_true", help="print the rows, with the seconds that each may take")
     return parser
 
@@ -131,14 +148,14 @@ def main() -> int:
     if not args.list and args.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch sees no CUDA device here; --device cpu --quick tries the program itself")
     if args.go_on and not args.json:
-        parser.error("--continue: from which file? give --json FILE")
+        parser.error("--continue: the file to continue is missing; give --json FILE")
     if args.wheels and not (wheels := sorted(args.wheels.glob("*.whl"))):
-        parser.error(f"--wheels: there are none in {args.wheels}; make bench-gpu-wheels collects them")
-    logging.disable(logging.INFO)  # the stages' own
+        parser.error(f"--wheels: no *.whl in {args.wheels}; collect them with make bench-gpu-wheels")
+    logging.disable(logging.INFO)  # log lines of the stages
     device = torch.device(args.device)
 
     def clean() -> None:
-        # Compiled code is kept by function: too many versions of one, and PyTorch stops to compile it.
+        # PyTorch stops compiling a function once it has too many compiled versions.
         torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
@@ -147,13 +164,13 @@ def main() -> int:
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory("", "dlscale-bench-", None, True)))
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # empty: the first compilation is a cold one
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # an empty cache: the first compilation is cold
         if args.wheels:
             for wheel in wheels:
                 with zipfile.ZipFile(wheel) as archive:
                     archive.extractall(folder / "packages")
             sys.path.insert(0, str(folder / "packages"))
-        # Processes that stages start find the same packages.
+        # Processes of the stages must find the same packages.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         bench = Bench(device, args.quick, folder)
         tasks = chosen(all_tasks(bench), args.only, args.skip)
@@ -161,7 +178,7 @@ def main() -> int:
             print("\n".join(f"{task.seconds:5.0f} s  {task.label}" for task in tasks))
             return 0
         if not tasks:
-            parser.error("no row is called so; --list shows them")
+            parser.error("no row has such a name; --list shows all names")
         sampler = None
         if device.type == "cuda":
             sampler = Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

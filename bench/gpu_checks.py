@@ -1,4 +1,4 @@
-"""What must hold on a GPU: every loader's samples, every rung's step, graphs, resumption."""
+"""Checks of values on a GPU: every loader's samples, every rung's step, graphs, resuming."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ VIT = Case("era5_vit", {"patch": 4, "embed_dim": 64, "depth": 1, "heads": 2}, (1
 CROPS = Case("cosmo_unet", {"widths": [4]}, (16, 16, 16), batch_size=4)
 PAIRS = Case("era5_vit", {}, (24, 48), batch_size=4, channels=6)
 
-#: An update that is linear in the gradient: Adam makes a whole step of either sign of a gradient about zero.
+#: Optimiser with an update linear in the gradient. Adam makes a full step, of either sign, for a gradient near zero.
 SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.5, "momentum": 0.9}
-#: Of a sample's values, relative and absolute: the rounding of a fused multiply-add.
+#: Tolerance of a sample's values, relative and absolute: the rounding of a fused multiply-add.
 DECODING = 1e-6
 WORKERS = 4
 
@@ -36,14 +36,14 @@ class Errors(dict[str, float]):
     """The greatest error of each kind so far."""
 
     def hold(self, name: str, error: float, tolerance: float) -> None:
-        """Fail where the error is greater than the tolerance, or not a number."""
+        """Record an error; raise if it exceeds the tolerance or is NaN."""
         self[name] = max(self.get(name, 0.0), error)
         if not error <= tolerance:
             raise AssertionError(f"{name} is off by {error:.2g}, tolerance {tolerance:g}")
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Root mean square of the difference over that of the truth."""
+    """Return the norm of the difference over the norm of the truth."""
     return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
 
@@ -73,13 +73,13 @@ def loader_of(
         kind="direct", workers=workers, resident="never" if kind == "streamed" and bench.cuda else "always"
     )
     loader = direct_loader.build(samples, settings, share, bench.device)
-    if kind == "streamed" and not bench.cuda:  # the way to a GPU, with the processor in its place
+    if kind == "streamed" and not bench.cuda:  # the GPU's code path, on the CPU
         loader._backend = Streamed(samples, batch_size, loader._slots, bench.device)
     return loader
 
 
 def samples_equal(bench: Bench, kind: str) -> Values:
-    """Hold two epochs, with a last batch that is a part of one, against plain reads, while the device is busy."""
+    """Compare two epochs, incomplete last batches included, with plain reads while the device is busy."""
     errors = Errors()
     for case, rows, count in ((CROPS, 24, 30), (PAIRS, 8, 14)):
         path = bench.folder / f"check-{case.study}.h5"
@@ -100,14 +100,15 @@ def samples_equal(bench: Bench, kind: str) -> Values:
                         off = np.abs(found.cpu().numpy() - wanted) / (1 + np.abs(wanted))
                         errors.hold(case.study, float(off.max()), DECODING)
                 if next(indices, None) is not None:
-                    raise AssertionError(f"{case.study}: an epoch has fewer than {count} samples")
+                    raise AssertionError(f"{case.study}: an epoch has fewer samples than expected, {count}")
     return {"tolerance": DECODING, **errors}
 
 
 def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
-    """Hold what steps read against plain reads where the host is many batches ahead of the device.
+    """Compare the batches of steps with plain reads, with the host many batches ahead of the device.
 
-    On a GPU, which first has a second's work to do: what is written over before a step has read it, shows.
+    A GPU first gets a second of other work, so that the check notices batches that are overwritten before a step reads
+    them.
     """
     if over:
         bench.need_cuda()
@@ -119,7 +120,7 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
         samples = case.samples(path, rows, count)
         step = case.step(bench.device, precision="bf16", **FUSED, **over) if bench.cuda else make(bench, case)
         with closing(loader_of(bench, samples, kind, case.batch_size)) as loader:
-            for x, y in loader.epoch(0):  # capture, and what is made only once
+            for x, y in loader.epoch(0):  # capture, and everything that is made only once
                 step(x, y)
             read: list[tuple[torch.Tensor, torch.Tensor]] = []
             done: list[torch.cuda.Event] = []
@@ -132,7 +133,7 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
                     done.append(torch.cuda.current_stream(bench.device).record_event())
                     most = max(most, sum(not event.query() for event in done))
         if sum(len(x) for x, _ in read) != count:
-            raise AssertionError(f"{case.study}: an epoch has not {count} samples")
+            raise AssertionError(f"{case.study}: wrong number of samples in an epoch, expected {count}")
         for start, batch in zip(range(0, count, case.batch_size), read, strict=True):
             truth = [samples.read(1, index) for index in range(start, start + len(batch[0]))]
             for found, side in zip(batch, zip(*truth, strict=True), strict=True):
@@ -144,16 +145,17 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
 
 # --- rungs -------------------------------------------------------------------------------------------------------
 
-#: Settings; tolerances of prediction and loss, and of gradients and the update; the studies that have it.
-# Sums in another order. The longest, of 6 x 8^3 = 3072 terms, is off in float32 by some 2^-24 x sqrt(3072) / 2.5 =
-# 1e-6, by transforms (FFT, Winograd) 20 times as much; TensorFloat-32 by 2e-4 to 5e-4. That may put one unit of a
-# layer's 12 x 2^3 x 6 = 576 on the other side of zero, which is 1 / sqrt(576) = 0.04 of a gradient.
+#: Tolerances: of prediction and loss; of gradients and the update.
+# Rungs only sum in another order. The longest sum, of 6 x 8^3 = 3072 terms, has a float32 error of some 2^-24 x
+# sqrt(3072) / 2.5 = 1e-6; transforms (FFT, Winograd) have 20 times as much, TensorFloat-32 2e-4 to 5e-4. The error may
+# change the sign of one unit of a layer's 12 x 2^3 x 6 = 576, which is 1 / sqrt(576) = 0.04 of a gradient.
 FP32 = 1e-4, 0.05
-HALF = 0.004, 0.06  # 11 bits; TensorFloat-32 has them, too
-BF16 = 0.02, 0.2  # 8 bits; a few units of a layer end up on the other side of zero
+HALF = 0.004, 0.06  # 11 bits; TensorFloat-32 has 11, too
+BF16 = 0.02, 0.2  # 8 bits; a few units of a layer change sign
 BOTH = UNET, VIT
 FUSED: dict[str, Any] = {"optimizer": {"fused": True}}
 TOP: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True, "memory_format": "channels_last"}
+#: Settings; tolerances; the studies that have the rung.
 Rung = tuple[dict[str, Any], tuple[float, float], tuple[Case, ...]]
 RUNGS: dict[str, Rung] = {
     "tf32": ({"precision": "tf32"}, HALF, BOTH),
@@ -186,12 +188,12 @@ def make(bench: Bench, case: Case, **over: Any) -> Step:
 
 
 def observe(step: Step, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return prediction, loss, gradients and the change of the weights in one step, all in float32, by name."""
+    """Return prediction, loss, gradients and weight changes of one step by name, in float32."""
     found = {"prediction": step.predict(x).clone()}
     step.gradients(x, y)
     scale = step.scaler.get_scale()
     for name, p in step.model.named_parameters():
-        if p.grad is not None and not name.endswith("attention.k.bias"):  # zero by algebra: nothing but rounding
+        if p.grad is not None and not name.endswith("attention.k.bias"):  # zero, up to rounding
             found[f"gradient of {name}"] = p.grad.float() / scale
     before = {name: value.clone() for name, value in step.weights.state_dict().items()}
     found["loss"] = step(x, y).clone()
@@ -202,23 +204,25 @@ def observe(step: Step, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Ten
 
 
 def rung_equals_plain(bench: Bench, rung: Rung) -> Values:
-    """Hold a rung's step against the plain float32 one, on a whole batch and on a last one."""
+    """Compare a rung's step with the plain float32 step, on a full and on a smaller batch."""
     over, (exact, loose), cases = rung
     errors = Errors()
     for case in cases:
         for size in (6, 5):
             plain = make(bench, case)
             x, y = case.batch(bench.device, size)
-            # Nowhere near the prediction: there an L1 has a kink, and rounding would turn gradients over.
+            # Targets far from the prediction, where the L1 has a kink and rounding would flip gradients.
             y = plain.predict(x) + y + 0.2 * y.sign()
-            truth = observe(plain, x, y)  # before the other is made: TensorFloat-32 is a switch of the process
+            truth = observe(plain, x, y)  # before the next step: TensorFloat-32 is a process-wide switch
             try:
                 step = make(bench, case, **over)
             except UserError as error:
                 raise Skip(str(error)) from None
             found = observe(step, x, y)
             if found.keys() != truth.keys():
-                raise AssertionError(f"not the same gradients: {sorted(found.keys() ^ truth.keys())}")
+                raise AssertionError(
+                    f"only one of the two steps has these gradients: {sorted(found.keys() ^ truth.keys())}"
+                )
             for name, value in truth.items():
                 kind, of, _ = name.partition(" of ")
                 try:
@@ -241,7 +245,7 @@ GRAPHS_COMPILED: dict[str, dict[str, Any]] = {"compile default": {"compile": {"m
 
 
 def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
-    """Hold ten graphed steps, with smaller batches among them, against the same without graphs."""
+    """Compare ten steps with CUDA graphs, some on smaller batches, with the same steps without."""
     bench.need_cuda()
     errors = Errors()
     over = over if "optimizer" in over else {**over, **FUSED}
@@ -257,19 +261,22 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
                 set_learning_rate(step.optimizer, 1e-3 * (number + 1))
             truth, loss = eager(x, y), graphed(x, y)
             errors.hold("loss", distance(loss, truth), 1e-3)
-            x.fill_(float("nan"))  # the loader writes its next batch there
+            x.fill_(float("nan"))  # as the loader overwrites a batch with its next one
         weights = graphed.weights.state_dict()
         for name, value in eager.weights.state_dict().items():
             if not name.endswith("attention.k.bias"):
-                # Gradients are summed in any order. Of one that is nearly zero, 1e-5 of all, Adam makes a whole step of
-                # either sign: 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the weights) = 0.003. A stale batch or rate
-                # would be 0.1.
+                # Gradients are summed in any order. For those that are nearly zero, 1e-5 of all, Adam makes a full step
+                # of either sign: 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the weights) = 0.003. A stale batch or rate
+                # would give 0.1.
                 errors.hold("weights", distance(weights[name], value), 2e-2)
     return dict(errors)
 
 
 def resume_with_graphs(bench: Bench) -> Values:
-    """Hold a step that was saved and restored amid graphs, into itself and into a new one, against an uninterrupted."""
+    """Compare restored steps with an uninterrupted one, all with CUDA graphs.
+
+    The saved state is restored into the same step and into a new one.
+    """
     bench.need_cuda()
     errors = Errors()
     over: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "fused": True}, "cuda_graph": True}
@@ -281,7 +288,7 @@ def resume_with_graphs(bench: Bench) -> Values:
             first(x, y)
         saved = {name: shard.copy("cpu") for name, shard in first.shards().items()}
         scaler = first.scaler.state_dict()
-        for x, y in batches[:3]:  # which shall leave no trace
+        for x, y in batches[:3]:  # steps that restoring must undo
             first(x, y)
         for step in (first, second):
             step.load(saved, scaler)
@@ -293,7 +300,10 @@ def resume_with_graphs(bench: Bench) -> Values:
 
 
 def no_wait(bench: Bench, over: dict[str, Any]) -> Values:
-    """Let PyTorch raise where a step waits for the device, the trainer's sum of losses included."""
+    """Check that no step, nor the trainer's sum of losses, waits for the device.
+
+    PyTorch is set to raise if the host waits.
+    """
     bench.need_cuda()
     for case in BOTH:
         step = case.step(bench.device, precision="bf16", optimizer={"fused": True}, **over)
@@ -316,7 +326,7 @@ def no_wait(bench: Bench, over: dict[str, Any]) -> Values:
 
 
 def mode_runs(bench: Bench, mode: str) -> Values:
-    """Hold some steps with a mode of the compiler that captures graphs itself against plain ones."""
+    """Compare steps in a compiler mode that captures graphs itself with plain steps."""
     bench.need_cuda()
     errors = Errors()
     plain, step = make(bench, VIT), make(bench, VIT, compile={"mode": mode})
@@ -327,12 +337,12 @@ def mode_runs(bench: Bench, mode: str) -> Values:
 
 
 def compiled_equals_plain(bench: Bench, rung: Rung) -> Values:
-    bench.need_cuda()  # `make bench` has the processor's
+    bench.need_cuda()  # `make bench` covers the CPU
     return rung_equals_plain(bench, rung)
 
 
 def quick(bench: Bench) -> list[Task]:
-    """Return the checks of seconds."""
+    """Return the checks that take seconds."""
     first = [
         Task("check", f"samples, {kind}", 20 if kind == "dali" else 3, partial(samples_equal, bench, kind))
         for kind in ("resident", "streamed", "dali")
@@ -351,7 +361,7 @@ def quick(bench: Bench) -> list[Task]:
 
 
 def ahead(bench: Bench) -> list[Task]:
-    """Return the checks of what is overwritten too early: dear, since the device must be kept busy."""
+    """Return the checks for batches overwritten too early; slow, since the device must be kept busy."""
     forms: dict[str, dict[str, Any]] = {"": {}, ", CUDA graph": {"cuda_graph": True}}
     return [
         Task("check", f"samples ahead, {kind}{name}", 20, partial(samples_ahead, bench, kind, over))

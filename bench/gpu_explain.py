@@ -1,4 +1,4 @@
-"""What holds a run back, and how that is known: peaks, profiles, verdicts, memory and telemetry, on the very device."""
+"""Checks of the diagnosis on a GPU: peaks, profiles, verdicts, memory and telemetry."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # --- peaks -------------------------------------------------------------------------------------------------------
 
-#: On an H200, TFLOP/s of dense products and TB/s by the data sheet, which nothing can exceed.
+#: Upper bounds on an H200 by the data sheet: TFLOP/s of dense products, memory TB/s.
 DATASHEET = {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989}
 DATASHEET_TB = 4.8
 
 
 def peaks(bench: Bench, precision: str) -> Values:
-    """Measure the peaks that MFU and rooflines are made with; in bf16 beside those of the rows of the machine."""
+    """Measure the peaks used for MFU and rooflines; for bf16, also relative to the machine's rows."""
     set_matmul_precision(precision)
     found = measure_peaks(precision, bench.device)
     rates: Values = {"TFLOP/s": found.flops / 1e12, "TB/s": found.bytes_per_second / 1e12}
     rates["µs to call an operator"] = 1e6 * (found.operator_seconds or 0)
     limits = {"TFLOP/s": DATASHEET[precision], "TB/s": DATASHEET_TB}
     if is_h200(bench) and any(rates[name] > limit for name, limit in limits.items()):
-        raise AssertionError(f"more than the data sheet's {limits}: {rates}")
+        raise AssertionError(f"measured peaks {rates} exceed the data sheet's {limits}")
     if precision == "bf16" and PRODUCT in bench.found:
         rates["product / machine's"] = rates["TFLOP/s"] / bench.found[PRODUCT]["TFLOP/s"]
         rates["copy / machine's"] = rates["TB/s"] / bench.found[COPY]["TB/s"]
@@ -69,21 +69,22 @@ def peaks(bench: Bench, precision: str) -> Values:
 
 # --- runs, explained ---------------------------------------------------------------------------------------------
 
-#: The ladders' first rungs, the top of them but for what hides a step's parts, and the top.
+#: Settings of the ladders' first rungs.
 FIRST: dict[str, dict[str, Any]] = {
     "cosmo_unet": {"precision": "tf32", "loader": {"kind": "torch", "workers": 2}},
     "era5_vit": {"precision": "tf32", "loader": {"kind": "torch", "workers": 0}},
 }
-#: Its rows are those of kind `gap`.
+#: Activity left out of tables: rows of kind `gap` have it.
 IDLE = {"idle_seconds"}
 STREAMED = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "never"}}
 RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}}
 
 
 def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[TopEntry], Values]:
-    """Profile a run, then measure its throughput, as the stages do; return what was seen, and host's and device's time.
+    """Profile a run, then measure its throughput, as the stages do.
 
-    In one session: what is compiled is compiled once, and how long that takes is what other rows measure.
+    Returns the evidence for a verdict, the profile's longest entries, and host and device times. Both parts use one
+    session, which compiles once; other rows measure compilation.
     """
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     world, found = World(device=bench.device), {}
@@ -111,7 +112,7 @@ def _batch(session: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def of_study(bench: Bench, source: Data, over: dict[str, Any], tool: str = "torch") -> Values:
-    """Explain a run of a study at its full size."""
+    """Profile and judge a run of a study at full size."""
     if over.get("cuda_graph") or "compile" in over:
         bench.need_cuda()
     if tool == "nsys" and not shutil.which(os.environ.get("NSYS") or "nsys"):
@@ -124,7 +125,7 @@ def of_study(bench: Bench, source: Data, over: dict[str, Any], tool: str = "torc
 
 
 def values_of(evidence: Evidence, rows: list[TopEntry], times: Values) -> Values:
-    """Return all that is known of a run: figures, then tables, the verdict last."""
+    """Return a run's figures, then its tables, with the verdict last."""
     rates, seen = evidence.throughput, evidence.profile
     assert rates and seen and rates.work and rates.peaks and rates.work.bytes
     activity, judged = evidence.activity, verdict(evidence)
@@ -186,7 +187,7 @@ def _activity(activity: Activity) -> list[Values]:
 
 
 def _kinds(rows: list[TopEntry]) -> list[Values]:
-    """Return the time of kernels by their kind; on a processor, of operators."""
+    """Return the time of kernels by kind, or of operators on a CPU."""
     kind = "kernel" if any(row.kind == "kernel" for row in rows) else "operator"
     times = defaultdict[str, float](float)
     for row in rows:
@@ -233,7 +234,10 @@ def _memory(found: Memory) -> list[Values]:
 
 
 def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
-    """Hold the memory of a step as predicted against the allocator's: within a tenth, libraries take workspaces."""
+    """Compare the predicted memory of a step with the allocator's peak.
+
+    They must agree within a tenth, because libraries also take workspaces.
+    """
     bench.need_cuda()
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), bench.device)
@@ -248,7 +252,7 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     assert used.peak
     off = real / used.peak
     if not (0.9 <= off <= 1.1 or abs(real - used.peak) < 2**25):
-        raise AssertionError(f"{real / 1e9:.3f} GB are {off:.3f} of what was predicted: {found}")
+        raise AssertionError(f"peak {real / 1e9:.3f} GB is {off:.3f} x the prediction, expected 0.9 to 1.1: {found}")
     return {**found, "measured peak": real / 1e9, "measured / predicted": off}
 
 
@@ -270,13 +274,13 @@ PLANT: dict[str, Any] = {
     "throughput": {"warmup": 1, "trials": 3, "batches": 8, "seconds": 0},
     "profile": {"skip": 3, "steps": 6},
 }
-#: The same on a processor, where only the program is tried.
+#: Changes for a quick run, which only tries the program.
 SMALL: dict[str, Any] = {"batch_size": 16, "throughput": {"warmup": 1, "trials": 2, "batches": 2, "seconds": 0}}
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A run of it, and the cause that it is held back by; None if there is none."""
+    """A run of this study, and its planted bottleneck; None for a clean run."""
 
     cause: str | None
     over: dict[str, Any] = field(default_factory=dict)
@@ -300,9 +304,9 @@ PLANTS = {
 
 
 def plant(bench: Bench, planted: Planted) -> Values:
-    """Return what the verdict says of a run with a planted bottleneck: on a GPU it names it, and nothing of clean runs.
+    """Judge a run with a planted bottleneck; on a GPU, return whether the verdict names it.
 
-    What else it names is said, and does not count.
+    A clean run passes if the verdict finds no cause. Other causes of a planted run are listed, but do not count.
     """
     registry.add("plant", STUDY)
     raw = dict(PLANT)
@@ -325,7 +329,7 @@ def plant(bench: Bench, planted: Planted) -> Values:
 
 
 def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
-    """Return the manifest of rows of random numbers, which is made when first asked for; its epochs are long."""
+    """Return the manifest of random rows with long epochs; create the files on first use."""
     folder = bench.folder / f"rows-{width}"
     manifest = folder / "manifest.json"
     if not manifest.exists():
@@ -342,8 +346,8 @@ def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
 
 
 def telemetry(bench: Bench, case: Case) -> Values:
-    """Hold a training's speed while telemetry looks against that while it is stopped; its joules against its watts."""
-    import pynvml  # noqa: F401 - what looks at a GPU needs it
+    """Compare a training's speed with telemetry running and stopped, and telemetry's joules with its watts."""
+    import pynvml  # noqa: F401 - telemetry of a GPU needs it
 
     step, file = case.step(bench.device, **BEST[case.study]), bench.folder / "seen.csv"
     action = partial(step, *case.delivered(step))
@@ -370,13 +374,13 @@ def telemetry(bench: Bench, case: Case) -> Values:
 
 
 def _of_gpu(bench: Bench, rows: list[record.Sample]) -> Values:
-    """Return what telemetry saw of the GPU; fail where its counter contradicts its power."""
+    """Return telemetry's means of the GPU; raise if its energy counter contradicts its power."""
     summary = record.summary(rows)
     used = record.energy([rows])
     powers = [[replace(row, gpus=tuple(replace(gpu, joules=None) for gpu in row.gpus)) for row in rows]]
     by_power = record.energy(powers)
     if not used or not by_power or not 0.7 < used / by_power < 1.3:
-        raise AssertionError(f"{used} J by the counter, {by_power} J by power x time")
+        raise AssertionError(f"{used} J by the counter, {by_power} J by power x time; expected a ratio of 0.7 to 1.3")
     means = {name: summary.means.get(f"gpu0_{name}", "") for name in ("utilization", "watts", "sm_mhz", "celsius")}
     throttled = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary.throttle_reasons.items())
     return {**means, "J": used, "J / (W × s)": used / by_power, "throttled": throttled or "no"}
@@ -388,7 +392,7 @@ TESTS = ("test_telemetry", "test_memory", "test_rungs", "test_loaders")
 
 
 def marked(bench: Bench) -> Values:
-    """Run the tests that are marked `gpu`, where pytest and what they import are here."""
+    """Run the tests marked `gpu`; skip them if pytest or their imports are missing."""
     import pytest  # noqa: F401
 
     files = [str(ROOT / f"tests/{name}.py") for name in TESTS]
@@ -398,7 +402,7 @@ def marked(bench: Bench) -> Values:
     done = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True, timeout=120)
     said = done.stdout.strip().splitlines()
     if missing := [line.split()[-1] for line in said if "ModuleNotFoundError" in line]:
-        raise Skip(f"the tests need packages that are not here: {', '.join(dict.fromkeys(missing))}")
+        raise Skip(f"packages that the tests need are missing: {', '.join(dict.fromkeys(missing))}")
     if done.returncode:
         raise AssertionError(" ".join([*said[-12:], done.stderr[-300:]]))
     return {"tests": said[-1]}
@@ -408,7 +412,7 @@ def marked(bench: Bench) -> Values:
 
 
 def tasks(bench: Bench) -> list[Task]:
-    """Return what issue and docs ask of a GPU, the most wanted first."""
+    """Return the checks of the diagnosis, the most valuable first."""
     unet, vit, _ = sizes(bench.quick)
     boxes, years = data(bench)
     studies = (("U-Net 64³", boxes), ("ViT-384", years))

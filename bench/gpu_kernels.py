@@ -26,7 +26,7 @@ from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.direct_loader import Resident, on_device
 from dlscale.train.attention import BACKENDS, only, registered
 
-#: What the rungs before compiling leave.
+#: Settings of the rung before compilation.
 BEST: dict[str, dict[str, Any]] = {
     "cosmo_unet": {
         "precision": "bf16",
@@ -39,10 +39,10 @@ BEST: dict[str, dict[str, Any]] = {
 
 # --- a step's kernels --------------------------------------------------------------------------------------------
 
-#: Kinds of kernels by what their names hold; the first that fits. On a processor operations take their place.
+#: Patterns of kernel names by kind; the first match counts. On a CPU they apply to operations.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
-    # Products have their layouts in their names, too: sm90_xmma_fprop_implicit_gemm_..._nhwckrsc_nhwc_...
+    # Names of products contain layouts, too: sm90_xmma_fprop_implicit_gemm_..._nhwckrsc_nhwc_...
     "layout": r"(nchw|nhwc|ncdhw|ndhwc)_?to|(?<!conv_)transpose|converttensor|im2col",
     "convolutions, products": r"conv|gemm|xmma|nvjet|cutlass|wgrad|dgrad|fprop|cublas|addmm|\bmm\b|bmm|linear",
     "optimiser": r"multi_tensor|adam|sgd|foreach",
@@ -54,7 +54,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, or a copy, that a device did: microseconds."""
+    """A kernel or a copy on the device; times in microseconds."""
 
     name: str
     start: float
@@ -62,9 +62,9 @@ class Launch:
 
 
 def launches(bench: Bench, action: Callable[[], object], count: int) -> list[Launch]:
-    """Return what the device did in `count` calls, in the order of its beginning.
+    """Return the kernels and copies of `count` calls from PyTorch's trace, sorted by start.
 
-    From PyTorch's trace. On a processor these are the outermost operations of each thread.
+    On a CPU these are the outermost operations of each thread.
     """
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if bench.cuda else kinds.CPU]) as profiler:
@@ -81,7 +81,7 @@ def launches(bench: Bench, action: Callable[[], object], count: int) -> list[Lau
 
 
 def outermost(events: Iterable[dict[str, Any]]) -> list[Launch]:
-    """Return the events of a trace that no other event of their thread holds."""
+    """Return the events of a trace that lie within no other event of their thread."""
     found, ends = list[Launch](), defaultdict[Any, float](lambda: -math.inf)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= ends[event["tid"]]:
@@ -95,7 +95,7 @@ def _launch(event: dict[str, Any]) -> Launch:
 
 
 def busy(found: list[Launch]) -> tuple[float, float]:
-    """Return the microseconds in which something ran, and those from the first beginning to the last end."""
+    """Return the microseconds with work running, and those from first start to last end."""
     covered, end = 0.0, -math.inf
     for launch in sorted(found, key=lambda launch: launch.start):
         last = launch.start + launch.duration
@@ -110,7 +110,7 @@ def kind_of(name: str) -> str:
 
 
 def shares(found: list[Launch], steps: int) -> dict[str, list[Values]]:
-    """Return ms a step by kind, and of the kernels that take most, each as a table."""
+    """Return ms per step by kind and of the longest kernels, as two tables."""
     kinds, names, counts = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[str, int](int)
     for launch in found:
         kinds[kind_of(launch.name)] += launch.duration
@@ -134,15 +134,15 @@ def shares(found: list[Launch], steps: int) -> dict[str, list[Values]]:
 
 
 def _short(name: str) -> str:
-    """Return a kernel's name without what says little."""
+    """Return a kernel's name without common prefixes, at most 70 characters."""
     return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::", "", name)[:70]
 
 
 def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> Values:
-    """Return what a step takes the host until all is launched, and what it takes the device: ms.
+    """Return the ms that the host needs to launch a step, and the device to run it.
 
-    The host's is of a step by itself, begun when the device has nothing to do: in a row, the host would wait for room
-    in the device's queue. The device's is of steps in a row, by events (on a processor, by the clock).
+    Host time is that of single steps, each begun on an idle device: in a row, the host would wait for room in the
+    device's queue. Device time is that of consecutive steps, by events (on a CPU, by the clock).
     """
     launching, times = list[float](), list[float]()
     for _ in range(count):
@@ -167,17 +167,17 @@ def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> V
 
 
 def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
-    """Return host's and device's time of a step, its launches and idle share, and the kernels that take most."""
+    """Return a step's host and device time, launches, idle fraction and longest kernels."""
     if over.get("cuda_graph"):
         bench.need_cuda()
     step = case.step(bench.device, **BEST[case.study], **over)
     action = partial(step, *case.delivered(step))
-    for _ in range(2 if bench.quick else 10):  # searches, compilation, capture
+    for _ in range(2 if bench.quick else 10):  # warm-up: search of algorithms, compilation, capture
         action()
     found = host_and_device(bench, action, 2 if bench.quick else 10)
     seen = launches(bench, action, STEPS)
     if not seen:
-        raise Skip("the profiler saw nothing")
+        raise Skip("the profiler recorded no work of the device")
     covered, window = busy(seen)
     found |= {
         "samples/s": case.batch_size / found["device ms"] * 1e3,
@@ -192,18 +192,18 @@ def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One layer's: channels as they are computed, and the weights that count as work.
+    """The convolution of one layer, with channels that may be padded.
 
     Attributes
     ----------
     grid
-        Of the input: [D, H, W].
+        Size of the input: [D, H, W].
     arguments
         Stride, padding, dilation, transposed, output padding, groups, as `aten::convolution` takes them.
     weight
-        Shape of the weights as they are computed.
+        Shape of the weights, padding included.
     flops
-        Of a sample and one pass: 2 for each weight, padding apart, and cell of the coarser grid.
+        FLOPs of one pass over a sample: 2 per cell of the coarser grid and weight, without padding.
     """
 
     name: str
@@ -214,19 +214,20 @@ class Convolution:
 
     @property
     def transposed(self) -> bool:
-        """Whether this is a transposed one."""
+        """Whether the convolution is transposed."""
         return bool(self.arguments[3])
 
     @property
     def channels(self) -> int:
-        """Of the input."""
+        """Channels of the input."""
         return self.weight[0 if self.transposed else 1]
 
 
 def convolutions(case: Case) -> list[Convolution]:
-    """Return the convolutions of a model, in the order in which it computes; where channels do not divide by 8, twice.
+    """Return the convolutions of a model, in order of computation.
 
-    The second is padded with zeros to 8: what few channels cost, and `space_to_depth` spares.
+    A layer whose channels do not divide by 8 comes twice, the second time padded to multiples of 8: this shows the cost
+    of few channels, which `space_to_depth` avoids.
     """
     found = list[Convolution]()
 
@@ -277,10 +278,11 @@ def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch
 def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: int | None) -> Values:
     """Measure all convolutions of a model in one layout.
 
-    cuDNN guesses the fastest algorithm (None), or tries the first so many of its list (0: all); PyTorch's own is 10.
+    If `search` is None, cuDNN guesses the fastest algorithm, else it tries the first `search` of its list (0: all;
+    PyTorch's default: 10).
 
-    In a thread of its own: PyTorch remembers the algorithm of each shape by thread, whether it was searched for or
-    guessed. Layers that take microseconds are bound by their launch here.
+    A new thread measures, because PyTorch keeps the algorithm of each shape per thread, searched or guessed. Layers
+    that take microseconds are bound by their launch here.
     """
     rows, errors = list[Values](), list[BaseException]()
 
@@ -304,7 +306,7 @@ def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format,
         cudnn.benchmark, cudnn.benchmark_limit = before
     if errors:
         raise errors[0]
-    # The model's: padded ends, and of the others all; the first layer's input needs no gradient.
+    # The model's time: of layers that come twice, the padded ones; the first layer's input needs no gradient.
     padded = {str(row["layer"]).removesuffix(", padded") for row in rows if ", padded" in str(row["layer"])}
     computed = [row for row in rows if row["layer"] not in padded]
     parts = {name: sum(row[f"{name} ms"] for row in computed) for name in ("forward", "input", "weight")}
@@ -319,10 +321,10 @@ HEAD_DIMENSIONS = (48, 64, 128)
 
 
 def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) -> Values:
-    """Measure a kernel of attention at each head dimension, with `width` split into heads; bf16, the model's layout.
+    """Measure an attention kernel at each head dimension, in bf16 and the model's layout.
 
-    FLOPs: 4 N^2 times the width forward, and 2.5 times that backward, in which the scores are computed again: so the
-    FlashAttention papers count (Dao 2023, arXiv:2307.08691, section 4.1).
+    `width` is split into heads. FLOPs are counted as in the FlashAttention papers (Dao 2023, arXiv:2307.08691, section
+    4.1): 4 N^2 times the width forward, and 2.5 times that backward, which computes the scores again.
     """
     rows = list[Values]()
     for dimension in HEAD_DIMENSIONS:
@@ -336,7 +338,7 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
 
         def both(tensors: tuple[torch.Tensor, ...] = (q, k, v), gradient: torch.Tensor = gradient) -> None:
             for tensor in tensors:
-                tensor.grad = None  # to add to it would take time
+                tensor.grad = None  # accumulation would take time
             F.scaled_dot_product_attention(*tensors).backward(gradient)
 
         row: Values = {"head dimension": dimension, "heads": heads}
@@ -348,7 +350,7 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
                 whole = bench.seconds(both, 2 if bench.quick else 5)
             row |= {"forward ms": 1e3 * forward, "forward TFLOP/s": flops / forward / 1e12}
             row |= {"both ms": 1e3 * whole, "both TFLOP/s": 3.5 * flops / whole / 1e12, "why not": ""}
-        except (RuntimeError, ImportError) as error:  # there is no such kernel, or not the memory for it
+        except (RuntimeError, ImportError) as error:  # the kernel is missing, or memory is too small for it
             row |= dict.fromkeys(("forward ms", "forward TFLOP/s", "both ms", "both TFLOP/s"), "")
             row["why not"] = " ".join(str(error).split())[:80]
         rows.append(row)
@@ -359,13 +361,13 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
 
 # --- decoding ----------------------------------------------------------------------------------------------------
 
-#: By name, whether the kernel decodes; else PyTorch's operations do.
+#: Ways to decode: whether by the kernel, else by PyTorch's operations.
 DECODERS = {"kernel": True, "operations": False}
 
 
 @contextmanager
 def decoder(fused: bool, device: torch.device) -> Iterator[None]:
-    """Let `on_device` use the kernel, or PyTorch's operations."""
+    """Make `on_device` use the kernel if `fused`, else PyTorch's operations."""
     found = direct_loader.kernel(device)
     if fused and found is None:
         raise Skip("no Triton" if device.type == "cuda" else "only interpreted on a processor")
@@ -378,9 +380,10 @@ def decoder(fused: bool, device: torch.device) -> Iterator[None]:
 
 
 def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
-    """Measure the decoding of a batch from values on the device; `wide`: of so many that indices need 64 bits.
+    """Measure the decoding of a batch from values on the device.
 
-    The rate is of the least bytes: every stored value read once, every decoded one written once.
+    If `wide`, the values are so many that indices need 64 bits. GB/s counts the least bytes: every stored value read
+    once, every decoded value written once.
     """
     if wide:
         bench.need_cuda()
@@ -419,7 +422,7 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
 
 
 def profiles(bench: Bench) -> list[Task]:
-    """Return a step's kernels, with graphs and without."""
+    """Return the profiles of a step, with and without CUDA graphs."""
     unet, vit, _ = sizes(bench.quick)
     return [
         Task(f"profile {label}", name, 30 if case is unet else 15, partial(profile, bench, case, over))
@@ -429,7 +432,7 @@ def profiles(bench: Bench) -> list[Task]:
 
 
 def layers(bench: Bench) -> list[Task]:
-    """Return attention and convolutions, each by itself."""
+    """Return the measurements of single convolutions and attention kernels."""
     unet, _, _ = sizes(bench.quick)
     layouts = {"channels last": torch.channels_last_3d, "contiguous": torch.contiguous_format}
     found = [
@@ -453,7 +456,7 @@ def layers(bench: Bench) -> list[Task]:
 
 
 def decoders(bench: Bench) -> list[Task]:
-    """Return what makes batches of stored values."""
+    """Return the measurements of decoding batches."""
     boxes, years = data(bench)
     return [
         Task("decode", f"{label}, {name}, {bits}", 10, partial(decoding, bench, source, fused, bits == "int64"))

@@ -1,4 +1,4 @@
-"""What the other rows are held against: names and versions, and the rates of the hardware. Needs torch alone."""
+"""Reference figures for the other rows: names, versions, and rates of the hardware. Needs only torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic", "flash_attn_interfac
 
 
 def is_h200(bench: Bench) -> bool:
-    """Whether targets of an H200 count; none do where there is no GPU, as where rows are only listed."""
+    """Return whether the targets of an H200 apply: never without a GPU, nor in a quick run."""
     there = bench.cuda and torch.cuda.is_available() and not bench.quick
     return there and "H200" in torch.cuda.get_device_name(bench.device)
 
@@ -57,7 +57,7 @@ def product(bench: Bench) -> Values:
 
 
 def copying(bench: Bench) -> Values:
-    """Return the rate of a copy in memory, bytes read and written."""
+    """Return the rate of a copy in memory, counting bytes read and written."""
     size = 2**32 if bench.cuda and not bench.quick else 2**24
     source, target = (torch.zeros(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
     return {"TB/s": 2 * size / bench.seconds(partial(target.copy_, source), 5) / 1e12}
@@ -73,7 +73,7 @@ def to_device(bench: Bench) -> Values:
 
 
 def tasks(bench: Bench) -> list[Task]:
-    """Return the tasks whose figures the others are held against."""
+    """Return the tasks that measure the reference figures."""
     return [
         Task("machine", "names and versions", 2, partial(machine, bench)),
         Task("machine", "bf16 matrix product", 5, partial(product, bench)),

@@ -1,4 +1,4 @@
-"""The ladders of both studies, a large model, sizes of batches, the loaders alone.
+"""Timings on a GPU: the ladders of both studies, a large model, batch sizes, loaders alone.
 
 Targets on an H200 are those that docs/benchmarks.md expects ("On a GPU").
 """
@@ -29,9 +29,9 @@ from dlscale.parallel.world import World
 from dlscale.train import memory
 from dlscale.train.step import Step
 
-#: TFLOP/s of dense bf16 matrix products by the makers' datasheets; the first name that is part of a card's.
+#: TFLOP/s of dense bf16 matrix products by data sheet; the first name contained in the card's counts.
 DATASHEET = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312}
-#: Against the rung before: no slower; 2 % is the noise.
+#: Least ratio to the rung before that counts as «no slower»; the noise is 2 %.
 NO_SLOWER = 0.98
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 
@@ -40,7 +40,7 @@ COMPILE: dict[str, Any] = {"compile": {"mode": "default"}}
 
 
 def utilisation(bench: Bench, samples_per_second: float, case: Case) -> Values:
-    """Return the shares of the measured and of the datasheet's bf16 rate."""
+    """Return the fractions of the measured and of the data sheet's bf16 rate."""
     rate, found = samples_per_second * case.flops() / 1e12, Values()
     if peak := bench.found.get(PRODUCT, {}).get("TFLOP/s"):
         found["MFU (measured peak)"] = rate / peak
@@ -54,7 +54,7 @@ def utilisation(bench: Bench, samples_per_second: float, case: Case) -> Values:
 
 
 class Data:
-    """Samples of one study on disk, made when first asked for."""
+    """Samples of one study on disk, created on first use."""
 
     def __init__(self, bench: Bench, case: Case, rows: int, count: int) -> None:
         self.case = case
@@ -65,7 +65,7 @@ class Data:
         return self.case.samples(self._path(), self._rows, self._count)
 
     def manifest(self) -> Path:
-        """Return the file of their manifest."""
+        """Write the manifest of the samples; return its path."""
         path = self._path()
         described = path.with_suffix(".json")
         self.case.described(path, self._rows, self._count).write(described)
@@ -83,7 +83,7 @@ class Data:
             yield loader
 
     def rate(self, kind: str, step: Step | None, settings: Throughput) -> float:
-        """Return samples/s of training (of loading alone, without a step) on what a loader delivers."""
+        """Return samples/s of training on a loader's batches; without a `step`, of loading alone."""
         with self.loader(kind) as loader:
             batches = (each for epoch in itertools.count() for each in loader.epoch(epoch))
             with closing(batches):
@@ -101,12 +101,14 @@ def median(bench: Bench, batches: Iterator[Batch], step: Step | None, settings: 
 
 
 def compiling(bench: Bench, step: Step, batch: Batch, warm: bool) -> Values:
-    """Return the seconds until code was there (what an earlier rung compiled is found on disk), and when found again.
+    """Return the seconds of a first step that compiles, and of one that finds its code on disk.
+
+    The first may also find code on disk that an earlier rung compiled.
 
     Parameters
     ----------
     warm
-        Whether to ask for the second figure.
+        Whether to measure the second step.
     """
     from torch._inductor.utils import clear_caches
 
@@ -120,21 +122,21 @@ def compiling(bench: Bench, step: Step, batch: Batch, warm: bool) -> Values:
     found = {"compile s": once()}
     if warm:
         torch.compiler.reset()
-        clear_caches()  # those in memory
+        clear_caches()  # the caches in memory
         found["from disk s"] = once()
     return found
 
 
 class Ladder:
-    """Rungs of one study, each measured by itself on what the rungs before it left as they were."""
+    """Rungs of one study, each measured by itself with the settings of the rungs before it."""
 
     def __init__(self, bench: Bench, case: Case, data: Data, kinds: tuple[str, ...], settings: Throughput) -> None:
         self.bench, self.case, self.data, self.kinds, self.settings = bench, case, data, kinds, settings
 
     def rung(self, over: dict[str, Any], first_compiled: bool, before: str) -> Values:
-        """Return samples/s on one batch and from each kind of loader, and what they are of the hardware.
+        """Return samples/s on one batch and from each kind of loader, utilisation and peak memory.
 
-        `before` is the row of the rung before.
+        `before` is the label of the previous rung's row.
         """
         compiled = over.get("compile", {}).get("mode", "none") != "none"
         if compiled or over.get("cuda_graph"):
@@ -152,14 +154,14 @@ class Ladder:
         return found
 
     def tasks(self, label: str, rungs: Rungs, targets: dict[str, dict[str, float]]) -> list[Task]:
-        """Return a task for each rung; each keeps what those before it set, unless it says otherwise."""
+        """Return a task for each rung; each keeps earlier rungs' settings and changes some."""
         tasks, over, compiled, before = list[Task](), dict[str, Any](), False, ""
         for name, change in rungs.items():
             over = {key: value for key, value in {**over, **change}.items() if value is not None}
             first = "compile" in over and not compiled
             compiled = compiled or first
             do = partial(self.rung, dict(over), first, before)
-            # 35: cuDNN's search takes up to half a minute of it.
+            # 35 s: cuDNN's search takes up to 30 s.
             seconds = 60 if first or "reduce" in name or "attention" in name else 35
             tasks.append(Task(label, name, seconds, do, targets.get(name, {})))
             before = tasks[-1].label
@@ -188,7 +190,7 @@ UNET_RUNGS: Rungs = {
 
 
 def large(bench: Bench, case: Case, settings: Throughput) -> Values:
-    """Measure a large model with all that helps, in the largest batch of 16 or fewer that fits."""
+    """Measure a large model with all optimisations; halve its batch until it fits."""
     bench.need_cuda()
     over: dict[str, Any] = {"precision": "bf16", "optimizer": {"fused": True}, **COMPILE, "attention": "auto"}
     batch_size = case.batch_size
@@ -211,7 +213,7 @@ def large(bench: Bench, case: Case, settings: Throughput) -> Values:
 
 
 def loading(bench: Bench, data: Data, case: Case, kind: str, settings: Throughput) -> Values:
-    """Measure a loader alone, beside copies of as many stored bytes from pinned memory."""
+    """Measure a loader alone, against copies of as many stored bytes from pinned memory."""
     found: Values = {"samples/s": data.rate(kind, None, settings)}
     stored = 2 * sum(torch.Size(shape).numel() for shape in case.shapes)  # fp16
     found["stored MB/sample"] = stored / 1e6
@@ -222,7 +224,7 @@ def loading(bench: Bench, data: Data, case: Case, kind: str, settings: Throughpu
 
 
 def sized(bench: Bench, case: Case, over: dict[str, Any], batch_size: int, settings: Throughput) -> Values:
-    """Measure a step of one size of batch."""
+    """Measure a step with one batch size."""
     try:
         step = case.step(bench.device, batch_size=batch_size, **over)
         batch = case.delivered(step, batch_size)
@@ -242,14 +244,14 @@ def data(bench: Bench) -> tuple[Data, Data]:
 
 
 def _trials(bench: Bench) -> tuple[Throughput, Throughput]:
-    """Return settings for few and for many batches: a warm-up trial has the steps that a graph needs before it is."""
+    """Return settings for few and for many batches; the warm-up trial includes recording a graph."""
     if bench.quick:
         return (Throughput(warmup=1, trials=2, batches=5, seconds=0),) * 2
     return Throughput(warmup=1, trials=3, batches=10, seconds=0), Throughput(warmup=1, trials=3, batches=30, seconds=0)
 
 
 def expected(bench: Bench, rate: float, kind: str = "FULL resident") -> dict[str, float]:
-    """Return a target of an H200."""
+    """Return a target, if this is an H200."""
     return {kind: rate} if is_h200(bench) else {}
 
 
@@ -278,7 +280,7 @@ def vit(bench: Bench) -> list[Task]:
 
 
 def sweeps(bench: Bench) -> list[Task]:
-    """Return steps of growing batches, not compiled: that takes a minute for each size."""
+    """Return steps of growing batches, not compiled, since that takes a minute per size."""
     unet, vit, _ = sizes(bench.quick)
     few, many = _trials(bench)
     most = {"precision": "bf16", "optimizer": {"fused": True}}

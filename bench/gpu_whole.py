@@ -1,7 +1,7 @@
-"""What takes the whole program: one rank with NCCL; training, its resumption and its measurement as a user runs them.
+"""Checks of the complete program: one rank with NCCL; training, resuming and measuring as a user runs them.
 
-One rank exchanges nothing, but all that stands around an exchange is there: the process group, DistributedDataParallel,
-its hooks, buckets and streams.
+One rank exchanges nothing, but everything around an exchange runs: the process group, DistributedDataParallel, its
+hooks, buckets and streams.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from dlscale.train.step import Step
 
 
 class Several(World):
-    """A world whose only rank takes itself for one of several: the model is wrapped, and means are its own values.
+    """A world of one rank that reports two data-parallel ranks, so that the model is wrapped.
 
-    What asks for `data_size` is taken in; who exchanges values besides asks for `size`.
+    Strategies read `data_size`. Code that exchanges other values reads `size`, which stays 1: means are the rank's own.
     """
 
     @property
     def data_size(self) -> int:
-        """More than there are."""
+        """Number of data-parallel ranks to pretend."""
         return 2
 
 
@@ -71,18 +71,20 @@ def made(case: Case, world: World, over: dict[str, Any]) -> Step:
 
     step = build_step(run, model, case.loss(), world)
     if step.strategy.exchanges != (world.data_size > 1):
-        raise AssertionError(f"{type(world).__name__}: the model is not wrapped as it should be")
+        raise AssertionError(
+            f"{type(world).__name__}: wrong wrapping of the model; expected it wrapped only if data_size > 1"
+        )
     return step
 
 
 def exchanges() -> int:
-    """Return how many collective operations the default group has begun."""
+    """Return the number of collective operations that the default group has started."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
 def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
-    """Hold wrapped steps against plain ones; where they are compiled, they are one graph of as many calls."""
+    """Compare wrapped steps with plain ones: losses and, if compiled, one graph of equally many calls."""
     from torch._dynamo.utils import counters
 
     if over.get("cuda_graph"):
@@ -102,24 +104,28 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
                     raise Skip(str(error)) from None
                 x, y = case.batch(world.device)
                 before = exchanges()
-                losses.append([step(x, y) for _ in range(15)])  # a graph is recorded meanwhile
+                losses.append([step(x, y) for _ in range(15)])  # enough to record a CUDA graph
                 bench.wait()
                 seen.append(exchanges() - before)
                 graphs.append({key: counters["stats"][key] for key in ("unique_graphs", "calls_captured")})
             if seen[0] or not seen[1]:
-                raise AssertionError(f"{case.study}: {seen[0]} exchanges alone became {seen[1]} where it is wrapped")
+                raise AssertionError(
+                    f"{case.study}: {seen[0]} exchanges plain, {seen[1]} wrapped; expected none and some"
+                )
             found[f"{case.study} exchanges"] = seen[1]
             for mine, plain in zip(losses[1], losses[0], strict=True):
                 errors.hold("loss", distance(mine, plain), 1e-3 if "precision" in over else 1e-4)
             if over.get("compile"):
                 if graphs[1] != graphs[0] or graphs[1]["unique_graphs"] != 1:
-                    raise AssertionError(f"{case.study}: {graphs[0]} alone became {graphs[1]} where it is wrapped")
+                    raise AssertionError(
+                        f"{case.study}: graphs plain {graphs[0]}, wrapped {graphs[1]}; expected one, the same"
+                    )
                 found[f"{case.study} calls in one graph"] = graphs[1]["calls_captured"]
     return {**found, **errors}
 
 
 def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
-    """Measure a step alone and wrapped: what the hooks and buckets of the gradients cost."""
+    """Measure a plain and a wrapped step: the cost of gradient hooks and buckets."""
     settings = Throughput(warmup=1, trials=3, batches=2 if bench.quick else 20, seconds=0)
     found = Values()
     with group(bench) as world:
@@ -132,7 +138,7 @@ def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
 # --- as a user runs it -------------------------------------------------------------------------------------------
 
 PATIENCE = 150.0
-EPOCHS = 24  # of 8 steps: time enough to be ended in
+EPOCHS = 24  # of 8 steps: long enough to stop the training midway
 
 
 def stage(bench: Bench, name: str, folder: Path, *words: object) -> subprocess.Popen[str]:
@@ -143,7 +149,7 @@ def stage(bench: Bench, name: str, folder: Path, *words: object) -> subprocess.P
 
 
 def ended(process: subprocess.Popen[str], log: Path, wanted: int = 0) -> None:
-    """Wait for a stage's exit status."""
+    """Wait for a stage; raise unless its exit status is `wanted`."""
     status = process.wait(PATIENCE)
     if status != wanted:
         raise AssertionError(f"exit status {status}, expected {wanted}: {log.read_text()[-400:]}")
@@ -156,11 +162,11 @@ def epochs(folder: Path) -> list[dict[str, Any]]:
 
 
 def end_to_end(bench: Bench) -> Values:
-    """Train to the end; train, be ended after an epoch, resume; measure: the same losses, and samples/s.
+    """Check that a stopped and resumed training reaches the losses of an uninterrupted one; measure samples/s.
 
-    Losses agree to the rounding of sums in another order.
+    Losses may differ by rounding, because sums are taken in another order.
     """
-    for package in ("tensorboard", "matplotlib"):  # the stage's own; a process that lacks them would fail
+    for package in ("tensorboard", "matplotlib"):  # imported by the stages; skip the check if they are missing
         __import__(package)
     case = Case("cosmo_unet", {"widths": [8, 16]}, (32, 32, 32) if bench.cuda else (16, 16, 16), batch_size=8)
     folder = bench.folder / "end to end"
@@ -191,14 +197,14 @@ def end_to_end(bench: Bench) -> Values:
             while process.poll() is None and not epochs(out) and time.monotonic() < start + PATIENCE:
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            ended(process, out / "train.log", 75)  # saved, and to be called again
+            ended(process, out / "train.log", 75)  # saved; call it again
             process = training()
         ended(process, out / "train.log")
         found[f"{name} s"] = time.monotonic() - start
         results[name] = epochs(out)
     resumed = json.loads((folder / "resumed" / "provenance.json").read_text())["resumed_from_step"]
     if not 0 < (resumed or 0) < EPOCHS * 8:
-        raise AssertionError(f"it resumed from step {resumed}, expected one of the middle")
+        raise AssertionError(f"resumed from step {resumed}; expected a step between the first and the last")
     errors = Errors()
     for whole, again in zip(results["whole"], results["resumed"], strict=True):
         errors.hold("loss", abs(again["train_loss"] / whole["train_loss"] - 1), 0.01)
@@ -215,7 +221,7 @@ def described(case: Case, folder: Path) -> Path:
     fields = loading.cosmo_fields(2 * case.grid[0])
     manifests = [loading.manifest(folder / name, "cosmo", fields) for name in ("train.h5", "valid.h5")]
     splits = {split: each.splits["train"] for split, each in zip(("train", "valid"), manifests, strict=True)}
-    normal = {  # what was written
+    normal = {  # statistics of the written values
         name: info.model_copy(update={"mean": [0.0] * len(info.channels), "std": [1.0] * len(info.channels)})
         for name, info in manifests[0].fields.items()
     }
@@ -225,7 +231,7 @@ def described(case: Case, folder: Path) -> Path:
 
 
 def tasks(bench: Bench) -> list[Task]:
-    """Return the checks of one rank, and what a user runs."""
+    """Return the checks of one rank, and of a user's commands."""
     backend = "NCCL" if bench.cuda else "gloo"
     forms: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -250,7 +256,7 @@ def tasks(bench: Bench) -> list[Task]:
 
 
 def last(bench: Bench) -> list[Task]:
-    """Return what may leave the process in a bad state where it fails: a graph of steps with exchanges in them."""
+    """Return the checks to run last: a failing graph with exchanges may break the process."""
     graph: dict[str, Any] = {"optimizer": {**SGD, "fused": True}, "cuda_graph": True}
     return [
         Task(f"one rank, {'NCCL' if bench.cuda else 'gloo'}", name, 10, partial(one_rank, bench, {**graph, **over}))

@@ -1,8 +1,8 @@
 """Images/s of the loaders: random crops of JPEGs, decoded, resized to 224 x 224 and mirrored, in batches of 16.
 
-The reference is the published program's loader, written down operation by operation (`bench.published`): image
-folders, PyTorch's DataLoader, fast collate, with its best number of workers; beside it the pipeline of DALI's example.
-The floor is Pillow's decoding alone.
+The reference is the published program's loader, restated operation by operation (`bench.published`): image folders,
+PyTorch's DataLoader, fast collate, with its best number of workers. A second reference is the pipeline of DALI's
+example. The floor is Pillow's decoding alone.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SIZE, BATCH = 224, 16
 HEIGHT, WIDTH = 375, 500  # of most photographs in ImageNet
 DECODING = "Pillow's decoding alone"
 EXAMPLE = "DALI's example"
-#: How many times as fast as the published program's best each of ours is to be. Of pixels, Pillow's resizing is left.
+#: Least speed of each loader over the published program's best. With decoded images Pillow still resizes.
 TARGETS = {"torch loader's best": 0.95, "direct": 1.2, "direct, decoded": 2.5, "DALI": 1.1}
 
 
 def photograph(seed: int) -> bytes:
-    """Return a JPEG of noise with a photograph's spectrum, amplitudes that fall as 1/f, and about as many bytes."""
+    """Return a JPEG of noise with the spectrum (amplitudes fall as 1/f) and size of a photograph."""
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None])
     frequency[0, 0] = 1.0
     noise = np.fft.rfft2(rng.standard_normal((3, HEIGHT, WIDTH))) / frequency
-    grey = np.fft.irfft2(noise[0] + 0.3 * noise, (HEIGHT, WIDTH))  # colours that go together
+    grey = np.fft.irfft2(noise[0] + 0.3 * noise, (HEIGHT, WIDTH))  # correlated colours
     pixels = np.clip(128 + 50 * grey / grey.std(), 0, 255).astype(np.uint8).transpose(1, 2, 0)
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(file, "JPEG", quality=90)
@@ -53,7 +53,7 @@ def photograph(seed: int) -> bytes:
 
 
 def write(where: Path, count: int) -> dict[str, str]:
-    """Write folders of two classes; return them as a dataset's source."""
+    """Write image folders of two classes; return the source settings of their dataset."""
     for split, images in (("train", count), ("valid", 2)):
         for number in range(images):
             path = where / split / "ab"[number % 2] / f"{number:05d}.jpg"
@@ -78,7 +78,7 @@ def packed(source: dict[str, str], form: str, where: Path) -> Images:
 
 
 def torch_rate(stack: ExitStack, samples: Images, workers: int) -> Callable[[], float]:
-    """Return a function that delivers one epoch and returns its images/s, counted as the published program's."""
+    """Return a function that delivers one epoch and returns images/s, without first batches."""
     settings = TorchLoader(kind="torch", workers=workers)
     loader = stack.enter_context(closing(torch_loader.build(samples, settings, Share(BATCH), CPU)))
     epochs = iter(range(10**9))
@@ -86,14 +86,14 @@ def torch_rate(stack: ExitStack, samples: Images, workers: int) -> Callable[[], 
 
 
 def program_rate(stack: ExitStack, source: dict[str, str], workers: int) -> Callable[[], float]:
-    """Return the same of the published program."""
+    """Return such a function for the published program."""
     loader = published.image_loader(Path(source["train"]), SIZE, BATCH, workers)
-    stack.callback(setattr, loader, "_iterator", None)  # ends its workers
+    stack.callback(setattr, loader, "_iterator", None)  # ends the worker processes
     return steady_rate(lambda: loader, workers)
 
 
 def example_rate(source: dict[str, str], count: int) -> Callable[[], float]:
-    """Return the same of the pipeline of DALI's example."""
+    """Return such a function for the pipeline of DALI's example."""
     pipeline = published.dali_pipeline(Path(source["train"]), SIZE, BATCH, THREADS)
 
     def measure() -> float:
@@ -122,7 +122,7 @@ def decoding(stack: ExitStack, source: dict[str, str]) -> Callable[[], float]:
 
 
 def ours(stack: ExitStack, samples: dict[str, Images], source: dict[str, str]) -> Contestants:
-    """Return the contestants that have threads."""
+    """Return the contestants with threads: the direct loader, DALI and DALI's example."""
     direct = DirectLoader(kind="direct", workers=THREADS)
     found = {
         name: rate(stack, direct_loader.build(samples[form], direct, Share(BATCH), CPU))
@@ -133,13 +133,13 @@ def ours(stack: ExitStack, samples: dict[str, Images], source: dict[str, str]) -
         for name, form in (("DALI", "encoded"), ("DALI, decoded", "decoded")):
             found[name] = rate(stack, dali_loader.build(samples[form], dali, Share(BATCH), CPU))
     except UserError as error:
-        print(f"left out: {error}")
+        print(f"skipped: {error}")
         return found
     return {EXAMPLE: example_rate(source, samples["encoded"].size), **found}
 
 
 def images(options: Options) -> list[Row]:
-    """Training samples of JPEGs and of pixels."""
+    """Measure training samples from JPEGs and from pixels."""
     source = write(options.folder, 64 if options.quick else 128)
     samples = {form: packed(source, form, options.folder) for form in ("encoded", "decoded")}
     with ExitStack() as stack:

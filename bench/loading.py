@@ -1,8 +1,8 @@
 """Samples/s of the loaders: crops of a volume and pairs of a time series, in the page cache and cold.
 
-The reference is the published programs' loader, written down operation by operation (`bench.published`), with its
-best number of workers, measured in turns with the others and without its first batches, as those programs count. The
-floor is a copy of as many stored bytes into buffers that are used again.
+The reference is the published programs' loader, restated operation by operation (`bench.published`), with its best
+number of workers. It takes turns with the other loaders; its first batches are left out, as in those programs. The
+floor is a copy of as many stored bytes into reused buffers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
-#: How many times as fast as the published loader each of ours is to be.
+#: Least speed of each loader over the published loader's.
 CROPS = {"direct, fp16 channels last": 12.0}
 PAIRS = {"direct, fp16": 10.0}
 
@@ -61,8 +61,8 @@ Contestants = dict[str, Callable[[], float]]
 def write(
     path: Path, fields: list[Field], dtype: str = "float32", channels_last: bool = False, chunk: int | None = None
 ) -> None:
-    """Write normal deviates: contiguous float32 as published, or as the assemble stage stores them."""
-    # No field of the benchmarks has negative numbers where there can be none: densities.
+    """Write random values: contiguous float32 as published, or as the assemble stage stores them."""
+    # Absolute values, because densities cannot be negative.
     tile = np.abs(np.random.default_rng(0).standard_normal(2**22, dtype=np.float32))
     with h5py.File(path, "w") as file:
         for field in fields:
@@ -83,7 +83,7 @@ def manifest(path: Path, kind: str, fields: list[Field]) -> Manifest:
 
 
 def cosmo_fields(edge: int) -> list[Field]:
-    """Return what a volume of `edge`^3 cells holds."""
+    """Return the fields of a volume of `edge`^3 cells."""
     return [
         Field(name, channels, units, (len(channels), edge, edge, edge), 0, transforms)
         for name, (channels, units, transforms) in CHANNELS.items()
@@ -91,7 +91,7 @@ def cosmo_fields(edge: int) -> list[Field]:
 
 
 def series_field(times: int, channels: int, rows: int, columns: int) -> Field:
-    """Return what a series of states holds, and its standardisation."""
+    """Return the field of a series of states, with its standardisation."""
     names = tuple(f"channel{index}" for index in range(channels))
     transforms = (Transform("linear", 0.1, 1.5),) * channels
     return Field("fields", names, ("1",) * channels, (times, channels, rows, columns), 1, transforms)
@@ -108,7 +108,7 @@ def direct_of(samples: GridSamples, batch_size: int) -> Loader:
 def dali_rates(
     stack: ExitStack, samples: GridSamples, batch_size: int, readers: dict[str, Literal["h5py", "numpy"]]
 ) -> Contestants:
-    """Return DALI's contestants, by what follows their name; none where it is not installed."""
+    """Return DALI's contestants by name; empty if DALI is not installed."""
     from dlscale.extensions.dali import loader as dali_loader
 
     if "numpy" in readers.values():
@@ -125,7 +125,7 @@ def dali_rates(
             for name, reader in readers.items()
         }
     except UserError as error:
-        print(f"left out: {error}")
+        print(f"skipped: {error}")
         return {}
 
 
@@ -145,8 +145,8 @@ def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
 def steady_rate(epoch: Callable[[], Iterable[Batch]], workers: int) -> Callable[[], float]:
     """Return a function that delivers one epoch and returns its samples/s without the first batch of each worker.
 
-    The published programs leave out one batch of about a thousand. Here an epoch has few, and of several workers the
-    first batches come all at once.
+    The published programs leave out one batch of about a thousand. Here an epoch has few batches, and the first batches
+    of several workers arrive together.
     """
 
     def measure() -> float:
@@ -161,21 +161,21 @@ def steady_rate(epoch: Callable[[], Iterable[Batch]], workers: int) -> Callable[
 
 
 def program_rate(stack: ExitStack, dataset: published.Pieces, batch_size: int, workers: int) -> Callable[[], float]:
-    """Return the same of the published programs' loader."""
+    """Return such a function for the published programs' loader."""
     loader = published.loader(dataset, batch_size, workers)
-    stack.callback(setattr, loader, "_iterator", None)  # ends its workers
+    stack.callback(setattr, loader, "_iterator", None)  # ends the worker processes
     return steady_rate(lambda: loader, workers)
 
 
 def torch_rate(stack: ExitStack, samples: GridSamples, batch_size: int, workers: int) -> Callable[[], float]:
-    """Return the same of dlscale's baseline, counted alike."""
+    """Return such a function for dlscale's baseline, the `torch` loader."""
     loader = stack.enter_context(closing(torch_of(samples, batch_size, workers)))
     epochs = iter(range(10**9))
     return steady_rate(lambda: loader.epoch(next(epochs)), workers)
 
 
 def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable[[], float]:
-    """Return a function that copies an epoch's boxes into a batch of buffers, as they are stored; samples/s."""
+    """Return a function that copies an epoch's stored boxes into buffers and returns samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
     fields = samples.input, samples.target
     buffers = [
@@ -184,7 +184,7 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
     ]
     for field in fields:
         for file in range(len(field.readers)):
-            if (whole := field.mapped(file)) is not None:  # each page once: a mapping's first touch is no reading
+            if (whole := field.mapped(file)) is not None:  # touch each page once: page faults are not part of reading
                 whole.transpose(field.order_of(file)).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
     epochs = iter(range(10**9))
 
@@ -214,7 +214,7 @@ void rows(char *to, const char *from, const long *n, const long *stride, long wi
 
 
 def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder: Path) -> Callable[[], float]:
-    """Return a function that does what `reading` does by a bare loop in C: of each box, row by row; samples/s."""
+    """Return a function as `reading` does, with a bare loop in C over the rows of each box."""
     (folder / "rows.c").write_text(ROWS_IN_C)
     library = folder / f"rows{len(list(folder.glob('rows*.so')))}.so"
     subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, folder / "rows.c"], check=True)
@@ -226,7 +226,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
     epochs = iter(range(10**9))
 
     def prepared(boxes: BoxIndex, index: int) -> list[tuple[Any, ...]]:
-        """Return the words of a sample's two calls."""
+        """Return the arguments of a sample's two calls."""
         calls = list[tuple[Any, ...]]()
         for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
             whole = field.mapped(boxes.file[index])
@@ -234,7 +234,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
             box = [slice(None), *(slice(a, a + n) for a, n in zip(starts[index], field.shape[1:], strict=True))]
             view = whole[tuple(box)].transpose(field.order)
             outer, width = list(zip(view.shape, view.strides, strict=True)), view.itemsize
-            while outer and outer[-1][1] == width:  # what lies in one piece
+            while outer and outer[-1][1] == width:  # merge contiguous axes
                 width *= outer.pop()[0]
             counts, strides = (
                 (ctypes.c_long * 3)(*each) for each in zip(*[(1, 0)] * (3 - len(outer)), *outer, strict=True)
@@ -258,7 +258,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
 
 
 def copying(stack: ExitStack, sample_bytes: int, count: int, batch_size: int) -> Callable[[], float]:
-    """Return a function that copies as many bytes as `count` samples have into a batch of buffers; samples/s."""
+    """Return a function that copies the bytes of `count` samples into buffers and returns samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
     source = np.ones((max(4, 2**29 // sample_bytes), sample_bytes), np.uint8)  # more than any cache holds
     target = np.ones((batch_size, sample_bytes), np.uint8)
@@ -275,14 +275,14 @@ def copying(stack: ExitStack, sample_bytes: int, count: int, batch_size: int) ->
 
 
 def cold(path: Path, make: Callable[[], Loader], read: list[float]) -> Callable[[], float]:
-    """Return a function that delivers one epoch of a file that the page cache has forgotten; samples/s.
+    """Return a function that delivers one epoch of a file outside the page cache and returns samples/s.
 
-    `read` gets the bytes that came from the disk for each sample, of loaders without worker processes. None is an
-    error: the file was not cold.
+    It appends to `read` the bytes per sample that came from the disk, not counting worker processes. Zero bytes are
+    an error: the file was not cold.
     """
 
     def measure() -> float:
-        for of_epochs in (Crops.boxes, Crops.table, Pairs.boxes):  # they hold samples, whose files are mapped
+        for of_epochs in (Crops.boxes, Crops.table, Pairs.boxes):  # their caches keep samples, which keep files mapped
             of_epochs.cache_clear()
         gc.collect()  # the page cache keeps mapped pages
         with open(path, "rb") as file:
@@ -295,7 +295,9 @@ def cold(path: Path, make: Callable[[], Loader], read: list[float]) -> Callable[
         came = _disk_bytes() - before
         loader.close()
         if not came:
-            raise RuntimeError(f"{path}: nothing came from the disk: the file is still mapped, or in memory (tmpfs)")
+            raise RuntimeError(
+                f"{path}: nothing came from the disk: the file is still mapped, or lies in memory (tmpfs)"
+            )
         read.append(came / delivered)
         return delivered / seconds
 
@@ -309,7 +311,7 @@ def _disk_bytes() -> int:
 
 @dataclass(frozen=True)
 class Published:
-    """Samples of the published layout: as the published program has them, and as dlscale does."""
+    """Samples of the published layout, as the published program and as dlscale read them."""
 
     pieces: published.Pieces
     samples: GridSamples
@@ -321,13 +323,13 @@ class Comparison:
 
     label: str
     program: Published
-    ours: GridSamples  #: whose stored bytes are read and copied
+    ours: GridSamples  #: Samples with the stored bytes that are read and copied.
     batch_size: int
-    targets: dict[str, float]  #: how many times as fast as the published program each is to be
+    targets: dict[str, float]  #: Least speed over the published program, by loader.
 
 
 def compare(options: Options, comparison: Comparison, contestants: Callable[[ExitStack], Contestants]) -> list[Row]:
-    """Measure all in turns; `contestants` makes those beside the published loaders and the floors."""
+    """Measure all loaders in turns; `contestants` makes those other than the published loaders and floors."""
     label, ours, batch_size = comparison.label, comparison.ours, comparison.batch_size
     program, plain, targets = comparison.program.pieces, comparison.program.samples, comparison.targets
     stored = [(np.prod(field.shape), field.readers[0].dataset.dtype.itemsize) for field in (ours.input, ours.target)]
@@ -368,12 +370,12 @@ def compare(options: Options, comparison: Comparison, contestants: Callable[[Exi
 
 
 def best_of(rates: list[list[float]]) -> list[float]:
-    """Return the rates, over the repetitions, of whichever has the greatest median."""
+    """Return the rates (one per repetition) with the greatest median."""
     return max(rates, key=statistics.median)
 
 
 def crops(options: Options) -> list[Row]:
-    """64^3 crops of 9 channels, turned at random, in batches of 16."""
+    """Measure 64^3 crops of 9 channels, turned at random, in batches of 16."""
     edge, few, many = (96, 48, 32) if options.quick else (512, 96, 256)
     fields = cosmo_fields(edge)
     paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours", "chunked")}
@@ -396,13 +398,13 @@ def crops(options: Options) -> list[Row]:
         return found | dali_rates(stack, samples("published", many), 16, {PLAIN: "h5py", ".npy mirrors": "numpy"})
 
     program = Published(published.Crops(paths["published"], 64, few), samples("published", few))
-    # First: samples that were compared keep their files mapped.
+    # Before `compare`: its samples keep their files mapped.
     cold_rows = colds(options, "64^3 crops", paths, lambda name: samples(name, 16 if options.quick else 32), 16)
     return compare(options, Comparison("64^3 crops", program, ours, 16, CROPS), contestants) + cold_rows
 
 
 def pairs(options: Options) -> list[Row]:
-    """Pairs of atmospheric states, 20 channels at 360 x 720, standardised, in batches of 4."""
+    """Measure pairs of atmospheric states, 20 channels at 360 x 720, standardised, in batches of 4."""
     times, few, many = (13, 12, 12) if options.quick else (33, 24, 32)
     field = series_field(times, CHANNELS_ERA5, ROWS, COLUMNS)
     paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours")}
@@ -432,7 +434,7 @@ def pairs(options: Options) -> list[Row]:
 def colds(
     options: Options, label: str, paths: dict[str, Path], samples: Callable[[str], GridSamples], batch_size: int
 ) -> list[Row]:
-    """Measure what comes from the disk: the direct loader on either layout against PyTorch's on the published one."""
+    """Measure cold reads: the direct loader on each layout against PyTorch's on the published one."""
     read: dict[str, list[float]] = {name: [] for name in ("torch, published layout", *paths)}
     found = in_turns(
         2 if options.quick else 3,

@@ -21,18 +21,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One result beside its reference.
+    """One result with its reference.
 
     Attributes
     ----------
     values, references
         One for each repetition, in `unit`; value i and reference i were measured one after the other.
     reference
-        What the reference is: a floor that no program gets past, a simpler program, or a limit to keep.
+        Name of the reference: a bound that no program can pass, a simpler program, or a limit.
     counted
         The bytes, FLOPs and sizes behind the numbers.
     target
-        The ratio to reach, if there is one; of seconds, where less is better, not to exceed.
+        Ratio to reach, if any; for seconds, the ratio not to exceed.
     """
 
     name: str
@@ -57,17 +57,17 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The same in a word, with the target."""
+        """`pass` or `SHORT`, with the target; empty without a target."""
         sign = "≤" if self.unit == "s" else "≥"
         return "" if self.target is None else f"{'pass' if self.reached else 'SHORT'} ({sign} {self.target:g})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything, the medians included."""
+        """Return all attributes, the medians and the ratio."""
         medians = {"value": statistics.median(self.values), "reference_value": statistics.median(self.references)}
         return {**asdict(self), **medians, "ratio": self.ratio}
 
     def cells(self) -> list[str]:
-        """Return the row as the table shows it."""
+        """Return the cells of the table's row."""
         value, reference = statistics.median(self.values), statistics.median(self.references)
         return [
             self.name,
@@ -84,7 +84,7 @@ HEADINGS = ["row", "median", "spread", "reference", "ratio", "target", "counted"
 
 
 def figures(value: float) -> str:
-    """Write a number with three significant figures, large ones whole or with an exponent of ten."""
+    """Format a number with three significant figures, or as an integer from 1000 to 1e6."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
@@ -98,7 +98,7 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """Say in one line how many targets there are, and which are not reached."""
+    """Return one line with the number of targets, and the names of missed ones."""
     targets = [row for row in rows if row.target is not None]
     short = [row.name for row in targets if not row.reached]
     names = ": " + "; ".join(short) if short else ""
@@ -106,7 +106,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def in_turns(repetitions: int, contestants: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Call every contestant once, untimed by name, then all in turns; return what each one measured, by name."""
+    """Call every contestant once as a warm-up, then all in turns; return their measurements by name."""
     for contestant in contestants.values():
         contestant()
     found: dict[str, list[float]] = {name: [] for name in contestants}
@@ -117,7 +117,7 @@ def in_turns(repetitions: int, contestants: dict[str, Callable[[], float]]) -> d
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Return how long one call takes."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

@@ -1,12 +1,12 @@
-"""Does a report tell noise from a slow-down? `make bench-noise`, or `python -m bench.noise [--tries N]`.
+"""Check that a report separates noise from a slow-down: `make bench-noise`, or `python -m bench.noise [--tries N]`.
 
-Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does: `first`, beside a copy of
-itself where the turns last for ten seconds or more; `copy`, which does the same under settings that say otherwise, so
-that nobody knows it; and `slow`, whose step has five per cent more layers. Copy shall be equal within noise, and slow
-found slower. Half of the tries have other programs at work, one that spins for each core.
+Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does. `first` is timed alternately
+with a copy of itself if paired timing lasts ten seconds or more. `copy` does the same work under other settings, so
+that it is not known as a copy. The step of `slow` has five per cent more layers. The report must find `copy` equal
+within noise, and `slow` slower. During half of the tries other programs keep all cores busy.
 
-`dlscale compare --gate` is asked the same: of the copies of two tries none shall be slower, and slow, as if it were the
-same run of a later commit, shall be a loss.
+`dlscale compare --gate` is checked, too: it must pass the copies of two tries, and fail `slow`, presented as the same
+run of a later commit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dlscale.report.speedup import SpeedUp, SpeedUps
 DEPTH = 40
 RUNS: dict[str, dict[str, Any]] = {
     "first": {},
-    "copy": {"model": {"slow_rank": 7}},  # of one process: never
+    "copy": {"model": {"slow_rank": 7}},  # with one process: no effect
     "slow": {"model": {"depth": round(1.05 * DEPTH)}},
 }
 SETTINGS: dict[str, Any] = {
@@ -48,14 +48,14 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Try:
-    """What one try found: logarithms of ratios to the first run, and how far their intervals reach."""
+    """Result of one try: logarithms of speed ratios to the first run, with half-widths of their intervals."""
 
     load: int
     floor: float
     copy: tuple[float, float]
     slow: tuple[float, float]
-    rounds: tuple[int, ...]  #: Of each run.
-    headline: str  #: Of a plan of first and copy.
+    rounds: tuple[int, ...]  #: Rounds of paired timing, by run.
+    headline: str  #: Fastest run in the report on first and copy.
     seconds: float
 
     @property
@@ -67,7 +67,7 @@ class Try:
         return not SpeedUp(*self.slow).noise and self.slow[0] < 0
 
     def line(self) -> str:
-        """Return it as a row."""
+        """Return the try as a row."""
         copy, slow = SpeedUp(*self.copy), SpeedUp(*self.slow)
         rounds = "/".join(map(str, self.rounds))
         return (
@@ -78,7 +78,7 @@ class Try:
 
 
 def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threads: int) -> tuple[Try, PlanResult]:
-    """Make the three runs while so many programs spin."""
+    """Measure the three runs while `load` programs keep cores busy."""
     start = time.monotonic()
     raw = {
         "studies": {"plant": str(stages.STUDY)},
@@ -130,7 +130,7 @@ def gated(plans: list[PlanResult]) -> list[tuple[bool, bool]]:
 
 
 def plan(folder: Path, *runs: str) -> PlanResult:
-    """Read some runs as a plan."""
+    """Write a plan of some runs, and read its results."""
     path = folder / "plans/p/plan.yaml"
     known = [{"name": name, "label": name, "plan": "p", "run": name, "measure": ["throughput"]} for name in runs]
     record = {"plan": "p", "title": "p", "study": "plant", "kind": "set", "measure": ["throughput"], "runs": known}
@@ -140,13 +140,29 @@ def plan(folder: Path, *runs: str) -> PlanResult:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=20, metavar="N", help="half of them beside other programs")
-    parser.add_argument("--load", type=int, default=os.cpu_count(), metavar="N", help="programs that spin (one a core)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="of a run (all cores)")
-    parser.add_argument("--set", default="{}", metavar="JSON", help="settings over those of the runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of tries, half of them with other programs running (default: 20)",
+    )
+    parser.add_argument(
+        "--load",
+        type=int,
+        default=os.cpu_count(),
+        metavar="N",
+        help="programs that keep a core busy (default: one per core)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), metavar="N", help="threads of a run (default: all cores)"
+    )
+    parser.add_argument("--set", default="{}", metavar="JSON", help="settings that override the runs' own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # who spins ends, too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # exit normally, so that busy programs end
     registry.add("plant", stages.STUDY)
     found, plans = list[Try](), list[PlanResult]()
     settings = resolve.merge(resolve.merge({}, SETTINGS), json.loads(args.set))

@@ -1,4 +1,4 @@
-"""What `dlscale measure` costs a program: short steps in turns, with its hook and without."""
+"""Overhead of `dlscale measure`: short steps of a program, alternately with and without its hook."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dlscale.core.telemetry import sampled
 from dlscale.extensions.programs.hook.sitecustomize import Watcher
 from dlscale.extensions.programs.timed import FOLDER
 
-#: What is left of a program's speed with the hook, and with all that measures.
+#: Least fraction of a program's speed that remains with the hook, and with hook and telemetry.
 HOOKED, MEASURED = 0.995, 0.99
 
-#: Steps of a turn: those after which its code is warm again, whose wrapping was just changed, and those that count.
+#: Samples per step; steps per turn that warm up the code, whose wrapping has just changed; steps that are timed.
 BATCH, WARM, STEPS = 64, 4, 4
 
-#: A module that PyTorch hides behind a name.
+#: The module; PyTorch hides it behind another object of this name.
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
 ITERATOR: Any = dataloader._BaseDataLoaderIter
 
 
 def outside(options: Options) -> list[Row]:
-    """Turns of a few steps, with their median, which other programs on the machine change little.
+    """Time turns of a few steps with and without the hook.
 
-    What the median leaves out, the writing of lines once a second, is in the time of the hook's own lines. Times are of
-    the processor: the program's thread's, of which the hook is, and for the second row the sampler's, as if the program
-    had no other core.
+    The median of the turns resists other programs. It leaves out the lines that the hook writes once a second; the time
+    of the hook's own lines includes them. Times are processor times of the program's thread, which runs the hook. The
+    second row also subtracts the sampler's processor time, as if the program had no other core.
     """
     repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
     file = options.folder / "telemetry.csv"
@@ -65,7 +65,7 @@ def outside(options: Options) -> list[Row]:
 
 
 class Program:
-    """A training of small steps, whose PyTorch is watched or not."""
+    """A training of small steps, with or without the hook."""
 
     def __init__(self) -> None:
         sizes = [256, 512, 512, 8]
@@ -83,7 +83,7 @@ class Program:
             yield from DataLoader(samples, batch_size=BATCH)
 
     def own(self, count: int = 10_000) -> float:
-        """Return the seconds that the notes of a step take, with their writing, without the calls of the hook."""
+        """Return the seconds that recording and writing a step take, without the calls of the hook."""
         log, batch = self._watcher._log, next(self._batches)
         start = time.thread_time()
         for _ in range(count):
@@ -92,7 +92,7 @@ class Program:
         return (time.thread_time() - start) / count
 
     def run(self, hooked: bool) -> float:
-        """Return the seconds of some steps."""
+        """Return the processor seconds of `STEPS` steps."""
         if hooked:
             self._watcher._optimizers(OPTIMIZER)
             self._watcher._loaders(dataloader)

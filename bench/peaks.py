@@ -1,6 +1,6 @@
-"""How far the peaks of one machine agree: `python -m bench.peaks [PROCESSES [NEIGHBOURS]]`, on a CPU.
+"""Spread of the measured peaks of one CPU: `python -m bench.peaks [PROCESSES [NEIGHBOURS]]`.
 
-Each of so many fresh processes measures them, while so many others do nothing but compute.
+PROCESSES new processes measure the peaks one after the other, while NEIGHBOURS other processes keep cores busy.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import statistics
 import subprocess
 import sys
 
-#: Ends with the process that started it, however that ends.
+#: Program that keeps a core busy until its parent process ends.
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
 PRECISIONS = ("fp32", "bf16")
 ONE = f"""
 import time, torch
 from dlscale.measure.roofline import measure_peaks, operator_seconds
-operator_seconds(torch.device("cpu"))  # imports much of PyTorch, which is a stage's already
+operator_seconds(torch.device("cpu"))  # imports much of PyTorch, as a stage has done before
 rates = []
 for precision in {PRECISIONS}:
     begin = time.perf_counter()
@@ -27,7 +27,7 @@ COLUMNS = [f"{precision} {what}" for precision in PRECISIONS for what in ("GFLOP
 
 
 def main(processes: int = 10, neighbours: int = 0) -> None:
-    """Print what each process measured, then the spread of each column: least and greatest over the median."""
+    """Print the peaks of each process, then each column's spread: least and greatest over the median."""
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(neighbours)]
     try:
         rows = []

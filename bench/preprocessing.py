@@ -1,4 +1,4 @@
-"""MB/s and peak memory of the preprocess stage, against reading the same file and doing nothing with it."""
+"""MB/s and peak memory of the preprocess stage, against only reading the same file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlscale.data import preprocess, store
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from tests.conftest import ROOT
 
-#: Bytes of buffers: less than there are by default, so that a file has several blocks.
+#: Bytes of buffers: below the default, so that a file has several blocks.
 MEMORY = 64_000_000
 
 
@@ -46,7 +46,7 @@ print(status["VmHWM"].split()[0])
 
 
 def peak_mb(*arguments: str) -> float:
-    """Return the greatest resident memory of a stage, MB; without arguments that of its imports alone."""
+    """Return the peak resident memory of a stage, MB; without arguments, of its imports."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     command = [sys.executable, "-c", PEAK, str(MEMORY), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -54,7 +54,7 @@ def peak_mb(*arguments: str) -> float:
 
 
 def volumes(options: Options) -> list[Row]:
-    """Downsample a volume by 2; twice and four times the edge show that memory stays what it is."""
+    """Downsample a volume by 2; peak memory should not grow with twice the edge."""
     store.MEMORY = MEMORY
     paths = [options.folder / f"raw{edge}.h5" for edge in ((64, 128) if options.quick else (128, 256))]
     for path in paths:
@@ -70,7 +70,7 @@ def volumes(options: Options) -> list[Row]:
         preprocess.main(argparse.Namespace(config=settings, part=part, piece=0, source=[str(large)], out=str(out)))
 
     def rate() -> float:
-        out.unlink(missing_ok=True)  # to free the file of the turn before is no part of preprocessing
+        out.unlink(missing_ok=True)  # outside of the timing: freeing the file of the previous turn
         return megabytes / seconds(stage)
 
     found = in_turns(
@@ -97,7 +97,7 @@ def volumes(options: Options) -> list[Row]:
 
 
 def states(options: Options) -> list[Row]:
-    """Downsample states from a NetCDF file by 2, against plain reads, and those of xarray, which reads all formats."""
+    """Downsample states from a NetCDF file by 2, against plain reads and reads of xarray."""
     import xarray as xr
 
     store.MEMORY = MEMORY

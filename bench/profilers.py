@@ -1,4 +1,4 @@
-"""What looking costs: marks where nobody looks, NVTX ranges, and each profiler, against the same steps without."""
+"""Overhead of profiling: unused marks, NVTX ranges and each profiler, against the same steps without."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dlscale.train import loop
 from dlscale.train import step as step_module
 from dlscale.train.step import Step
 
-#: Marks that nobody asked for cost nothing but noise; ranges for NVTX less than 1 %.
+#: Least ratio of speed: unused marks cost nothing but noise, NVTX ranges less than 1 %.
 FREE, NVTX = 0.995, 0.99
 
 
 class _Unmarked(ast.NodeTransformer):
-    """Takes `with mark(...):` away and leaves what is in it."""
+    """Replaces each `with mark(...):` by its body."""
 
     def visit_With(self, node: ast.With) -> Any:
         self.generic_visit(node)
@@ -40,7 +40,7 @@ class _Unmarked(ast.NodeTransformer):
 
 
 def unmarked(thing: Any, module: Any) -> Any:
-    """Return a function or class of a module as it would be without marks."""
+    """Return a module's function or class without its marks."""
     tree = _Unmarked().visit(ast.parse(textwrap.dedent(inspect.getsource(thing))))
     assert "mark(" not in ast.unparse(tree)
     space = dict(vars(module))
@@ -52,7 +52,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def rate(run: Callable[..., None], step: Step, batch: Batch, count: int, context: Context = nullcontext) -> float:
-    """Return samples/s of steps within a context, without its begin and its end."""
+    """Return samples/s of steps within a context, without its entry and exit."""
     with context():
         start = time.perf_counter()
         run(step, itertools.repeat(batch), range(count))
@@ -61,7 +61,7 @@ def rate(run: Callable[..., None], step: Step, batch: Batch, count: int, context
 
 
 def profilers(options: Options) -> list[Row]:
-    """Marks on short steps, where they would show best; profilers on long ones, as they are used."""
+    """Measure marks on short steps, where they show best, and profilers on long ones, as in use."""
     count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
     rows = []
     with one_thread():
@@ -83,7 +83,7 @@ def profilers(options: Options) -> list[Row]:
 
 
 def overheads(options: Options, case: Case) -> list[Row]:
-    """Each profiler around some steps, and none; the ratio is what is left of the speed."""
+    """Measure steps with each profiler and without; the ratio is the remaining speed."""
     count, turns = (2, 2) if options.quick else (10, options.repetitions)
     batch, step = case.batch(CPU), case.step(CPU)
     functions = [*filter(inspect.isfunction, vars(Step).values()), type(step.model).forward]

@@ -1,6 +1,6 @@
-"""The published programs' loaders, models and step, written plainly: what dlscale's are held against.
+"""Plain restatements of the published programs' loaders, models and step, as references.
 
-Parameters come in the order of dlscale's models, so that one's can be copied into the other's.
+Parameters are in the order of dlscale's models, so that weights can be copied from one to the other.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Block(nn.Module):
         return x + self.dropout(self.fc2(hidden))
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [B, heads, N, E / heads] of [B, N, E]."""
+        """Reshape [B, N, E] to [B, heads, N, E / heads]."""
         count, tokens, embed = x.shape
         return x.reshape(count, tokens, self.heads, embed // self.heads).permute(0, 2, 1, 3)
 
@@ -98,26 +98,26 @@ class ViT(nn.Module):
         return self.unpatched(self.head(self.norm(x)))
 
     def unpatched(self, x: torch.Tensor) -> torch.Tensor:
-        """Return fields of tokens, each of which has the values of a patch."""
+        """Return fields [B, C, H, W] from tokens that each hold the values of a patch."""
         (rows, columns), patch = self.tokens, self.patch
         x = x.reshape(len(x), rows, columns, patch, patch, self.channels)
         return torch.einsum("nhwpqc->nchpwq", x).reshape(len(x), self.channels, rows * patch, columns * patch)
 
 
 def l1(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean absolute error."""
+    """Return the mean absolute error."""
     return torch.mean(torch.abs(prediction - target))
 
 
 def relative_l2(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean over samples of the relative error's norm, on flattened samples."""
+    """Return the norm of the error over the norm of the target, averaged over samples."""
     count = len(prediction)
     error = torch.norm(prediction.reshape(count, -1) - target.reshape(count, -1), 2, 1)
     return torch.mean(error / torch.norm(target.reshape(count, -1), 2, 1))
 
 
 def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    """Return one pass of the published loop: learning rate, gradients, update."""
+    """Return a function that does one step of the published loop: learning rate, gradients, update."""
 
     def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         model.train()
@@ -132,9 +132,9 @@ def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Call
     return call
 
 
-#: The 24 ways in which SC22's program turns a cube, in its order, as (axes, signs): the cube's axes are put into this
-#: order, and those of sign -1 are then run through backwards. It calls all of them rotations. Where two axes are
-#: swapped, every second one is a reflection, and so is the last one of each cyclic order.
+#: The 24 turns of a cube in SC22's program, in its order, as (axes, signs): the axes are permuted, then those of sign
+#: -1 are reversed. The program calls all of them rotations. If two axes are swapped, every second turn is a reflection;
+#: so is the last turn of each cyclic order.
 TURNS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     (tuple(map(int, axes)), tuple(-1 if str(axis) in mirrored else 1 for axis in range(3)))
     for axes, each in (
@@ -151,9 +151,9 @@ TURNS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 
 
 class Crops(Dataset[Pair]):
-    """Random cubes of two fields: read straight into a buffer that stays, turned as views, copied once.
+    """Random cubes of two fields: read into a reused buffer, turned as views, copied once.
 
-    The published program turns both fields alike, and leaves velocities as they are (SC22's loader for HDF5 files).
+    Like SC22's loader for HDF5 files, it turns both fields alike but not the velocity vectors.
     """
 
     def __init__(self, path: Path, crop: int, count: int) -> None:
@@ -223,7 +223,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class Photographs(Dataset["tuple[Image.Image, int]"]):
     """Folders of classes, as torchvision reads them: `ImageFolder`, `RandomResizedCrop`, `RandomHorizontalFlip`.
 
-    The random numbers are torch's, one by one, as torchvision draws them.
+    Random numbers are drawn from torch one by one, as in torchvision.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -259,7 +259,7 @@ class Photographs(Dataset["tuple[Image.Image, int]"]):
 
 
 def fast_collate(batch: list[tuple[Image.Image, int]]) -> Pair:
-    """Images to bytes, [B, C, H, W], one added to a tensor of zeros after the other: Apex's example."""
+    """Collate images to uint8 [B, C, H, W], each added to zeros, as in Apex's example."""
     labels = torch.tensor([label for _, label in batch], dtype=torch.int64)
     width, height = batch[0][0].size
     images = torch.zeros((len(batch), 3, height, width), dtype=torch.uint8)
@@ -282,7 +282,7 @@ def image_loader(folder: Path, size: int, batch_size: int, workers: int) -> Data
 
 
 def dali_pipeline(folder: Path, size: int, batch_size: int, threads: int) -> Any:
-    """Return the pipeline of DALI's ResNet-50 example, built, with the processor as its device."""
+    """Build the pipeline of DALI's ResNet-50 example on the CPU."""
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(batch_size=batch_size, num_threads=threads, device_id=None, seed=12)

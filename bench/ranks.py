@@ -1,4 +1,4 @@
-"""What processes cost each other: averaging gradients against leaving it out; a save against none."""
+"""Cost of averaging gradients between processes, and of saving checkpoints."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from tests.exchanged import Counting
 
 RANKS = 2
-#: Times the samples of a case that a process has in a step: enough to hide what it sends.
+#: Factor on the batch size of a case: enough computing to hide communication.
 LARGER = 8
-#: Seconds from one save to the next.
+#: Seconds between saves.
 INTERVAL = 2.0
 
 
 def ranks(options: Options) -> list[Row]:
-    """Two processes of one thread each, which share a machine, and its memory's bandwidth."""
+    """Measure two processes of one thread each, which share a machine and its memory bandwidth."""
     found = options.folder / "found.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -60,7 +60,7 @@ def _rank(rank: int, port: int, options: Options, found: Path) -> None:
 
 
 def _averaging(options: Options, case: Case, world: World) -> list[dict[str, Any]]:
-    """Return rows of a step beside its twin that averages nothing, and beside PyTorch's DDP in a bare loop."""
+    """Return rows of a step against its twin without averaging, and against PyTorch's DDP in a bare loop."""
     geometry = {"gpus_per_node": RANKS}
     step = case.step(CPU, world=world, geometry=geometry, batch_size=RANKS * case.batch_size)
     batch = case.batch(CPU, seed=world.rank)
@@ -96,7 +96,7 @@ def _averaging(options: Options, case: Case, world: World) -> list[dict[str, Any
 
 
 def _bare(case: Case) -> Callable[..., torch.Tensor]:
-    """Return the step of a loop by hand with PyTorch's DDP."""
+    """Return the step of a hand-written loop with PyTorch's DDP."""
     model, loss = case.step(CPU).model, case.loss()
     wrapped, optimizer = DistributedDataParallel(model, gradient_as_bucket_view=True), adam(case, model)
     model.train()
@@ -112,7 +112,7 @@ def _bare(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def _saving(options: Options, case: Case) -> list[Row]:
-    """Return rows of a training that saves every two seconds: how long it is blocked, and its rate without a save."""
+    """Return rows of a training that saves every two seconds: time not blocked, and rate."""
     step, batch, world = case.step(CPU), case.batch(CPU), World()
     checkpoints = Checkpoints(options.folder / case.study, keep=1, world=world)
     blocked, alone = list[float](), list[float]()
@@ -130,14 +130,14 @@ def _saving(options: Options, case: Case) -> list[Row]:
             step(*batch)
             done += 1
         spent = time.perf_counter() - begin
-        if save:  # what is not written by now waits outside of the training's time
+        if save:  # wait for the rest of the write outside of the timed training
             checkpoints.wait()
         return done * case.batch_size / spent
 
     step(*batch)
     found = in_turns(2 * options.repetitions, {"saving": lambda: train(True), "not": lambda: train(False)})
     record = CheckpointRecord(step=number, untrained=Untrained(valid_loss=1.0))
-    for _ in range(3):  # as it would be if the training waited for all of it
+    for _ in range(3):  # as if the training waited for the complete save
         begin = time.perf_counter()
         checkpoints.save(record.model_copy(update={"step": number}), own_shards(step.shards(), world))
         checkpoints.wait()

@@ -1,7 +1,7 @@
 """The benchmarks of dlscale itself: `make bench`, or `python bench/run.py [--quick] [--json FILE] [GROUP ...]`.
 
-Each row is held against a reference that is measured in turns with it, in the same process: compare ratios, not
-values, between machines and days. Some have a target, the ratio to reach. None of them is a test.
+Each row is compared with a reference that is measured alternately with it, in the same process. Between machines and
+days compare ratios, not values. Some rows have a target, the ratio to reach; a missed target is not a failure.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GROUPS = {
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on."""
+    """Return facts about the machine and its software."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
@@ -73,19 +73,23 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the data are removed, then, too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # exit normally, so that the data are removed
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"what to measure, of {', '.join(GROUPS)} (all)")
-    parser.add_argument("--quick", action="store_true", help="small sizes and two repetitions: does it work at all?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too")
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"groups to measure: {', '.join(GROUPS)} (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes and two repetitions, to try the program")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")
     args = parser.parse_args()
     if unknown := set(args.groups) - set(GROUPS):
-        parser.error(f"no such group: {', '.join(sorted(unknown))}; there are: {', '.join(GROUPS)}")
-    logging.disable(logging.INFO)  # the stages' own
+        parser.error(f"unknown group: {', '.join(sorted(unknown))}; choose from: {', '.join(GROUPS)}")
+    logging.disable(logging.INFO)  # log lines of the stages
     facts = machine()
     print(f"{facts['device']['name']}, {facts['cores']} cores, load {facts['load']:.1f}; PyTorch {torch.__version__}")
     if facts["load"] > 0.5 * facts["cores"]:
-        print("Other processes are at work: values are low, and even ratios are less certain.")
+        print("Other processes are running: values are too low, and ratios are less certain.")
     rows: list[Row] = []
     for group in args.groups or GROUPS:
         start = time.perf_counter()

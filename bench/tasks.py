@@ -1,4 +1,4 @@
-"""A list of tasks that stand alone: one that fails or is left out loses no other, and what is done is on disk."""
+"""Independent tasks: one that fails or is skipped stops no other, and each result is saved at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Values = dict[str, Any]
 
 
 class Skip(Exception):
-    """What cannot be done here, and why."""
+    """Reason why a task cannot run here."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Task:
     Attributes
     ----------
     seconds
-        What it takes on an H200, about: it is not begun with less left.
+        Approximate duration on an H200; a task does not start with less time left.
     do
         Returns named values; a check that fails raises.
     targets
-        Of values by name, what each is to be at least.
+        Least values to reach, by name.
     """
 
     group: str
@@ -46,12 +46,12 @@ class Task:
 
     @property
     def label(self) -> str:
-        """What its row is called."""
+        """Name of the task's row."""
         return f"{self.group}: {self.name}"
 
 
 def chosen(tasks: list[Task], only: list[str], skip: list[str]) -> list[Task]:
-    """Return the tasks whose labels hold one of `only`, if there are any, and none of `skip`; case does not count."""
+    """Return the tasks whose labels contain a text of `only` (all if empty) but no text of `skip`, ignoring case."""
 
     def holds(task: Task, texts: list[str]) -> bool:
         return any(text.lower() in task.label.lower() for text in texts)
@@ -61,16 +61,17 @@ def chosen(tasks: list[Task], only: list[str], skip: list[str]) -> list[Task]:
 
 @dataclass
 class Result:
-    """What became of a task.
+    """Result of a task.
 
     Attributes
     ----------
     status
-        ok, pass or SHORT (of a target); FAILED; skipped (it cannot be done here); not run (no time was left).
+        ok (no target), pass or SHORT (target reached or missed), FAILED, skipped (cannot run here), or not run (too
+        little time left).
     why
-        Of the last three.
+        Reason of the last three.
     gpu
-        Clocks, power, temperature meanwhile; see `bench.clocks`.
+        Clocks, power and temperature during the task; see `bench.clocks`.
     """
 
     group: str
@@ -85,12 +86,12 @@ class Result:
 
     @property
     def label(self) -> str:
-        """What the row is called."""
+        """Name of the row."""
         return f"{self.group}: {self.name}"
 
     @property
     def figures(self) -> dict[str, str]:
-        """The values as text, but for tables."""
+        """Values as text, except tables."""
         shown = {key: value for key, value in self.values.items() if not isinstance(value, list)}
         return {key: figures(v) if isinstance(v, int | float) else str(v) for key, v in shown.items()}
 
@@ -104,7 +105,7 @@ class Result:
         }
 
     def lines(self, width: int) -> str:
-        """Return the row, after a name of `width`, and the tables that belong to it."""
+        """Return the row, with its name padded to `width`, and its tables."""
         shown = [" ".join(item) for item in self.figures.items()]
         shown += [f"[{key} ≥ {figures(least)}]" for key, least in self.targets.items() if key in self.values]
         text = f"{self.status:8}{self.label:{width}}  {self.seconds:5.1f} s  {self.why or ', '.join(shown)}".rstrip()
@@ -118,7 +119,7 @@ class Result:
 
 
 def perform(task: Task, left: float, sampler: Sampler | None = None) -> Result:
-    """Do a task, if `left` seconds are enough for it, and report; a package that is not here is no failure."""
+    """Do a task if `left` seconds suffice; a missing package makes it skipped, not failed."""
     if left < task.seconds:
         why = f"it takes some {task.seconds:.0f} s, and {max(left, 0):.0f} s are left"
         return Result(task.group, task.name, "not run", 0.0, {}, task.targets, why)
@@ -130,7 +131,7 @@ def perform(task: Task, left: float, sampler: Sampler | None = None) -> Result:
     except Skip as reason:
         status, why = "skipped", str(reason)
     except ModuleNotFoundError as missing:
-        status, why = "skipped", f"needs the package {missing.name}, which is not here"
+        status, why = "skipped", f"package {missing.name} is missing; install it"
     except Exception as error:
         status, why = "FAILED", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         trace = traceback.format_exc()
@@ -149,18 +150,18 @@ def perform_all(
     sampler: Sampler | None = None,
     found: dict[str, Values] | None = None,
 ) -> list[Result]:
-    """Do the tasks in their order and print a row for each; `out` always holds what there is, and what is being done.
+    """Do the tasks in order and print a row for each; `out` always holds the results and the current task.
 
     Parameters
     ----------
     seconds
-        For all.
+        Time limit for all tasks.
     clean
-        Called after each.
+        Called after each task.
     earlier
-        Results of tasks that are not done again; they take their tasks' places.
+        Results of tasks that are not repeated; they keep the order of the tasks.
     found
-        Takes the values by label.
+        Filled with the values of each task, by label.
     """
     start, results = time.monotonic(), list[Result]()
     rest, found = {result.label: result for result in earlier}, {} if found is None else found
@@ -190,12 +191,12 @@ def perform_all(
 
 
 def read(path: Path) -> list[Result]:
-    """Return the results in a file that `perform_all` wrote, but for what there was no time for."""
+    """Return the results in a file of `perform_all`, except of tasks that were not run."""
     return [r for r in (Result(**each) for each in json.loads(path.read_text())["results"]) if r.status != "not run"]
 
 
 def closing_words(results: list[Result]) -> str:
-    """Say in one line what failed, fell short or was left out."""
+    """Return one line that counts results by status, and names those short, failed or not run."""
     parts = [f"{len(results)} rows"]
     for status in ("ok", "pass", "SHORT", "FAILED", "skipped", "not run"):
         names = [result.label for result in results if result.status == status]
@@ -206,7 +207,7 @@ def closing_words(results: list[Result]) -> str:
 
 
 def markdown(results: list[Result], heading: Values) -> str:
-    """Return all results as tables: one for each group, with a column for each value, and then each row's own."""
+    """Return all results as tables: one per group with a column per value, followed by its rows' own tables."""
     text = [", ".join(f"{key} {value}" for key, value in heading.items())]
     groups = dict.fromkeys(result.group for result in results)
     for group in groups:
@@ -235,7 +236,7 @@ def markdown(results: list[Result], heading: Values) -> str:
 
 
 def _pipes(cells: list[list[str]]) -> list[str]:
-    """Return a table in markdown; columns in which nothing stands are left out."""
+    """Return the lines of a Markdown table, without its empty columns."""
     keep = [n for n in range(len(cells[0])) if n == 0 or any(line[n] for line in cells[1:])]
     lines = ["| " + " | ".join(line[n].replace("|", "\\|") for n in keep) + " |" for line in cells]
     return [lines[0], "|" + "---|" * len(keep), *lines[1:]]
@@ -243,12 +244,12 @@ def _pipes(cells: list[list[str]]) -> list[str]:
 
 @dataclass
 class Bench:
-    """What tasks share.
+    """Context that tasks share.
 
     Attributes
     ----------
     folder
-        For files.
+        Folder for files.
     found
         Values of the rows so far, by label.
     """
@@ -264,7 +265,7 @@ class Bench:
         return self.device.type == "cuda"
 
     def need_cuda(self) -> None:
-        """Skip the task where there is no GPU."""
+        """Skip the task without a GPU."""
         if not self.cuda:
             raise Skip("needs CUDA")
 
@@ -274,12 +275,12 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, action: Callable[[], object], count: int) -> float:
-        """Return the seconds that one of `count` calls takes: the least of three tries, after one."""
+        """Return the seconds per call over `count` calls: the least of three tries, after a warm-up call."""
         action()
         return min(self.seconds_of(action, count) for _ in range(3))
 
     def seconds_of(self, action: Callable[[], object], count: int) -> float:
-        """Return the seconds that one of `count` calls takes."""
+        """Return the seconds per call over `count` calls."""
         self.wait()
         start = time.perf_counter()
         for _ in range(count):

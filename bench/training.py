@@ -1,6 +1,6 @@
-"""Samples/s of the trainer and its step: against a loop by hand, the published program's step, and what bounds them.
+"""Samples/s of the trainer and its step, against a hand-written loop, the published step and their bounds.
 
-All on one thread, in short turns and many of them: a busy machine disturbs single turns, and a median forgets these.
+Everything runs on one thread, in many short turns: other programs disturb single turns, which a median ignores.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from dlscale.train.trainer import Trainer
 CPU = torch.device("cpu")
 UNET = Case("cosmo_unet", {"widths": [16, 32]}, (32, 32, 32), batch_size=2)
 VIT = Case("era5_vit", {"patch": 8, "embed_dim": 96, "depth": 4, "heads": 4}, (64, 128), batch_size=4, channels=16)
-#: Larger, with more arithmetic for each value that is loaded: nearer to the published sizes, and tens of ms a step.
+#: Larger cases, nearer to the published sizes: more arithmetic per loaded value, tens of ms per step.
 FULL_UNET = Case("cosmo_unet", {"widths": [32, 64, 128]}, (32, 32, 32), batch_size=2)
 FULL_VIT = Case("era5_vit", {"patch": 8, "embed_dim": 192, "depth": 4, "heads": 4}, (96, 192), batch_size=1)
 NAMES = {"cosmo_unet": "U-Net", "era5_vit": "ViT"}
-#: No slower; 2 % is the noise.
+#: Least ratio that counts as «no slower»; the noise is 2 %.
 NO_SLOWER = 0.98
-#: What a loop without hooks may cost: nothing but noise.
+#: Least ratio of a loop without hooks: it may cost nothing but noise.
 NO_COST = 0.995
 
 
@@ -57,12 +57,12 @@ def one_thread() -> Iterator[None]:
 
 
 def label(case: Case) -> str:
-    """Return what rows call a case."""
+    """Return the name of a case in rows."""
     return f"{NAMES[case.study]} {'×'.join(map(str, case.grid))}"
 
 
 def counts(case: Case, model: nn.Module, steps: int) -> dict[str, float]:
-    """Return what is behind the numbers of a row."""
+    """Return the sizes behind the numbers of a row."""
     return {
         "threads": torch.get_num_threads(),
         "steps": steps,
@@ -73,7 +73,7 @@ def counts(case: Case, model: nn.Module, steps: int) -> dict[str, float]:
 
 
 def rate(step: Callable[..., torch.Tensor], batch: Batch, count: int) -> float:
-    """Return samples/s of a number of steps on one batch."""
+    """Return samples/s of `count` steps on one batch."""
     start = time.perf_counter()
     for _ in range(count):
         loss = step(*batch)
@@ -82,13 +82,13 @@ def rate(step: Callable[..., torch.Tensor], batch: Batch, count: int) -> float:
 
 
 def adam(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """Return PyTorch's optimiser as the study has it."""
+    """Return PyTorch's Adam with the study's settings."""
     settings: Any = case.run().optimizer
     return torch.optim.Adam(model.parameters(), lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 def bare_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
-    """Return dlscale's model, and the least that trains it."""
+    """Return dlscale's model, and a minimal step that trains it."""
     model, loss = case.step(CPU).model, case.loss()
     optimizer = adam(case, model)
     model.train()
@@ -139,14 +139,14 @@ def published_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
 
 
 def hookless(step: Callable[..., torch.Tensor], batch: Batch, count: int) -> float:
-    """Return samples/s of the package's loop without hooks."""
+    """Return samples/s of `run_steps` without hooks."""
     start = time.perf_counter()
     run_steps(step, itertools.repeat(batch), range(count))
     return count * len(batch[0]) / (time.perf_counter() - start)
 
 
 def ours(case: Case) -> Callable[..., torch.Tensor]:
-    """Return dlscale's step, its learning rate set as the trainer does."""
+    """Return dlscale's step, which sets its learning rate as the trainer does."""
     step = case.step(CPU)
 
     def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def ours(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def steps(options: Options) -> list[Row]:
-    """Both studies, small: what is not arithmetic shows best where a step is short."""
+    """Measure both studies at small sizes: overhead shows best in short steps."""
     count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
     rows = []
     with one_thread():
@@ -186,17 +186,17 @@ def steps(options: Options) -> list[Row]:
 
 
 def full(options: Options) -> list[Row]:
-    """Training on real samples against the slower of loading and computing, as the throughput stage measures them."""
+    """Compare training on real samples with the slower of loading and computing."""
     with one_thread():
         return [full_row(options, case, rows) for case, rows in ((FULL_UNET, 64), (FULL_VIT, 16))]
 
 
 def full_row(options: Options, case: Case, rows: int) -> Row:
-    """Measure one study on a file of `rows`; IO, SYNTHETIC and FULL take turns."""
+    """Measure one study on a file of `rows`; loading, computing and training take turns."""
     batches, turns = (2, 2) if options.quick else (6, 4 * options.repetitions)
     settings = Throughput(
         warmup=1, trials=1, batches=batches, seconds=0
-    )  # a turn; the warm-up fills the loader's buffers
+    )  # one turn; the warm-up fills the loader's buffers
     path = options.folder / f"{case.study}.h5"
     case.write(path, rows)
     step, wanted = case.step(CPU), DirectLoader(kind="direct", workers=1)
@@ -231,4 +231,4 @@ def full_row(options: Options, case: Case, rows: int) -> Row:
         "loader threads": wanted.workers,
     }
     name = f"FULL, {label(case)}, direct"
-    return Row(name, "samples/s", found["FULL"], "the slower of IO, SYNTHETIC", bound, counted, target=0.97)
+    return Row(name, "samples/s", found["FULL"], "the slower of loading and computing", bound, counted, target=0.97)

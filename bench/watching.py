@@ -1,4 +1,4 @@
-"""What telemetry costs a training: the same steps on all cores, while the process beside them works and while not."""
+"""Overhead of telemetry: the same training steps on all cores, with its process running and stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.core.telemetry import sampled
 
 
 def watching(options: Options) -> list[Row]:
-    """Turns of one and a half seconds, for it looks once a second."""
+    """Measure both studies in turns of 1.5 s, because telemetry samples once a second."""
     return [_row(options, case) for case in (UNET, VIT)]
 
 
@@ -31,20 +31,20 @@ def _row(options: Options, case: Case) -> Row:
     found, cost = watched_and_alone(partial(steps, count), 4 * options.repetitions, file)
     counted = {**counts(case, step.model, count), **cost}
     name = f"telemetry, {label(case)}"
-    return Row(name, "samples/s", found["watched"], "without it", found["alone"], counted, target=0.99)
+    return Row(name, "samples/s", found["watched"], "without telemetry", found["alone"], counted, target=0.99)
 
 
 def watched_and_alone(
     steps: Callable[[], float], turns: int, file: Path, gpus: int = 0
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Call `steps` in turns while telemetry looks and while it is stopped.
+    """Call `steps` alternately with telemetry running and stopped.
 
     Returns
     -------
     dict
-        What `steps` returned, `watched` and `alone`, by turn.
+        Values that `steps` returned, one per turn: `watched` and `alone`.
     dict
-        What telemetry itself used.
+        Processor time and memory that telemetry used.
     """
     worked: list[tuple[float, float]] = []
     with sampled(file, os.getpid(), 1, gpus):
@@ -69,7 +69,10 @@ def watched_and_alone(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return a process's processor time; in steps of 0.01 s where the kernel has no finer, as in some containers."""
+    """Return a process's processor time, seconds.
+
+    Without `schedstat`, as in some containers, the resolution is 0.01 s.
+    """
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
     except OSError:
@@ -78,7 +81,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def sampling(file: Path) -> psutil.Process:
-    """Return the process that writes `file`, once it has begun to."""
+    """Wait until `file` has content; return the process that writes it."""
     while not file.stat().st_size:
         time.sleep(0.01)
     return next(p for p in psutil.Process().children() if "dlscale.measure.telemetry" in p.cmdline())

@@ -176,7 +176,7 @@ def test_an_overdensity_is_no_density(tmp_path: Path, refused: Check) -> None:
     for factor in (1, 2):
         text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=factor), path))
         assert f"{path}: Nbody: channel 'dm_density': " in text and "% of its cells are negative (down to -" in text
-        assert "expected values of at least 0, in mean density; to an overdensity (x / mean - 1) add 1" in text
+        assert "expected values of at least 0, in mean density; add 1 to an overdensity (x / mean - 1)" in text
 
 
 @pytest.mark.parametrize("reader", [read_weights, read_rows, read_yaml])

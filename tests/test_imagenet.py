@@ -306,7 +306,10 @@ def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, 
     ("changes", "words"),
     [
         ({"source": {"kind": "folder", "train": "a", "valid": "a/"}}, "stands in two splits"),
-        ({"source": {"kind": "simulated", "edges": [40, 30]}}, "the least, at least 16, comes first"),
+        (
+            {"source": {"kind": "simulated", "edges": [40, 30]}},
+            r"edges \[40, 30\]: expected \[smallest, largest\] in pixels, smallest at least 16",
+        ),
         ({"source": {"kind": "simulated"}, "downsample": 2}, "used as they are"),
     ],
 )
@@ -321,7 +324,7 @@ def test_bad_datasets_are_one_message(changes: dict[str, Any], words: str) -> No
     [
         ({"samples": {"size": 32}}, "samples.size 32: five halvings"),
         ({"samples": {"size": 80}}, "resize 72 is less than size 80"),
-        ({"samples": {"scale": [0.5, 1.2]}}, r"scale \[0.5, 1.2\]: the least comes first"),
+        ({"samples": {"scale": [0.5, 1.2]}}, r"scale \[0.5, 1.2\]: expected \[smallest, largest\], at most 1"),
         ({"model": {"depth": 42}}, "expected one of: 18, 34, 50, 101|18, 34, 50 or 101"),
     ],
 )

@@ -120,7 +120,7 @@ def test_bad_files_are_one_message(
         ten = np.where(np.arange(20) == 3, 10, digits[1]).astype(np.uint8)
         IdxSource(part, images, write_idx(tmp_path / "ten", ten))
     monkeypatch.setattr("dlscale.extensions.mnist_cnn.mnist.source.LARGEST", 100)
-    with pytest.raises(UserError, match="of which it is read as a whole; split it"):
+    with pytest.raises(UserError, match=r"larger than 1e-07 GB .*; split the file"):
         IdxSource(part, images, labels)
 
 

@@ -1,7 +1,7 @@
-"""Does `dlscale measure` name what holds back a program that knows nothing of it?
+"""Check that `dlscale measure` names the bottleneck of an external program.
 
-`python bench/bottlenecks/outside.py [--json FILE] [CASE ...]` runs program.py with one bottleneck at a time, and then
-without any, by `dlscale measure`, and prints what was planted against what the verdict found.
+`python bench/bottlenecks/outside.py [--json FILE] [CASE ...]` runs program.py by `dlscale measure`, with one bottleneck
+at a time, then without any. It prints each planted cause and the causes that the verdict found.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from dlscale.report.verdict import Verdict, of  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("program.py")
 
-#: Bytes of what samples are read from, and of the memory that the program may take.
+#: Bytes of the table that samples are read from, and of memory that the program may use.
 TABLE, MEMORY = 2**30, 700 * 2**20
 
 
 @dataclass(frozen=True)
 class Case:
-    """Words of the program, and the causes of which one is to be named; none if it is held back by nothing."""
+    """Arguments of the program, and causes of which the verdict must name one; empty if clean."""
 
     causes: tuple[str, ...]
     words: tuple[str, ...] = ()
     ranks: int = 1
-    neighbours: int = 0  #: Programs that keep a core busy meanwhile.
-    limited: bool = False  #: Memory is.
+    neighbours: int = 0  #: Other programs, each of which keeps a core busy.
+    limited: bool = False  #: Whether memory is limited.
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -67,7 +67,7 @@ CASES = {
 
 
 def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
-    """Run a case; return its verdict, and what was printed."""
+    """Run a case; return its verdict and the printed text."""
     words = [sys.executable]
     if case.ranks > 1:
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
@@ -90,7 +90,7 @@ def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
 
 @contextmanager
 def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield words before and after a command that has less memory than it needs, and swaps; root alone can."""
+    """Yield words to put before and after a command so that it lacks memory and swaps; needs root."""
     if folder is None:
         yield [], []
         return
@@ -108,12 +108,12 @@ def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
         (group / limit).write_text(str(MEMORY))
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"], [f"--table={TABLE}"]
     finally:
-        subprocess.run(["swapoff", str(swap)], check=True)  # first: swap that stays would keep the file
+        subprocess.run(["swapoff", str(swap)], check=True)  # first: the file cannot be removed while it is swap
         group.rmdir()
 
 
 def can_limit() -> bool:
-    """Return whether memory can be limited here, and swapped."""
+    """Return whether this process may limit memory and enable swap."""
     return (
         os.geteuid() == 0
         and shutil.which("swapon") is not None
@@ -125,17 +125,19 @@ def can_limit() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run: {', '.join(CASES)} (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it made is removed
+        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # exit normally, so that temporary files are removed
     rows = []
     for name in args.cases or CASES:
         case = CASES[name]
         if case.limited and not can_limit():
-            print(f"{name:28} left out: memory cannot be limited here")
+            print(f"{name:28} skipped: memory cannot be limited here; it needs root and swap")
             continue
         with tempfile.TemporaryDirectory(prefix="dlscale-outside-") as place:
             found, told = measure(case, Path(place))
@@ -150,7 +152,9 @@ def main() -> None:
         sum(bool(row["right"]) for row in planted),
         sum(not row["right"] for row in rows if not row["planted"]),
     )
-    print(f"\n{right} of {len(planted)} named, {alarms} false alarms in {len(rows) - len(planted)} clean runs")
+    print(
+        f"\n{right} of {len(planted)} bottlenecks named, {alarms} false alarms in {len(rows) - len(planted)} clean runs"
+    )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -1,4 +1,4 @@
-"""plant: a study in which each bottleneck can be planted, to see whether the verdict names it."""
+"""`plant`: a study in which bottlenecks can be planted, to check whether the verdict names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlscale.data.kind import DatasetKind, Part
 from dlscale.data.source import ArraySource
 from dlscale.studies.base import SampleLoss, Study
 
-#: Bytes that a slow disk reads at a time; direct reads want whole pages.
+#: Bytes per read of the slow disk; direct reads need complete pages.
 BLOCK = 2**16
 
 
@@ -29,15 +29,15 @@ class PlantDataset(DatasetSettings):
 
 
 class PlantSamples(Strict):
-    """Rows, and what reading one costs besides."""
+    """Rows with an added cost of reading."""
 
     kind: Literal["rows"]
-    wait: float = 0.0  #: s that a sample waits for a disk of few bytes a second
-    work: float = 0.0  #: s that a sample takes a processor
+    wait: float = 0.0  #: Seconds that each sample waits for a slow disk.
+    work: float = 0.0  #: Processor seconds that each sample takes.
 
 
 class Plant(DatasetKind):
-    """One file a split, made in memory."""
+    """Rows made in memory, one part per split."""
 
     name, Settings, Samples = "plant", PlantDataset, PlantSamples
 
@@ -54,7 +54,7 @@ def open_source(dataset: PlantDataset, part: Part, paths: list[Path]) -> ArraySo
 
 
 class Rows:
-    """The rows, from a disk that is slow, or through work that takes a processor."""
+    """Rows that wait for a slow disk or take processor time."""
 
     def __init__(self, manifest: Any, split: str, settings: PlantSamples, seed: int) -> None:
         from dlscale.data.kind import RowSamples
@@ -79,8 +79,8 @@ class Rows:
         return self._plain.read(epoch, index)
 
     def _from_disk(self, index: int) -> None:
-        """Read a block past the page cache, at the pace of a slow disk, which nothing here can be made to be."""
-        with mmap.mmap(-1, BLOCK) as memory:  # direct reads want aligned memory
+        """Read a block past the page cache, then wait as for a slow disk, which cannot be had here."""
+        with mmap.mmap(-1, BLOCK) as memory:  # direct reads need aligned memory
             file = os.open(self._file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
             try:
                 blocks = max(os.fstat(file).st_size // BLOCK, 1)
@@ -99,15 +99,15 @@ KINDS = [Plant()]
 
 
 class PlantModel(Strict):
-    """A model that is bound by one thing."""
+    """A model with one dominant cost."""
 
     #: dense: large matrix products; tiny: many small layers; wide: passes over large tensors, with little arithmetic;
     #: heavy: many weights, little arithmetic.
     kind: Literal["dense", "tiny", "wide", "heavy"]
     depth: int = 4
     size: int = 1024
-    item: bool = False  #: read a number from the device after every layer
-    slow_rank: int | None = None  #: this rank takes twice as long
+    item: bool = False  #: Whether to read a number from the device after every layer.
+    slow_rank: int | None = None  #: Rank that takes about twice as long.
 
 
 class PlantLoss(Strict):
@@ -117,7 +117,7 @@ class PlantLoss(Strict):
 
 
 def make(settings: PlantModel, width: int) -> Any:
-    """Return the model; torch is imported here, since the file is read with every call of Snakemake."""
+    """Return the model; import torch here only, since every call of Snakemake reads this file."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""A training that knows nothing of dlscale, in which a bottleneck can be planted."""
+"""An external program: a training without dlscale, in which a bottleneck can be planted."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
 
-#: Bytes that are read at a time; direct reads want whole pages.
+#: Bytes per read.
 BLOCK = 2**16
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--seconds", type=float, default=6.0, help="of training")
+parser.add_argument("--seconds", type=float, default=6.0, help="seconds of training (default: 6)")
 parser.add_argument("--batch", type=int, default=64)
-parser.add_argument("--size", type=int, default=768, help="of each layer")
+parser.add_argument("--size", type=int, default=768, help="width of each layer (default: 768)")
 parser.add_argument("--depth", type=int, default=4)
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--decode", type=float, default=0.0, help="s of a processor that a sample takes")
-parser.add_argument("--read", type=float, default=0.0, help="s that a sample waits for a disk")
-parser.add_argument("--nap", type=float, default=0.0, help="s that a step waits for something")
-parser.add_argument("--item", action="store_true", help="read the loss, after every layer")
-parser.add_argument("--validation", type=int, default=0, help="batches of it, after 20 steps")
-parser.add_argument("--slow", choices=("computing", "loading"), help="what the last process takes longer for")
-parser.add_argument("--table", type=int, default=0, help="bytes of memory that samples are read from, here and there")
+parser.add_argument("--decode", type=float, default=0.0, help="processor seconds per sample (default: 0)")
+parser.add_argument("--read", type=float, default=0.0, help="seconds that each sample waits for a disk (default: 0)")
+parser.add_argument("--nap", type=float, default=0.0, help="seconds that each step sleeps (default: 0)")
+parser.add_argument("--item", action="store_true", help="read a number from the device after every layer")
+parser.add_argument("--validation", type=int, default=0, help="batches of validation after every 20 steps (default: 0)")
+parser.add_argument("--slow", choices=("computing", "loading"), help="work for which the last rank takes longer")
+parser.add_argument("--table", type=int, default=0, help="bytes of memory that samples read at random (default: 0)")
 
 
 class Samples(Dataset[Any]):
-    """Random numbers, and what reading a sample costs besides."""
+    """Random samples with an added cost of reading."""
 
     def __init__(self, args: argparse.Namespace, last: bool) -> None:
         slow = last and args.slow == "loading"
@@ -48,7 +48,7 @@ class Samples(Dataset[Any]):
         while time.thread_time() < end:
             sum(range(1000))
         if self.read:
-            with mmap.mmap(-1, BLOCK) as memory:  # past the page cache
+            with mmap.mmap(-1, BLOCK) as memory:  # a read that system counters show
                 file = os.open(__file__, os.O_RDONLY)
                 os.preadv(file, [memory], 0)
                 os.close(file)
@@ -59,7 +59,7 @@ class Samples(Dataset[Any]):
 
 
 def read(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-    """Have the host wait for a layer."""
+    """Make the host wait for a layer's output."""
     if output.detach().mean().item() > 1e9:
         raise RuntimeError("never")
 
@@ -102,7 +102,7 @@ def main() -> None:
                     distributed.broadcast(still, 0)
                 if not (goes_on := bool(still)):
                     break
-    if not rank and number > counted[0]:  # by its own clock, with validations
+    if not rank and number > counted[0]:  # by the program's own clock, validation included
         rate = ranks * args.batch * (number - counted[0]) / (time.perf_counter() - counted[1])
         print(f"avg {rate:.1f} samples/sec")
 

@@ -1,7 +1,7 @@
-"""Does the verdict name a bottleneck that was planted, and stay silent where there is none?
+"""Check that the verdict names planted bottlenecks, and reports none in clean runs.
 
-`python bench/bottlenecks/run.py [--clean N] [--json FILE] [CASE ...]` makes real runs of the study in plant.py,
-each stage a process as in the workflow, and prints a confusion table: planted cause against what the verdict found.
+`python bench/bottlenecks/run.py [--clean N] [--json FILE] [CASE ...]` measures real runs of the study in plant.py, each
+stage in its own process, as in the workflow. It prints each planted cause and the causes that the verdict found.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STUDY = Path(__file__).with_name("plant.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the cause that it is held back by; None if there is none."""
+    """A run, and its planted bottleneck; None for a clean run."""
 
     cause: str | None
     changes: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     ranks: int = 1
-    neighbours: int = 0  #: Programs that keep a core busy meanwhile.
+    neighbours: int = 0  #: Other programs, each of which keeps a core busy.
 
 
 CASES = {
@@ -58,7 +58,7 @@ CASES = {
     ),
     "busy neighbour": Case("neighbour", neighbours=2),
 }
-#: Clean runs of other sizes and loaders: none of them may be told of a bottleneck.
+#: Settings of clean runs, in which the verdict must find no bottleneck.
 CLEAN = (
     {},
     {"model": {"size": 768}},
@@ -69,7 +69,7 @@ CLEAN = (
 
 
 def measure(case: Case, folder: Path, data: Path) -> Verdict:
-    """Make a case's run, and judge it."""
+    """Measure the run of a case; return its verdict."""
     settings = resolve.merge({"geometry": {"gpus_per_node": case.ranks}}, case.changes)
     raw: dict[str, Any] = {
         "studies": {"plant": str(STUDY)},
@@ -92,7 +92,7 @@ def measure(case: Case, folder: Path, data: Path) -> Verdict:
 
 
 def call(stage: str, *words: str, ranks: int = 1) -> None:
-    """Run a stage as a process, or as several."""
+    """Run a stage in `ranks` processes."""
     start = ["-m", "dlscale"]
     if ranks > 1:
         start = ["-m", "dlscale.launch.ranks", f"--nproc-per-node={ranks}", "-m", "dlscale"]
@@ -100,12 +100,12 @@ def call(stage: str, *words: str, ranks: int = 1) -> None:
     study = [f"--study=plant={STUDY}"]
     done = subprocess.run([sys.executable, *start, *study, stage, *words], env=environment, check=False)
     if done.returncode:
-        raise SystemExit(f"{stage} failed ({done.returncode}); its log is beside {words[-1]}")
+        raise SystemExit(f"{stage} failed ({done.returncode}); see the logs in the folder of {words[-1]}")
 
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Keep so many cores busy."""
+    """Keep `count` cores busy."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -116,7 +116,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def dataset(folder: Path) -> Path:
-    """Make the data, by their stages."""
+    """Make the dataset with the workflow's stages; return its folder."""
     config = json.dumps({"kind": "plant"})
     for split in ("train", "valid"):
         piece, out = folder / f"{split}.piece.h5", folder / split / "rows.h5"
@@ -129,12 +129,12 @@ def dataset(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (all)")
-    parser.add_argument("--clean", type=int, default=20, metavar="N", help="runs without a bottleneck")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run: {', '.join(CASES)} (default: all)")
+    parser.add_argument("--clean", type=int, default=20, metavar="N", help="runs without a bottleneck (default: 20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
     registry.add("plant", STUDY)
     todo = [(name, CASES[name]) for name in args.cases or CASES]
     todo += [(f"clean {number + 1}", Case(None, CLEAN[number % len(CLEAN)])) for number in range(args.clean)]
@@ -156,7 +156,7 @@ def main() -> None:
             for finding in found.findings:
                 print(f"{'':34} {'' if finding.share is None else percent(finding.share)} {finding.why}")
     planted = sum(case.cause is not None for _, case in todo)
-    print(f"\n{right} of {planted} named right, {alarms} false alarms in {len(todo) - planted} clean runs")
+    print(f"\n{right} of {planted} bottlenecks named, {alarms} false alarms in {len(todo) - planted} clean runs")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
-    """Move space to depth: [B, 8 C, D/2, H/2, W/2], channels in the order (place, C); the order in memory stays.
+    """Move space to depth: [B, 8 C, D/2, H/2, W/2], channels in the order (cell of a block, C).
 
-    A kernel [O, C, 4, 4, 4] may be given, too.
+    The memory format is kept. A kernel [O, C, 4, 4, 4] may also be given.
     """
     if _is_channels_last(x_BCDHW):
         x = x_BCDHW.permute(0, 2, 3, 4, 1).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
@@ -45,18 +45,18 @@ def _is_channels_last(x_BCDHW: torch.Tensor) -> bool:
 class _BlockConv(nn.Conv3d):
     """A convolution of kernel 4, stride 2, padding 1, computed on blocks: kernel 2, stride 1, 8 times the channels.
 
-    Cell 2 o + k of the padded grid is place k % 2 of block o + k // 2, along each axis.
+    Along each axis, cell 2 o + k of the padded grid is cell k % 2 of block o + k // 2.
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:
         kind = x_BCDHW.device.type
-        if torch.is_autocast_enabled(kind):  # at once, so that half the bytes are padded and moved
+        if torch.is_autocast_enabled(kind):  # first, so that half the bytes are padded and moved
             x_BCDHW = x_BCDHW.to(torch.get_autocast_dtype(kind))
         return F.conv3d(_blocks(F.pad(x_BCDHW, (1,) * 6)), _blocks(self.weight), self.bias)
 
 
 class _BlockTranspose(nn.ConvTranspose3d):
-    """The transpose: kernel 2, stride 1 to blocks, whose outermost cells are cut off."""
+    """The transpose of `_BlockConv`: kernel 2, stride 1 to blocks; the outermost cells are cut off."""
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         assert self.bias is not None
@@ -65,10 +65,11 @@ class _BlockTranspose(nn.ConvTranspose3d):
 
 
 class _Transpose(nn.ConvTranspose3d):
-    """A transposed convolution of kernel 4, stride 2, padding 1; of a grid of one cell, a product with 2^3 of its 4^3.
+    """A transposed convolution of kernel 4, stride 2, padding 1; for a single cell, a product.
 
-    A convolution of one cell has no order in memory of its own: PyTorch's compiler takes the gradient of its weights
-    for channels last, and cuDNN returns it contiguous (pytorch/pytorch#171622).
+    The product uses the 2^3 of 4^3 weights inside of the grid. The memory format of a single cell is ambiguous:
+    PyTorch's compiler expects the gradient of the weights in channels last, but cuDNN returns it contiguous
+    (pytorch/pytorch#171622).
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -90,7 +91,7 @@ class UNet3D(nn.Module):
 
     The published six levels with 4 channels in and 5 out have 116,977,029 parameters. `widths` are the channels after
     each level down. With `space_to_depth` the first and the last layer are computed on blocks of 2^3 cells; with
-    `checkpointing` levels are computed again in the backward pass.
+    `checkpointing` the backward pass computes levels again.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class UNet3D(nn.Module):
             nn.Sequential((nn.Conv3d if level else first)(a, b, **conv), nn.LeakyReLU(0.01, inplace=True))
             for level, (a, b) in enumerate(itertools.pairwise(sizes))
         )
-        # From the bottom up: each level ends with the width of the level above, then meets its skip.
+        # From the bottom up: each level ends with the width of the level above, then is joined with its skip.
         self.up = nn.ModuleList()
         width = widths[-1]
         for above in reversed(widths[:-1]):
@@ -135,7 +136,7 @@ class UNet3D(nn.Module):
         return torch.tanh(x[0])
 
     def _run(self, level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
-        """Apply a level to its inputs, joined within: checkpointing does not keep the copy."""
+        """Apply a level to its inputs; join them inside, so that checkpointing does not keep the copy."""
         if self.checkpointing and torch.is_grad_enabled():
             y_BCDHW: torch.Tensor = checkpoint(_join, level, *x_BCDHW, use_reentrant=False, preserve_rng_state=False)
             return y_BCDHW

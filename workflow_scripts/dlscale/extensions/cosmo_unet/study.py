@@ -49,9 +49,9 @@ class UNet3DLoss(Strict):
 
 
 class CosmoMetrics(Metrics):
-    """Mean absolute errors, and those of naive answers: the training data's mean, and a line."""
+    """Mean absolute errors of the model and of two baselines: the training mean and a linear fit."""
 
-    #: What the naive answers are called.
+    #: Names of the baselines without learning.
     ANSWERS = {"mean": "the training mean", "line": "a linear fit to the dark matter at each point"}
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
@@ -67,13 +67,13 @@ class CosmoMetrics(Metrics):
     @property
     def described(self) -> list[Metric]:
         error = "mean absolute error over all validation samples and points, in physical units"
-        l1, strongest = "mean absolute error in model units", "the strongest naive answer"
+        l1, strongest = "mean absolute error in model units", "the best baseline without learning"
         skill = f"1 - L1 / L1 of {strongest}; 1 is perfect"
-        least = f"the least, on the validation data, of {' and '.join(self.ANSWERS.values())}"
+        least = f"the smaller error on the validation data: of {' or '.join(self.ANSWERS.values())}"
         metrics = [Metric(name="l1", title="L1", meaning=l1, naive="naive_l1", answer=strongest)]
         metrics.append(Metric(name="naive_l1", title=f"L1 of {strongest}", meaning=least))
         metrics += [
-            Metric(name=f"l1_of_{name}", title=f"L1 of {called}", meaning="a naive answer", rival=called)
+            Metric(name=f"l1_of_{name}", title=f"L1 of {called}", meaning="a baseline without learning", rival=called)
             for name, called in self.ANSWERS.items()
         ]
         metrics.append(Metric(name="skill", title="skill", meaning=skill, better="higher", derived=True))
@@ -85,7 +85,7 @@ class CosmoMetrics(Metrics):
                 Metric(
                     name=f"mae_of_{name}/{channel}",
                     title=f"MAE of {called}",
-                    meaning="a naive answer",
+                    meaning="a baseline without learning",
                     unit=unit,
                     rival=called,
                 )
@@ -141,8 +141,8 @@ class CosmoUNet(Study):
         levels = len(run.model.widths)
         if run.samples.crop % 2**levels:
             raise Refused(
-                f"samples.crop {run.samples.crop} does not divide by {2**levels}: {levels} levels of model.widths each "
-                "halve it"
+                f"samples.crop {run.samples.crop} is not a multiple of {2**levels}: each of the {levels} levels of "
+                "model.widths halves it"
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
@@ -155,22 +155,23 @@ class CosmoUNet(Study):
         from dlscale.extensions.cosmo_unet.model import UNet3D
 
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
-        options = run.model.model_dump(exclude={"kind"})  # their names are the model's
+        options = run.model.model_dump(exclude={"kind"})  # named like the model's arguments
         return UNet3D(inputs, outputs, **options, checkpointing=run.activation_checkpointing)
 
     def sharding(self, model: nn.Module) -> Sharding:
         return Sharding(units=["down.*", "up.*"])
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return 2 x 4^3 C_in C_out a cell of the coarser grid, over all convolutions (Harrington et al. 2021).
+        """Return the forward FLOPs of a crop (Harrington et al. 2021).
 
-        Of what a single cell at the bottom spreads, only 2^3 values are inside of the grid: no others are computed.
+        All convolutions take 2 x 4^3 C_in C_out per cell of the coarser grid. If the bottom is a single cell, its
+        transposed convolution only computes the 2^3 values inside of the grid.
         """
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         widths, total = run.model.widths, 0
         for level, width in enumerate(widths):
             above = widths[level - 1] if level else 0
-            joined = width * (1 if level == len(widths) - 1 else 2)  # with the skip, but at the bottom
+            joined = width * (1 if level == len(widths) - 1 else 2)  # with the skip, except at the bottom
             cells = (run.samples.crop // 2 ** (level + 1)) ** 3
             spread = 2**3 if cells == 1 and above else 4**3
             total += 2 * cells * (4**3 * width * (above or inputs) + spread * joined * (above or outputs))
@@ -185,7 +186,7 @@ class CosmoUNet(Study):
         return CosmoMetrics(manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw the middle slice of each output beside the dark matter's density or velocity."""
+        """Draw the middle slice of each output next to the dark matter's density or velocity."""
         import numpy as np
 
         from dlscale.studies.figures import comparison
@@ -200,7 +201,7 @@ class CosmoUNet(Study):
         for channel, (name, unit, transform) in enumerate(
             zip(hydro.channels, hydro.units, hydro.transforms, strict=True)
         ):
-            cause = channel if channel < len(nbody.channels) else 0  # the temperature stands beside the density
+            cause = channel if channel < len(nbody.channels) else 0  # temperature goes with the density
             pictures = [physical(nbody.transforms[cause], x[cause])]
             pictures += [physical(transform, volumes[channel]) for volumes in (y, prediction)]
             rows.append((name, f"log10({unit})" if transform.kind == "log" else unit, pictures))

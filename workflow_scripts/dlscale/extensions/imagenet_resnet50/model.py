@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: Of red, green and blue in ImageNet's training images, in units of 255.
+#: Mean and standard deviation of red, green and blue in ImageNet's training images, in units of 255.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-#: Blocks of each of the four stages, and whether they are bottlenecks, by the number of layers.
+#: By number of layers: blocks of the four stages, and whether they are bottlenecks.
 DEPTHS = {
     18: ((2, 2, 2, 2), False),
     34: ((3, 4, 6, 3), False),
@@ -23,7 +23,7 @@ DEPTHS = {
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions of 3 x 3 and a shortcut, which is a convolution where the shape changes."""
+    """Two convolutions of 3 x 3 and a shortcut, which is a convolution if the shape changes."""
 
     expansion = 1
 
@@ -45,7 +45,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1; the second one has the stride ("ResNet v1.5"), as torchvision's."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1; the second has the stride ("ResNet v1.5"), as in torchvision."""
 
     expansion = 4
 
@@ -76,9 +76,9 @@ def _shortcut(inner: int, outer: int, stride: int) -> nn.Sequential | None:
 
 
 class ResNet(nn.Module):
-    """A residual network of `depth` 18, 34, 50 or 101; stages have 1, 2, 4 and 8 times the first `width` of channels.
+    """A residual network of `depth` 18, 34, 50 or 101; stages have 1, 2, 4 and 8 times `width` channels.
 
-    `mean` and `std`, in units of 255, normalise images with values 0 to 255; None: images come normalised.
+    `mean` and `std`, in units of 255, normalise images with values 0 to 255; None if images are already normalised.
     """
 
     mean: torch.Tensor

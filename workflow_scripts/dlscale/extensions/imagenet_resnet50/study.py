@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from dlscale.data.manifest import Manifest
 
-BEST = 5  # answers that count, and that the figure shows
+BEST = 5  # most probable classes that top-5 accuracy counts and the figure shows
 
 
 def _number(value: Any) -> Any:
-    """Return a string of digits as a number: behind `--config` all are strings."""
+    """Return a string of digits as a number, since all values of `--config` are strings."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
@@ -42,7 +42,7 @@ class CrossEntropy(Strict):
 
 
 class ImagenetMetrics(Metrics):
-    """Top-1 and top-5 accuracy, and those of always answering the training data's most frequent classes."""
+    """Top-1 and top-5 accuracy of the model, and of always answering the most frequent training classes."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
@@ -65,7 +65,7 @@ class ImagenetMetrics(Metrics):
             answer = "the most frequent class" if count == 1 else f"the {count} most frequent classes"
             among = "the most probable" if count == 1 else f"among the {count} most probable"
             naive, title = f"{name}_of_most_frequent", f"top-{name[3:]} accuracy"
-            meaning = f"share of validation images whose class is {among}"
+            meaning = f"fraction of validation images with the class {among}"
             metrics += [
                 Metric(name=name, title=title, meaning=meaning, better="higher", naive=naive, answer=answer),
                 Metric(name=naive, title=f"{title} of {answer}", meaning=meaning, better="higher"),
@@ -111,7 +111,7 @@ class ImagenetResNet50(Study):
     def check(self, run: Any) -> None:
         if run.samples.size <= 32:
             raise Refused(
-                f"samples.size {run.samples.size}: five halvings leave one pixel, of which a single sample has no "
+                f"samples.size {run.samples.size}: five halvings leave one pixel, and a single sample then has no "
                 "variance; use at least 33"
             )
 
@@ -125,7 +125,10 @@ class ImagenetResNet50(Study):
         return Sharding(units=["layer*.*"])
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return 2 x k^2 C_in C_out a pixel of each convolution's output, and 2 C_in K of the linear layer."""
+        """Return the forward FLOPs of an image.
+
+        2 x k^2 C_in C_out per output pixel of each convolution, 2 C_in K for the linear layer.
+        """
         from dlscale.extensions.imagenet_resnet50.model import DEPTHS
 
         blocks, bottleneck = DEPTHS[run.model.depth]
@@ -162,7 +165,7 @@ class ImagenetResNet50(Study):
         return ImagenetMetrics(manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw the image beside the most probable classes."""
+        """Draw the image next to the most probable classes."""
         import numpy as np
 
         from dlscale.studies.figures import beside_bars

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: Of the training images, in units of the greatest value (255).
+#: Mean and standard deviation of the training images, in units of 255.
 MEAN, STD = 0.1307, 0.3081
 
 
@@ -25,7 +25,7 @@ class MnistCNN(nn.Module):
         hidden: int = 128,
     ) -> None:
         super().__init__()
-        # Channels in (1 of a grey image), channels out (as many filters), edge of a filter; it moves by one pixel.
+        # Channels in (1 for grey images), channels out (number of filters), edge of a filter in pixels.
         self.conv1 = nn.Conv2d(channels, widths[0], 3)
         self.conv2 = nn.Conv2d(widths[0], widths[1], 3)
         self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
@@ -36,7 +36,7 @@ class MnistCNN(nn.Module):
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities [B, K] of images with values 0 to 255."""
         x_BCHW = (x_BCHW / 255 - MEAN) / STD
-        # The published order is ReLU, then pooling: the same numbers and gradients, of four times as many values.
+        # The published order is ReLU, then pooling: the same result, but ReLU gets four times as many values.
         x_BCHW = F.relu(F.max_pool2d(self.conv2(F.relu(self.conv1(x_BCHW))), 2))
         x_BC = self.dropout1(x_BCHW).flatten(1)
         x_BC = self.dropout2(F.relu(self.fc1(x_BC)))

@@ -35,7 +35,7 @@ class MnistLoss(Strict):
 
 
 class MnistMetrics(Metrics):
-    """Accuracy, and that of always answering the training data's most frequent digit."""
+    """Accuracy of the model, and of always answering the training data's most frequent digit."""
 
     def __init__(self, manifest: Manifest, field: str) -> None:
         import numpy as np
@@ -51,7 +51,7 @@ class MnistMetrics(Metrics):
     def described(self) -> list[Metric]:
         naive = "accuracy_of_most_frequent"
         answer, better = "the most frequent digit", "higher"
-        share = "share of validation images with the right answer"
+        share = "fraction of validation images with the right answer"
         return [
             Metric(name="accuracy", title="accuracy", meaning=share, better=better, naive=naive, answer=answer),
             Metric(name=naive, title="accuracy of the most frequent digit", meaning=share, better=better),
@@ -80,7 +80,10 @@ class MnistCNNStudy(Study):
         return MnistCNN((rows, columns), len(images.channels), CLASSES, m.widths, m.hidden)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return 2 x 3^2 C_in C_out a pixel of each convolution's output, and 2 C_in C_out of each linear layer."""
+        """Return the forward FLOPs of an image.
+
+        2 x 3^2 C_in C_out per output pixel of each convolution, 2 C_in C_out per linear layer.
+        """
         m, images = run.model, manifest.fields[run.samples.input]
         rows, columns = images.grid
         first, second = m.widths
@@ -98,7 +101,7 @@ class MnistCNNStudy(Study):
         return MnistMetrics(manifest, run.samples.target)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw the image beside the probabilities of the digits."""
+        """Draw the image next to the probabilities of the digits."""
         import numpy as np
 
         from dlscale.studies.figures import beside_bars

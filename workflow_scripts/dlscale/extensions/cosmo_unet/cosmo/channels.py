@@ -9,8 +9,8 @@ from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.manifest import Transform
 
-#: The published form: densities (relative to the mean) as ln(x)/14. Cells that no particle touched are
-#: exactly 0; the floor, a thousandth of the mean, keeps them from standing far off all others.
+#: The published form: densities (relative to the mean) as ln(x)/14. Cells without particles are exactly 0; the floor, a
+#: thousandth of the mean, keeps them near the other values.
 DENSITY = Transform("log", 0.0, 14.0, 1e-3)
 #: Peculiar velocities in km/s; 1000 km/s bounds what boxes of ~100 Mpc/h hold.
 VELOCITY = Transform("linear", 0.0, 1000.0)
@@ -33,7 +33,7 @@ CHANNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[Transform, ...
 
 
 def open_volumes(file: h5py.File) -> dict[str, h5py.Dataset]:
-    """Return both volumes [C, D, H, W] of an open file; other channels or sizes are refused."""
+    """Return both volumes [C, D, H, W] of an open file; raise `UserError` for other channels or sizes."""
     volumes = {name: store.dataset(file, name, len(spec[0]), ndim=4) for name, spec in CHANNELS.items()}
     sizes = [values.shape[1:] for values in volumes.values()]
     if len(set(sizes)) > 1:

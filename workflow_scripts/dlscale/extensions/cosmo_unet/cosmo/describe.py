@@ -35,7 +35,7 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
         splits[part.split].append(File.of(path, folder, there["Nbody"][1]))
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
-        # Of the published files only the density's form is known, ln(x)/14; the rest stays in model units.
+        # In published files only the transform of densities is known, ln(x)/14; other channels stay in model units.
         transforms = tuple(t if t == DENSITY else IDENTITY for t in transforms)
         units = tuple(u if t == DENSITY else "model units" for u, t in zip(units, transforms, strict=True))
         fields[name] = describe_field(Field(name, channels, units, shapes[name], 0, transforms), moments[name])
@@ -43,12 +43,12 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
 
 
 def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
-    """Refuse a channel that never varies, and physical values where transformed ones are expected."""
+    """Raise `UserError` for a channel that never varies, or for physical instead of transformed values."""
     for field, info in manifest.fields.items():
         where = f"{manifest.folder}: {field}"
         info.check_varies(where)
         for channel, transform, highest in zip(info.channels, info.transforms, info.maximum, strict=True):
-            # Of densities and temperatures the logarithm is stored; physical values would overflow when undone.
+            # Densities and temperatures are stored as logarithms; inverting physical values would overflow.
             if transform.kind == "log" and highest * transform.scale + transform.offset > np.log(1e30):
                 raise UserError(
                     f"{where}: channel '{channel}' reaches {highest:g}, but prepared files hold transformed values, "

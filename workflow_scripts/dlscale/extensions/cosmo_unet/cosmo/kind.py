@@ -20,12 +20,12 @@ from dlscale.config.dataset import (
 from dlscale.core.schema import Extent, Files, NonNegativeInt, PositiveFloat, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files, stem
 
-#: How many channels each volume has.
+#: Number of channels of each volume.
 CHANNELS = {"Nbody": 4, "Hydro": 5}
 
 
 class Counts(Strict):
-    """How many independent simulated boxes each split gets."""
+    """Number of independent simulated boxes of each split."""
 
     train: Files = Field(2, description="Boxes of the training part.")
     valid: Files = Field(1, description="Boxes of the validation part.")
@@ -33,7 +33,7 @@ class Counts(Strict):
 
 
 class Fractions(Shares):
-    """Shares of each file, cut along its first axis in this order, with `gap` cells dropped at each cut."""
+    """Fractions of each file, cut along its first axis in this order, with `gap` rows dropped at each cut."""
 
     gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two parts, against leakage.")
 
@@ -61,7 +61,7 @@ class CosmoFiles(Strict):
     valid: list[Path] = Field([], description="Files of the validation part.")
     test: list[Path] = Field([], description="Files of the test part.")
     paths: list[Path] = Field([], description="Files that `fractions` divides among the parts.")
-    fractions: Fractions | None = Field(None, description="Share of each part of `paths`.")
+    fractions: Fractions | None = Field(None, description="Fraction of each file in `paths` for each part.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class CosmoFiles(Strict):
         by_split = self.train and self.valid and not (self.paths or self.fractions)
         by_fraction = self.paths and self.fractions and not (self.train or self.valid or self.test)
         if not (by_split or by_fraction):
-            raise ValueError("give either files per split (train, valid and perhaps test) or paths with fractions")
+            raise ValueError("give either files per split (train, valid, optionally test) or paths with fractions")
         refuse_shared(self.train, self.valid, self.test)
         check_digests(self.sha256, [*self.train, *self.valid, *self.test, *self.paths])
         return self
@@ -113,9 +113,9 @@ class CropSamples(Strict):
     crop: Extent = Field(64, description="Edge of a crop in cells.")
     symmetry: Literal["none", "rotations", "full", "published", "published_dali"] = Field(
         "full",
-        description="How training crops are turned. none; rotations: the 24 rotations; full: all 48 rotations and "
-        "reflections; vectors turn, too. published: as by the published program, 16 rotations and 8 reflections, and "
-        "published_dali: as by its DALI loader, the last two axes reversed or not; vectors stay.",
+        description="Random symmetries of training crops. none; rotations: the 24 rotations; full: all 48 rotations "
+        "and reflections; vectors turn, too. published: 16 rotations and 8 reflections, as in the published program; "
+        "published_dali: the last two axes reversed or not, as in its DALI loader; vectors do not turn.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(8192, description="Fixed validation crops (fewer if the volume holds fewer).")
@@ -154,7 +154,7 @@ class Cosmo(DatasetKind):
         return {**super().part_settings(dataset, part), "gap": gap(dataset)}
 
     def grid(self, dataset: CosmoDataset) -> tuple[int, ...] | None:
-        # Files tell their size only when they are read.
+        # The size of files is known only once they are read.
         source = dataset.source
         return (source.grid // dataset.downsample,) * 3 if isinstance(source, CosmoSimulated) else None
 
@@ -168,11 +168,11 @@ class Cosmo(DatasetKind):
         return Outline({name: (count, (edge,) * 3) for name, count in CHANNELS.items()}, rows, values)
 
     def available(self, samples: CropSamples, rows: list[int]) -> int | None:
-        return None  # crops are drawn, any number of them
+        return None  # any number of crops can be drawn
 
 
 def gap(dataset: CosmoDataset) -> int:
-    """Return how many rows are dropped between two splits of a file."""
+    """Return the number of rows dropped between two splits of a file."""
     fractions = getattr(dataset.source, "fractions", None)
     return fractions.gap if fractions else 0
 

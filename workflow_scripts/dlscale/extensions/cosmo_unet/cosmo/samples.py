@@ -1,7 +1,7 @@
 """Samples of volumes: cubic crops, turned at random for training, fixed for validation.
 
-A symmetry takes grid axis `axes[i]` to axis i, then reverses the axes in `flips`. Vectors turn along: component i of
-the result is component `axes[i]`, negated where axis i was reversed. The published programs leave vectors as they are.
+A symmetry moves grid axis `axes[i]` to axis i, then reverses the axes in `flips`. Vectors turn with the grid: component
+i of the result is component `axes[i]`, negated if axis i was reversed. The published programs do not turn vectors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """A symmetry: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
+    """A symmetry of the cube: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
 
     axes: tuple[int, int, int]
     flips: tuple[bool, bool, bool]
@@ -47,10 +47,10 @@ SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determin
 
 
 def _published(symmetry: Symmetry) -> bool:
-    """Return whether it is one of SC22's 24 «rotations», of which 8 are reflections (its PyTorch loader).
+    """Return whether SC22's PyTorch loader has this symmetry among its 24 «rotations»; 8 of them are reflections.
 
-    If no axis moves, two are reversed or none; if two change places, one of them, and the third or not; if all move,
-    at least two.
+    If no axis moves, none or two are reversed. If two axes are swapped, one of them is reversed, and the third or not.
+    If all axes move, at least two are reversed.
     """
     reversed_ = [flip for axis, flip in enumerate(symmetry.flips) if symmetry.axes[axis] != axis]
     if not reversed_:
@@ -58,24 +58,24 @@ def _published(symmetry: Symmetry) -> bool:
     return sum(reversed_) == 1 if len(reversed_) == 2 else sum(reversed_) >= 2
 
 
-#: What each value of `samples.symmetry` draws from, all equally likely; the identity comes first.
+#: Symmetries of each value of `samples.symmetry`, equally likely; the identity comes first.
 CHOICES: dict[str, tuple[Symmetry, ...]] = {
     "none": SYMMETRIES[:1],
     "rotations": SYMMETRIES[:24],
     "full": SYMMETRIES,
     "published": tuple(filter(_published, SYMMETRIES)),
-    # SC22's DALI loader flips what it has not turned. Its boxes do not say which axis is which, so DALI takes the first
-    # for that of frames, and the coin for it has no effect.
+    # SC22's DALI loader flips the unturned box. Boxes have no layout there, so DALI takes the first axis for frames,
+    # and the coin for it has no effect.
     "published_dali": tuple(s for s in SYMMETRIES if s.axes == (0, 1, 2) and not s.flips[0]),
 }
-#: Blocks of the training volumes that the line is fitted to, and their edge: two million points for ten numbers or so.
+#: Number and edge (cells) of the blocks of training volumes for the linear fit: two million points.
 BLOCKS, EDGE = 64, 32
 
 
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return a transformed copy of the cube (D = H = W); `vectors_` are the channels of each vector.
 
-    The order in memory is that of the turned view: one copy of bytes.
+    The copy has the memory order of the turned view, so that bytes are copied once.
     """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
@@ -94,7 +94,7 @@ def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int,
 
 
 class CubeSymmetries:
-    """Those of a value of `samples.symmetry`, for boxes of the channels given.
+    """Symmetries of a value of `samples.symmetry`, for boxes with the given channels.
 
     Vectors are `NAME_x`, `NAME_y` and `NAME_z`. The protocol is `dlscale.data.samples.Symmetries`.
     """
@@ -120,7 +120,7 @@ class CubeSymmetries:
 class Crops(GridSamples):
     """Crops of the volumes of a split.
 
-    Training crops are at random: every offset of every volume is equally likely. Validation and test crops are fixed:
+    Training crops are random: every offset of every volume is equally likely. Validation and test crops are fixed:
     disjoint, evenly spread, not turned.
     """
 
@@ -144,7 +144,7 @@ class Crops(GridSamples):
                     f"samples.crop {self.crop} is larger than the volume {tuple(map(int, edge))} of "
                     f"{manifest.path(file)}; choose at most {min(edge)}"
                 )
-        self._offsets = edges - self.crop + 1  # [V, 3]: how many there are, the last included
+        self._offsets = edges - self.crop + 1  # [V, 3]: number of offsets, the last one included
         self._shares = np.cumsum(self._offsets.prod(axis=1, dtype=np.float64))
         self._grid = edges // self.crop
         available = int(self._grid.prod(axis=1).sum())
@@ -157,7 +157,7 @@ class Crops(GridSamples):
         w = sampling.words(self._seed, epoch, "crops", self.size)
         share = (w[:, 0] >> np.uint64(11)) * 2.0**-53 * self._shares[-1]
         volume = np.searchsorted(self._shares, share, side="right").clip(max=len(self._shares) - 1)
-        low = w << np.uint64(32)  # the other half of each word
+        low = w << np.uint64(32)  # the lower half of each word
         offsets = self._offsets[volume]
         starts = [sampling.below(each, offsets[:, axis]) for axis, each in enumerate((w[:, 1], low[:, 1], w[:, 2]))]
         return np.stack([volume, *starts, sampling.below(w[:, 3], self._symmetries)], axis=1)
@@ -176,7 +176,10 @@ class Crops(GridSamples):
 
 
 def line(manifest: Manifest) -> np.ndarray:
-    """Fit each output to the inputs at its point and 1, a naive answer: float32 [outputs, inputs + 1], model units."""
+    """Fit each output linearly to the inputs at its point: float32 [outputs, inputs + 1], model units.
+
+    The last column is the constant. The fit is a baseline without learning.
+    """
     grids = np.array([Reader(manifest.path(file), "Nbody").shape[1:] for file in manifest.files("train")])
     a, b, c = np.minimum(EDGE, grids.min(axis=0)).tolist()
     extent = a, b, c

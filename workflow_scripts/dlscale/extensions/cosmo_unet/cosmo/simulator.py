@@ -6,9 +6,9 @@
 4. gas that follows the dark matter, except below the length where pressure holds it up;
 5. a temperature from photo-ionisation equilibrium plus the heat of shocks.
 
-So the gas is a nonlocal and nonlinear function of the dark matter, which a network can learn. It is a teaching model,
-not a hydrodynamics code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities relative
-to their mean, temperatures K; constants are near Planck 2018 (arXiv:1807.06209). Arrays are [x, y, z].
+The gas is thus a nonlocal and nonlinear function of the dark matter, which a network can learn. This is a teaching
+model, not a hydrodynamics code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities
+relative to their mean, temperatures K; constants are near Planck 2018 (arXiv:1807.06209). Arrays are [x, y, z].
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dlscale.core.files import whole
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 
 Array = NDArray[np.float32]
-Values = NDArray[np.floating[Any]]  # what is read, in any precision; what is made is an Array
+Values = NDArray[np.floating[Any]]  # inputs, in any precision; results are Arrays
 Floats = NDArray[np.float64]
 Modes = NDArray[Any]  # complex64, which the stubs of numpy.fft do not know
 
-#: K; the emptiest voids and the hottest clusters.
+#: Temperature limits, K: the emptiest voids and the hottest clusters.
 TEMPERATURE_RANGE = (1e3, 1e8)
-#: Share of the gas that is spread evenly and flows as linear theory has it: it keeps logarithms and velocities finite.
+#: Fraction of the gas that is spread evenly and flows by linear theory; it keeps logarithms and velocities finite.
 DIFFUSE = 1e-3
 
 REDSHIFT = 2.0  # of the Lyman-alpha forest
@@ -42,7 +42,7 @@ OMEGA_M = 0.31  # matter over critical density today; the universe is flat
 OMEGA_B = 0.049  # baryons likewise; they suppress the spectrum's small scales
 HUBBLE = 0.677  # H0 / (100 km/s/Mpc)
 N_S = 0.967  # slope of the primordial spectrum
-#: Mpc/h; standard deviation of the Gaussian over which pressure smooths the gas. Real ones are nearer 0.1; this one
+#: Standard deviation of the Gaussian with which pressure smooths the gas, Mpc/h. Real values are nearer 0.1; this one
 #: spans voxels at the resolution of a demonstration, so that there is something nonlocal to learn.
 GAS_RADIUS = 0.8
 
@@ -50,8 +50,8 @@ GAS_RADIUS = 0.8
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
     """Write the box of a raw file (HDF5): `/Nbody` [4, N, N, N] and `/Hydro` [5, N, N, N], see `CHANNELS`.
 
-    The box is a pure function of the settings, bit by bit on one kind of processor; boxes are independent. Memory peaks
-    at about 65 bytes a voxel; one core takes about 1 µs a voxel.
+    Equal settings give equal bits on one kind of processor; boxes are independent. Peak memory is about 65 bytes per
+    voxel; one core takes about 1 µs per voxel.
     """
     source = dataset.source
     grid, box, key = source.grid, source.box_mpc_h, np.array([source.seed, raw.index], dtype=np.uint64)
@@ -72,7 +72,7 @@ def evolve(delta: Values, box: float) -> Iterator[tuple[str, str, Array]]:
     `box` is its side in Mpc/h.
     """
     displacement = zeldovich(delta, box)
-    # km/s a Mpc/h: a·H·f, the growing mode's peculiar velocity over its comoving displacement, with f = Ω_m(z)^0.55
+    # km/s per Mpc/h: a·H·f, the growing mode's peculiar velocity over its comoving displacement, with f = Ω_m(z)^0.55
     # (Linder 2005, arXiv:astro-ph/0507263).
     hubble = 100 * math.sqrt(OMEGA_M * (1 + REDSHIFT) ** 3 + 1 - OMEGA_M)
     speed = np.float32(hubble / (1 + REDSHIFT) * _omega_m_at(REDSHIFT) ** 0.55)
@@ -92,10 +92,10 @@ def evolve(delta: Values, box: float) -> Iterator[tuple[str, str, Array]]:
         slope = np.roll(flow, -1, axis) - np.roll(flow, 1, axis)  # by periodic central differences
         slope *= np.float32(flow.shape[axis] / box / 2)
         convergence -= slope
-        momentum += DIFFUSE * flow  # negligible but where the cell is all but empty, and p / rho is 0 / 0
+        momentum += DIFFUSE * flow  # negligible, except in empty cells, where p / rho is 0 / 0
         momentum /= density + DIFFUSE
         yield "Nbody", f"dm_velocity_{name}", momentum
-        del linear, momentum, flow, slope  # or the next axis would be held beside this one
+        del linear, momentum, flow, slope  # free the memory before the next axis
 
     yield "Hydro", "gas_temperature", temperature(gas, convergence)
 
@@ -183,8 +183,9 @@ def zeldovich(delta: Values, box: float) -> Array:
 def deposit(displacement: Values, box: float, weight: Values | None = None) -> Array:
     """Assign displaced particles, one from each cell, to the periodic grid [N, N, N] by cloud-in-cell.
 
-    Hockney & Eastwood, Computer Simulation Using Particles, chapter 5: a particle is shared out by overlap between the
-    8 nearest grid points. `displacement` [3, N, N, N] is in Mpc/h; `weight` [N, N, N] is carried by each, 1 if omitted.
+    Hockney & Eastwood, Computer Simulation Using Particles, chapter 5: a particle is divided by overlap among the 8
+    nearest grid points. `displacement` [3, N, N, N] is in Mpc/h; `weight` [N, N, N] is the weight of each particle, 1
+    if omitted.
     """
     grid = displacement.shape[1]
     lattice = np.arange(grid, dtype=np.float64)
@@ -228,13 +229,13 @@ def smooth(field: Values, box: float, radius: float) -> Array:
 
 
 def temperature(gas: Array, convergence: Array) -> Array:
-    """Return the gas temperature [N, N, N], K, of density and minus the divergence of the velocity, km/s a Mpc/h.
+    """Return the gas temperature [N, N, N], K, for density and convergence of the velocity, km/s per Mpc/h.
 
     Photo-ionised gas keeps T = 1.2e4 K · density^0.5 up to some ten times the mean (Hui & Gnedin 1997,
     arXiv:astro-ph/9612232). Collapsing gas is stopped within 1 Mpc/h by a strong shock, T = 3/16 · μ m_p v² / k_B
     (Rankine-Hugoniot).
     """
-    heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)  # K a (km/s)²; μ = 0.59: ionised
+    heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)  # K per (km/s)²; μ = 0.59: ionised
     photoionised = 1.2e4 * (gas / (1 + gas / 10)) ** 0.5
     speed = np.maximum(convergence, 0)
     collapsed = gas**2 / (1 + gas**2)

@@ -35,7 +35,7 @@ class CosmoSource(Source):
         self.fields = ()
         for name, (channels, units, transforms) in CHANNELS.items():
             self.fields += (Field(name, channels, units, (len(channels), rows, height, width), 0, transforms),)
-        # The results of both fields, and a slab of raw values, which is of one row at least.
+        # The results of both fields, and a slab of raw values of at least one row.
         counts = [len(names) for names, _, _ in CHANNELS.values()]
         raw_row = 4 * max(counts) * self._factor * edge[1] * edge[2]
         self.bytes_per_row = 4 * sum(counts) * height * width + raw_row
@@ -47,7 +47,7 @@ class CosmoSource(Source):
     def _field(self, field: Field, start: int, stop: int) -> np.ndarray:
         channels, _, height, width = field.shape
         values = np.empty((channels, stop - start, height, width), np.float32)
-        # As many rows at a time as the processor's cache holds, 2 MB, where averaging then finds them.
+        # As many rows at a time as fit into the CPU's cache, 2 MB, so that averaging finds them there.
         reader = self._readers[field.name]
         _, _, raw_height, raw_width = reader.shape
         step = max(1, 2_000_000 // (4 * channels * self._factor * raw_height * raw_width))
@@ -62,9 +62,9 @@ class CosmoSource(Source):
                 store.check_finite(raw, field, str(self._path), rows.start)
         described = zip(field.channels, field.units, field.transforms, values, strict=True)
         for name, unit, transform, channel in described:
-            # The logarithm would raise what is negative to its floor.
+            # The logarithm would silently raise negative values to its floor.
             if transform.kind == "log" and channel.min() < 0:
-                hint = "; to an overdensity (x / mean - 1) add 1" if "density" in name else ""
+                hint = "; add 1 to an overdensity (x / mean - 1)" if "density" in name else ""
                 raise UserError(
                     f"{self._path}: {field.name}: channel '{name}': {percent((channel < 0).mean())} of its cells are "
                     f"negative (down to {channel.min():g}); expected values of at least 0, in {unit}{hint}"

@@ -148,8 +148,8 @@ class PairSamples(Strict):
     clock: list[Literal["hour", "day"]] = Field(
         [], description="Further inputs: sine and cosine of the hour of the day (UTC), or of the day of the year."
     )
-    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
-    valid: PositiveInt | None = Field(None, description="At most this many; all if absent.")
+    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
+    valid: PositiveInt | None = Field(None, description="Largest number of validation samples; all if absent.")
     subset: Literal["spread", "first"] = Field(
         "spread",
         description="Choice of these pairs. spread: in training a new random choice each epoch, else evenly spaced. "

@@ -19,7 +19,7 @@ from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, counted
 
 
 def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe packs; the statistics of colours are those of some training images, evenly spread."""
+    """Describe packs; colour statistics come from evenly spread training images."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     training: list[Pack] = []
     facts: list[str] = []
@@ -27,18 +27,18 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
         pack = Pack(path)
         splits[part.split].append(File.of(path, folder, len(pack.labels), pack.digest))
         training += [pack] if part.split == "train" else []
-        if pack.skipped and part.raws[0].index == 0:  # each pack has the numbers of its split
+        if pack.skipped and part.raws[0].index == 0:  # each pack holds the counts of its split
             facts.append(f"{part.split}: {many(sum(pack.skipped.values()), 'file')} skipped ({counted(pack.skipped)})")
         if pack.classes != training[0].classes:
-            raise UserError(f"{path}: other classes than in {sources[0]}; delete them and run the workflow again")
+            raise UserError(f"{path}: classes differ from {sources[0]}; delete both packs and run the workflow again")
     edges_N2 = np.concatenate([pack.index[:, 2:] for pack in training])
     labels = np.concatenate([pack.labels for pack in training])
-    step = -(-len(labels) // 200)  # to decode all would take as long as an epoch
+    step = -(-len(labels) // 200)  # decoding all images would take as long as an epoch
     looked_at = [(pack, row) for pack in training for row in range(0, len(pack.labels), step)]
     colours = Moments.empty(3)
     for pack, row in tracked(looked_at, "looking", len(looked_at), "images"):
         colours = colours.merged(Moments.of(np.asarray(pack.image(row)).reshape(-1, 3), 1))
-    shape = (len(labels), 3, *np.median(edges_N2, axis=0).astype(int).tolist())  # the usual one: images differ in size
+    shape = (len(labels), 3, *np.median(edges_N2, axis=0).astype(int).tolist())  # the median; images differ in size
     images = Field("images", ("red", "green", "blue"), ("1",) * 3, shape, 1, (), "uint8")
     classes = Field("labels", ("class",), ("1",), labels.shape, None, (), "int64")
     names, shorter = training[0].classes, edges_N2.min(axis=1)

@@ -1,4 +1,4 @@
-"""Packs folders of classes, DIR/CLASS/**/*.jpg, as torchvision's ImageFolder reads them, and sees their changes."""
+"""Pack folders of classes, DIR/CLASS/**/*.jpg, in torchvision's ImageFolder order, and detect changes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from dlscale.core.files import no_pipe, stamp
 from dlscale.core.text import many
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Picture, counted, shard, write_pack
 
-#: Suffixes of images, any case. The content decides which of `pack.FORMATS` a file has.
+#: Suffixes of images, in any case. The content decides a file's format, one of `pack.FORMATS`.
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".tif", ".tiff", ".bmp"),
     *(".jp2", ".j2k", ".ppm", ".pgm", ".pbm", ".pnm"),
 )
 #: Files and folders that operating systems add, ignored without a report.
 JUNK = re.compile(r"\._.*|\.ds_store|thumbs\.db|desktop\.ini|__macosx", re.IGNORECASE)
-#: Skipped files that a log names, for each reason.
+#: Largest number of skipped files that a log names, per reason.
 MOST_NAMED = 1000
 REMEDY = "add images of this class, or remove its folder from both splits"
 
-#: A file that is skipped: the reason, and its path below the split's folder.
+#: A skipped file: reason, and path relative to the split's folder.
 Skipped = tuple[str, Path]
 
 
@@ -51,7 +51,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
 
 @functools.lru_cache
 def check_classes(train: str, valid: str) -> list[str]:
-    """Return the names of the classes; splits that differ in them are a `UserError`."""
+    """Return the names of the classes; raise `UserError` if the splits' classes differ."""
     classes, other = class_names(Path(train)), class_names(Path(valid))
     if classes != other:
         missing = {valid: set(classes) - set(other), train: set(other) - set(classes)}
@@ -66,7 +66,7 @@ def check_classes(train: str, valid: str) -> list[str]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the names of the folders, and links, in a folder, sorted, without hidden ones."""
+    """Return the sorted names of folders and links in a folder, without hidden ones."""
     try:
         entries = [
             entry for entry in os.scandir(folder) if not entry.is_file() and (entry.is_dir() or entry.is_symlink())
@@ -80,7 +80,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def images(folder: Path, name: str) -> tuple[list[Path], list[Skipped]]:
-    """Return images and skipped files of a class, those in folders below included; no image is a `UserError`."""
+    """Return images and skipped files of a class and its subfolders; raise `UserError` without images."""
     found, skipped = _listing(folder, name)
     if not found:
         why = f"; {_summary(skipped)}" if skipped else f" ({', '.join(SUFFIXES)})"
@@ -99,7 +99,7 @@ def pictures(folder: Path, classes: list[str]) -> tuple[list[Picture], list[Skip
 
 
 def _outside(folder: Path) -> list[Skipped]:
-    """Return the files of a split that lie in no class."""
+    """Return the files of a split outside of its classes."""
     skipped = list[Skipped]()
     for path in sorted(folder.iterdir()):
         hidden = path.name[0] == "."
@@ -152,13 +152,13 @@ def _content(path: Path) -> bytes:
 
 @functools.lru_cache
 def looks(folder: str, shards: int) -> list[str]:
-    """Return a digest for each shard of a split, of classes and of names, sizes and times of images."""
+    """Return a digest of each shard of a split: its classes, and names, sizes and times of images."""
     split = Path(folder)
     names = class_names(split)
-    with ThreadPoolExecutor(8) as pool:  # on a network's file system each look is a wait
+    with ThreadPoolExecutor(8) as pool:  # on a network file system each access waits
         found = pool.map(lambda name: [_line(split, path) for path in images(split, name)[0]], names)
         lines = [line for of_class in found for line in of_class]
-    if len(lines) < shards:  # the stage refuses it; a dry run needs no images
+    if len(lines) < shards:  # the stage raises; a dry run must not
         return [_digest(names, lines)] * shards
     shares = (shard(len(lines), number, shards) for number in range(shards))
     return [_digest(names, lines[share.start : share.stop]) for share in shares]
@@ -179,7 +179,7 @@ def _line(folder: Path, path: Path) -> str:
     try:
         return "/".join((str(path.relative_to(folder)), *map(str, stamp(path))))
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot look at this file ({error.strerror}); mend or remove it") from None
+        raise UserError(f"{error.filename}: cannot look at this file ({error.strerror}); repair or remove it") from None
 
 
 def _refuse(error: OSError) -> NoReturn:

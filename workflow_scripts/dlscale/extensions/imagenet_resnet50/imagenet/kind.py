@@ -1,6 +1,6 @@
 """`imagenet`: images of any size in folders of classes, with the class as label. Settings, files, parts.
 
-Each part is a *pack* of images, one HDF5 file that is read as it is.
+Each part is a *pack* of images, an HDF5 file that is used without preprocessing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlscale.core import registry
 from dlscale.core.schema import Extent, Files, PositiveFloat, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile
 
-#: Splits that there are.
+#: Splits of this kind of dataset.
 PACKED: tuple[Split, ...] = ("train", "valid")
 
 
@@ -33,7 +33,7 @@ class ImageFolders(Strict):
 
 
 class SimulatedImages(Strict):
-    """JPEGs of ten textures at random place, size and colour: classes that can be learnt."""
+    """JPEGs of ten textures at random position, size and colour; a network can learn the classes."""
 
     kind: Literal["simulated"]
     train: PositiveInt = Field(2000, description="Images of the training part.")
@@ -44,7 +44,7 @@ class SimulatedImages(Strict):
     @model_validator(mode="after")
     def _edges(self) -> SimulatedImages:
         if not 16 <= self.edges[0] <= self.edges[1]:
-            raise ValueError(f"edges {list(self.edges)}: the least, at least 16, comes first")
+            raise ValueError(f"edges {list(self.edges)}: expected [smallest, largest] in pixels, smallest at least 16")
         return self
 
 
@@ -74,24 +74,30 @@ class ImagenetDataset(DatasetSettings):
 
 
 class ImageSamples(Strict):
-    """Crops of images: at random in size, shape and place for training, the middle for validation."""
+    """Crops of images: random in size, shape and position for training, central for validation."""
 
     kind: Literal["images"]
     size: Extent = Field(224, description="Edge of the model's input, in pixels.")
     resize: Extent = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
-        (0.08, 1.0), description="Smallest and largest share of the image's area in a training crop."
+        (0.08, 1.0), description="Smallest and largest fraction of the image's area in a training crop."
     )
-    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
-    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
+    valid: PositiveInt | None = Field(
+        None, description="Largest number of validation samples, evenly spaced; all if absent."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> ImageSamples:
         low, high = self.scale
         if not low <= high <= 1:
-            raise ValueError(f"scale [{low:g}, {high:g}]: the least comes first, and no crop exceeds its image")
+            raise ValueError(
+                f"scale [{low:g}, {high:g}]: expected [smallest, largest], at most 1: a crop cannot exceed its image"
+            )
         if self.resize < self.size:
-            raise ValueError(f"resize {self.resize} is less than size {self.size}: the crop would exceed the image")
+            raise ValueError(
+                f"resize {self.resize} is less than size {self.size}: the crop would exceed the image; increase resize"
+            )
         return self
 
 
@@ -117,14 +123,14 @@ class Imagenet(DatasetKind):
         return "simulator" if isinstance(dataset.source, SimulatedImages) else "folder"
 
     def prepared(self, dataset: ImagenetDataset) -> bool:
-        """Return True: packs are used as they are."""
+        """Return True: packs need no preprocessing."""
         return True
 
     def prepared_files(self, dataset: ImagenetDataset) -> list[str]:
         return self.origins(dataset)
 
     def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
-        """Return the settings that decide the content of a pack; the other split does not."""
+        """Return the settings that decide the content of a pack, without those of the other split."""
         split = raw.name.partition("-")[0]
         source = dataset.source.model_dump(mode="json", exclude=set[str](PACKED))
         images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
@@ -138,7 +144,7 @@ class Imagenet(DatasetKind):
         for split in PACKED:
             shards = getattr(dataset.shards, split)
             rows[split] = [len(range(shard, getattr(source, split), shards)) for shard in range(shards)]
-        numbers = 3 * (sum(source.edges) // 2) ** 2 * (source.train + source.valid)  # of images of the middle size
+        numbers = 3 * (sum(source.edges) // 2) ** 2 * (source.train + source.valid)  # for images of the mean size
         return Outline({"labels": (1, ())}, rows, numbers, {"labels": 10})
 
     def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
@@ -148,13 +154,13 @@ class Imagenet(DatasetKind):
             return None
         folder = registry.load(
             "dlscale.extensions.imagenet_resnet50.imagenet.folder"
-        )  # in no fingerprint: no stage looks
+        )  # not part of a fingerprint: no stage calls this
         digest: str | None
         if pathlib.Path(raw.origin).exists():
             if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():
                 folder.check_classes(source.train, source.valid)
             digest = folder.looks(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
-        else:  # the stage will say so, if there is no pack
+        else:  # without a pack the stage reports the missing folder
             digest = folder.packed(made)
         return digest
 

@@ -1,15 +1,15 @@
-"""A pack: an HDF5 file of many images of any size, each of which is written and read alone: memory holds one.
+"""A pack: an HDF5 file of many images of any size, written and read one image at a time.
 
 ===========  =============================================================================================
-`bytes`      uint8 [total]: the images one after the other, in one piece of the file, which can be mapped
+`bytes`      uint8 [total]: the images one after the other, contiguous in the file, so that they can be mapped
 `index`      int64 [N, 4]: first byte, bytes, height and width of each image
 `labels`     int64 [N]: classes
 `classes`    names of the classes, in the order of the labels
 ===========  =============================================================================================
 
-Attributes: `form`, `encoded`, files (JPEG, PNG) as they were, or `decoded`, RGB [H, W, 3]; `sha256` of it all; `files`,
-the digest of the packed files' names, sizes and times; `skipped`, JSON, numbers of files of the split that are in no
-pack, by reason.
+Attributes: `form`: `encoded` (unchanged files, JPEG or PNG) or `decoded` (RGB [H, W, 3]); `sha256` of everything;
+`files`, the digest of the packed files' names, sizes and times; `skipped`, JSON: the split's files in no pack, counted
+by reason.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.files import reading, whole
 from dlscale.data import store
 
-#: Formats that Pillow decodes itself. For others it may start a program that it finds (Ghostscript, for EPS).
+#: Formats that Pillow decodes itself. For other formats it may start another program (for EPS, Ghostscript).
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM")
-#: Shorter edge, in pixels, to which larger images are reduced where pixels are packed.
+#: Shorter edge, in pixels, to which larger images are reduced if pixels are packed.
 EDGE = 256
 
 
@@ -43,12 +43,12 @@ def open_image(file: IO[bytes]) -> Image.Image:
 
 
 def short_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Return height and width once the shorter edge is `edge`; the longer one is rounded down."""
+    """Return height and width for a shorter edge of `edge`; the longer edge is rounded down."""
     return (edge, int(edge * width / height)) if height <= width else (int(edge * height / width), edge)
 
 
 class Pack:
-    """One pack: its bytes are mapped, all else is in memory."""
+    """One pack: its bytes are mapped, everything else is in memory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -61,7 +61,7 @@ class Pack:
             self.classes = [name.decode() for name in file["classes"][()]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pack, (self.path,)  # a mapping would be copied
+        return Pack, (self.path,)  # pickling would copy the mapping
 
     def stored(self, row: int) -> np.ndarray:
         """Return an image's file, uint8 [bytes], or its pixels, uint8 [H, W, 3]."""
@@ -78,7 +78,7 @@ class Pack:
             with open_image(io.BytesIO(stored.data)) as image:
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")
-        except Exception as error:  # Pillow raises what its decoders stumble upon
+        except Exception as error:  # Pillow's decoders raise many types
             raise UserError(
                 f"{self.path}: image {row} cannot be decoded ({brief(error)}); the pack is damaged: "
                 "delete it and run the workflow again"
@@ -95,10 +95,10 @@ class Picture:
 
 
 def shard(count: int, number: int, shards: int) -> range:
-    """Return which of `count` images are in shard `number`; a shard without any is a `UserError`."""
+    """Return the indices of the images in shard `number`; raise `UserError` if there are none."""
     images = range(count * number // shards, count * (number + 1) // shards)
     if not images:
-        raise UserError(f"{count} images do not fill {shards} packs; lower the dataset's `shards`")
+        raise UserError(f"{count} images do not fill {shards} packs; reduce the dataset's `shards`")
     return images
 
 
@@ -118,17 +118,17 @@ def write_pack(
 ) -> None:
     """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
 
-    HDF5 keeps values in one piece only if their number is known: until then they lie in a file without a name. `files`
-    is the digest of `folder.looks`.
+    HDF5 stores contiguous values only if their number is known; until then an unnamed temporary file holds them.
+    `files` is the digest of `folder.looks`.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
     with whole(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
         for number, picture in enumerate(pictures):
             try:
                 values, size = _stored(picture.read(), form)
-            except Exception as error:  # Pillow raises what its decoders stumble upon
+            except Exception as error:  # Pillow's decoders raise many types
                 reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-                raise UserError(f"{picture.name}: not a readable image ({reason}); mend or remove it") from None
+                raise UserError(f"{picture.name}: not a readable image ({reason}); repair or remove it") from None
             index[number] = gathered.tell(), len(values), *size
             gathered.write(values)
             digest.update(values)
@@ -137,7 +137,7 @@ def write_pack(
         gathered.seek(0)
         with h5py.File(temporary, "w") as pack:
             stored = pack.create_dataset("bytes", (total,), "u1", fill_time="never")
-            block = 2**24  # bytes that are copied at a time
+            block = 2**24  # bytes copied at a time
             for first in range(0, total, block):
                 stored[first : first + block] = np.frombuffer(gathered.read(block), np.uint8)
             for name, numbers in (("index", index), ("labels", np.array([each.label for each in pictures], np.int64))):
@@ -153,13 +153,15 @@ def write_pack(
 
 
 def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
-    """Return the bytes to store, and height and width of an image that can be decoded."""
+    """Return the bytes to store, height and width of an image; raise if it cannot be decoded."""
     with open_image(io.BytesIO(file)) as image:
         width, height = image.size
-        if image.mode.startswith(("I", "F")):  # so Pillow calls numbers of more than 8 bits
-            raise ValueError(f"grey of more than 8 bits, mode {image.mode}, of unknown black and white; scale it")
+        if image.mode.startswith(("I", "F")):  # Pillow's modes of more than 8 bits
+            raise ValueError(
+                f"grey of more than 8 bits, mode {image.mode}, with unknown black and white; scale it to 8 bits"
+            )
         if form == "encoded":
-            image.draft("RGB", (1, 1))  # of a JPEG all is read, but few pixels are computed
+            image.draft("RGB", (1, 1))  # a JPEG is read completely, but few pixels are computed
             image.load()
             return file, (height, width)
         if min(height, width) > EDGE:

@@ -1,4 +1,4 @@
-"""Preview of images: some side by side, and the number of each class."""
+"""Preview of images: some side by side, and the counts of classes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Samples of packed images: random resized crops, mirrored at random, or the middle of the resized image.
 
-They are torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, or `Resize` and `CenterCrop`, on images of
-Pillow. Shape suffix: N images.
+Like torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, or `Resize` and `CenterCrop`, on Pillow images. Shape
+suffix: N images.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, short_edge
 if TYPE_CHECKING:
     from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImageSamples
 
-#: Least and greatest width of a training crop by its height, and share of the crops that are mirrored.
+#: Smallest and largest aspect ratio (width / height) of a training crop, and fraction of mirrored crops.
 RATIO, FLIPPED = (3 / 4, 4 / 3), 0.5
 
 
 def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
-    """Return top, left, height and width of the crops of samples `first` and on, int64 [N, 4].
+    """Return top, left, height and width of the crops from sample `first` on, int64 [N, 4].
 
-    As torchvision's `RandomResizedCrop.get_params` for images of `edges_N2`, height and width: an area, uniform in
-    `scale`, and a shape, whose logarithm is uniform, are drawn until the crop fits, at most ten times; else it is the
-    middle.
+    Like torchvision's `RandomResizedCrop.get_params` for images of height and width `edges_N2`: draw an area, uniform
+    in `scale`, and an aspect ratio, with uniform logarithm, until the crop fits. After ten tries, take the middle.
     """
     count = len(edges_N2)
     height_N, width_N = edges_N2.T
@@ -39,7 +38,7 @@ def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale:
     missing_N = np.ones(count, bool)
     logs = np.log(RATIO)
     for number in range(10):
-        if number % 2 == 0:  # a sample has four words a stream: two tries
+        if number % 2 == 0:  # a stream has four words per sample: two tries
             words = sampling.words(seed, epoch, f"shape{number // 2}", count, first)
         area, log = (_uniform(words[:, 2 * (number % 2) + which]) for which in (0, 1))
         area = height_N * width_N * (scale[0] + (scale[1] - scale[0]) * area)
@@ -59,7 +58,7 @@ def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale:
 
 
 def flips(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
-    """Return whether the crops of samples `first` and on are mirrored, bool [count]."""
+    """Return whether the crops from sample `first` on are mirrored, bool [count]."""
     return np.asarray(_uniform(sampling.words(seed, epoch, "place", count, first)[:, 2]) < FLIPPED)
 
 
@@ -69,7 +68,7 @@ def _uniform(words: np.ndarray) -> np.ndarray:
 
 
 def _middle(height: int, width: int) -> tuple[int, int, int, int]:
-    """Return top, left, height, width of the largest crop in the middle that `RATIO` allows."""
+    """Return top, left, height, width of the largest central crop that `RATIO` allows."""
     rows, columns = min(height, round(width / RATIO[0])), min(width, round(height * RATIO[1]))
     return (height - rows) // 2, (width - columns) // 2, rows, columns
 
@@ -88,7 +87,7 @@ class Images(CroppedImages):
 
     @property
     def encoded(self) -> bool:
-        """Whether the packs hold image files, and not pixels."""
+        """Whether the packs hold image files instead of pixels."""
         return self.packs[0].form == "encoded"
 
     def windows(self, epoch: int, indices: range) -> ImageWindows:
@@ -115,7 +114,7 @@ class Images(CroppedImages):
         return list(zip(packs, rows, strict=True))
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """Return a task for each of the samples `indices`, which writes it into `x` [n, 3, H, W] and `y` [n]."""
+        """Return tasks that write the samples `indices` into `x` [n, 3, H, W]; write `y` [n] at once."""
         chosen = self.windows(epoch, indices)
         y[:] = chosen.labels
         rows = enumerate(self._rows(epoch, indices))
@@ -128,7 +127,7 @@ class Images(CroppedImages):
             each[number].tolist() for each in places
         )
         size = self._settings.size
-        # Cut out first: the pixels around the crop are not to be seen at its edges.
+        # Cut out first, so that pixels around the crop do not blend into its edges.
         crop = self.packs[pack].image(row).crop((left, top, left + width, top + height))
         resized = crop.resize((columns, rows), Image.Resampling.BILINEAR)
         pixels = np.asarray(resized.crop((first_column, first_row, first_column + size, first_row + size)))

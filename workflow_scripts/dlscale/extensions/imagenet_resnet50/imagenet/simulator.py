@@ -1,4 +1,4 @@
-"""JPEGs of ten textures: a disc or square with a pattern, of random place, size and colours, on a noisy ground."""
+"""JPEGs of ten textures: a disc or square with a pattern, at random position, size and colours, on a noisy ground."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Picture, shard, write_pack
 
-#: From coordinates (x, y), in pixels from the middle of the figure, and the pattern's period to its phase.
+#: Patterns: phase as a function of (x, y), pixels from the figure's middle, and the period in pixels.
 PATTERNS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
     "checks": lambda x, y, p: np.sin(2 * np.pi * x / p) * np.sin(2 * np.pi * y / p),
     "diagonals": lambda x, y, p: np.sin(2 * np.pi * (x + y) / (1.4 * p)),

@@ -19,13 +19,13 @@ class IdxFiles(Strict):
 
 
 class MnistFiles(Paired[IdxFiles]):
-    """IDX files, as paths or http(s) URLs: those of each split, or `all` with `shares` of them."""
+    """IDX files as paths or http(s) URLs: one pair per split, or `all`, divided by `shares`."""
 
     kind: Literal["files"]
 
 
 class MnistSimulated(Strict):
-    """Digits as a pocket calculator shows them, shifted, slanted and blurred at random: they can be learnt."""
+    """Digits as on a pocket calculator, shifted, slanted and blurred at random; a network can learn them."""
 
     kind: Literal["simulated"]
     train: PositiveInt = Field(2000, description="Digits of the training part.")

@@ -1,4 +1,4 @@
-"""Digits made of seven strokes, as a pocket calculator shows them: shifted, slanted, blurred and noisy."""
+"""Digits of seven strokes, as on a pocket calculator: shifted, slanted, blurred and noisy."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 
 CLASSES = 10
-#: IDX's other types of values.
+#: Names of IDX's types other than unsigned bytes, by code.
 TYPES = {9: "signed bytes", 11: "16-bit integers", 12: "32-bit integers", 13: "32-bit floats", 14: "64-bit floats"}
-#: Bytes of a file, unpacked.
+#: Largest file, unpacked bytes.
 LARGEST = 10**9
 
 
@@ -36,14 +36,16 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     with reading(path), open(path, "rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
-        # To the end, where gzip compares its checksum.
+        # Read to the end: there gzip checks the checksum.
         data = (gzip.GzipFile(fileobj=raw) if zipped else raw).read(LARGEST + 1)
     if len(data) > LARGEST:
-        raise UserError(f"{path}: more than the {LARGEST / 1e9:g} GB of which it is read as a whole; split it")
+        raise UserError(
+            f"{path}: larger than {LARGEST / 1e9:g} GB unpacked, the most that fits into memory; split the file"
+        )
     if data[:2] == b"\0\0" and len(data) > 3 and data[2] in TYPES:
         raise UserError(
             f"{path}: an IDX file of {TYPES[data[2]]} with {data[3]} axes, expected unsigned bytes with {ndim}; "
-            "QMNIST's extended labels are such: keep the first column, the digit, as bytes"
+            "QMNIST's extended labels have this form: keep their first column, the digit, as bytes"
         )
     if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * ndim or data[3] != ndim:
         raise UserError(
@@ -53,7 +55,7 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     shape = struct.unpack_from(f">{ndim}I", data, 4)
     if not all(shape) or len(data) - 4 - 4 * ndim != math.prod(shape):
         raise UserError(
-            f"{path}: {len(data) - 4 - 4 * ndim} values, expected those of shape {shape}, one at least; it may be "
+            f"{path}: {len(data) - 4 - 4 * ndim} values, expected shape {shape}, at least one value; the file may be "
             "truncated: fetch it again"
         )
     return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
