@@ -148,7 +148,7 @@ def rooflines(plan: PlanResult) -> list[Chart]:
     about = {
         "operator": f"Roofline of the {TOP} slowest operators. The slope is the measured memory bandwidth, the flat "
         "part the measured rate of a matrix product. A point on the roof is as fast as the device allows; a larger "
-        f"point takes more of a step. With all operators on the roof a step would take {'; '.join(map(_least, known))}. "
+        f"point takes more of a step. With all operators on the roof, a step takes {'; '.join(map(_least, known))}. "
         f"Operators without matrix products are drawn at {PLAIN} FLOP/byte; cached data may lift them above the roof.",
         "module": f"Roofline of the {TOP} slowest modules.",
     }
@@ -199,7 +199,7 @@ def _least(run: RunResult) -> str:
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
     said = f"Time of a step{', divided by its samples' * sample}, by part, with the profiler running. "
-    full = "The black line and the number are the time of a training step without profiler (FULL)."
+    full = "The vertical line and the number are the time of a training step without profiler (FULL)."
     said += (
         full if any(each.full for each in steps) else "The number is the sum; without profiler a step may be shorter."
     )

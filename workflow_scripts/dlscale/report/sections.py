@@ -598,7 +598,7 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
     what = "Samples" if unit == SAMPLE_RATE else "Steps"
     words = (
         f"{what} per second of each run: loading (IO), computing (SYNTHETIC) and training (FULL). Bars are means over "
-        "the trials; black lines show one standard deviation to each side."
+        "the trials; thin lines show one standard deviation to each side."
     )
     shown = {"value": unit, "trials": "trials"}
     more: View = {"colours": MODE_COLOURS, "by": "mode", "shown": shown, "facts": plan.facts}
