@@ -28,7 +28,7 @@ PARTS = {
     "backward": ("backward", COLOURS[3]),
     "optimizer": ("optimiser", COLOURS[5]),
     "compute": ("computing", COLOURS[4]),
-    "other": ("everything else", COLOURS[7]),
+    "other": ("the rest", COLOURS[7]),
     "unexplained": ("unexplained", MUTED),
 }
 
