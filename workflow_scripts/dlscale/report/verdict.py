@@ -564,7 +564,7 @@ def neighbour(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "neighbour",
-        "other programs",
+        "busy machine",
         f"Other programs kept {number(share * usage.cores, 2)} of the run's {usage.cores} cores busy while it was "
         "measured.",
         "Measure again on an idle machine: these rates are "
