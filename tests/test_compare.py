@@ -229,9 +229,9 @@ def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture
     for more in ({"device": Device(kind="cuda", name="A100")}, {"compute": "other"}, once):
         machine.measure("after", {name: speed / 2 for name, speed in SPEEDS.items()}, **more)
         assert main(["compare", str(before), str(after), "--gate"]) == 2
-        assert "nothing can be held" in capsys.readouterr().err
+        assert "--gate has nothing to compare" in capsys.readouterr().err
     assert main(["compare", str(before), str(after), "--gate", "--profiles"]) == 2
-    assert "--gate holds speeds" in capsys.readouterr().err
+    assert "--gate compares speeds" in capsys.readouterr().err
 
 
 # ---- history: each result over the one before ------------------------------------------------------------

@@ -414,7 +414,7 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     made = Results(tmp_path / "results")
     made.run("p", "a", triplet=None, epochs=3)
     made.plan("p", {"a": "ours"}, study="era5_vit", measure=("train",))
-    assert "Beside other programs" not in made.report()
+    assert "Compared with other programs" not in made.report()
     for name, more in (("<b>", ()), ("elsewhere", ("--plans", "q"))):
         log = unet(tmp_path / name / "events.out.tfevents.1")
         number = str(len(made.references))
@@ -424,8 +424,8 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     assert bring(tmp_path / "other", name="other") == 0
     made.references.append(tmp_path / "results/references/other/reference.json")
     html = made.report()
-    assert "Beside other programs" in html and "elsewhere" not in html and "&lt;b&gt;: events.out" in html
-    spec = re.search(r'(?s)Beside other programs.*?json">(.*?)</script>', html)
+    assert "Compared with other programs" in html and "elsewhere" not in html and "&lt;b&gt;: events.out" in html
+    spec = re.search(r'(?s)Compared with other programs.*?json">(.*?)</script>', html)
     rows = json.loads(spec[1])["layer"][0]["data"]["values"]
     ours, theirs = ([row for row in rows if row["run"] == run] for run in ("a · ours", "<b>"))
     assert all({"step", "samples", "time"} <= row.keys() for row in rows)

@@ -278,11 +278,11 @@ def test_a_report_is_exported_by_a_real_nsys(
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        (b"", "holds no row"),
-        (b"\xff\xfe", "no summary of a profile"),
+        (b"", "no rows; run the profile stage again"),
+        (b"\xff\xfe", "not the summary of a profile"),
         (b"tool,kind,name,calls,seconds\ntorch,kernel,a,1,-1\n", "row 1"),
         (b"tool,kind,name,calls,seconds\ntorch,kernel,a,1,inf\n", "row 1"),
-        (b"tool,kind,name,calls,seconds\ntorch,kernel," + 200_000 * b"a" + b",1,1\n", "no summary of a profile"),
+        (b"tool,kind,name,calls,seconds\ntorch,kernel," + 200_000 * b"a" + b",1,1\n", "not the summary of a profile"),
         (b"tool,kind,name,calls,seconds\nnsys,kernel,a,1,1\n", "no profiler in common (torch and nsys)"),
     ],
 )

@@ -433,7 +433,7 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
     assert found.summary == "other programs used 45\u00a0% to 60\u00a0% of the cores while a; b were measured"
     assert disturbance(plan.runs[2:]) is None
     page = Page(results.report()).text
-    assert "Other programs used 45 % to 60 % of the cores while a; b were measured. Rates of these runs" in page
+    assert "Other programs used 45 % to 60 % of the cores while a; b were measured. These rates are too low" in page
     assert sections.line(plan).endswith(f"; busy machine: {found.summary}")
 
 
@@ -453,11 +453,11 @@ def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> Non
     )
     assert re.match(r"quiet: b is fastest, 4.00× .* as fast as a, 200 samples/s$", sections.line(quiet))
     assert sections.line(busy) == (
-        "busy: 200 samples/s (b), which run is faster is not known; "
+        "busy: 200 samples/s (b), the fastest run is not known; "
         "busy machine: other programs used 60\u00a0% of the cores while b was measured"
     )
     page = Page(results.report()).text
-    assert "Which run is faster is not known: busy machine." in page and page.count("b against a") == 1
+    assert "The fastest run is not known: busy machine." in page and page.count("run b over a") == 1
 
 
 @pytest.mark.slow
@@ -519,7 +519,10 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     rows = curves.curve(plan.runs[0], "", lambda epoch: epoch.valid_loss)
     assert len(rows) == 4 and all(row["low"] < row["value"] < row["high"] for row in rows), "as far as all came"
     shown = Page(results.report()).text
-    assert f"± {text.number(statistics.stdev(losses), 2)}" in shown and "after 5 epochs, means of 3 trainings" in shown
+    assert (
+        f"standard deviation {text.number(statistics.stdev(losses), 2)}" in shown
+        and "after 5 epochs, means of 3 trainings" in shown
+    )
     assert plan.best and plan.score(plan.runs[0])[0] == pytest.approx(statistics.mean(losses))
     assert "; skill 0.30" in shown, "by channel, too"
     again = plan.runs[0].repeats[0]
@@ -596,7 +599,7 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
         Published(label="u10", metric="rmse_normalised/u10", value=0.13, source="S1"),
     ]
     assert [*zip(*list(published.columns(figures).values())[1:6], strict=True)] == [
-        ("throughput, IO", "8.8 ± 0.25 samples/s", "A100 40 GB", "–", "p.a"),
+        ("throughput, IO", "8.8 (standard deviation 0.25) samples/s", "A100 40 GB", "–", "p.a"),
         ("throughput, FULL", "2,202 samples/s", "4 × A100 40 GB", "1,024", "like p.b"),
         ("throughput, FULL", "64 samples/s", "A100 40 GB", "–", "–"),
         ("validation loss", "0.419114, 0.35 after epochs 1 to 2", "A100 40 GB", "–", "p.a"),
@@ -693,13 +696,13 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
 @pytest.mark.parametrize(
     ("rates", "what", "why"),
     [
-        ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower one. A faster loader would help."),
+        ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower rate. A faster loader would help."),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
-        ((100.0, 95.0, 90.0), "both alike", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "loading in turn", "do not overlap"),  # exactly one after the other
-        ((1000.0, 200.0, 120.0), "computation", "they compete"),  # one after the other: 167
-        ((100.0, 50.0, 38.0), "computation", "only in part"),
-        ((1000.0, 200.0, 214.0), "computation", "FULL reaches 214: equal to SYNTHETIC within noise."),
+        ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
+        ((100.0, 100.0, 50.0), "missing overlap", "do not overlap"),  # exactly one after the other
+        ((1000.0, 200.0, 120.0), "computation", "compete for"),  # one after the other: 167
+        ((100.0, 50.0, 38.0), "computation", "only partly"),
+        ((1000.0, 200.0, 214.0), "computation", "Training reaches 214, equal to computing within noise."),
     ],
 )
 def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
@@ -728,9 +731,9 @@ def test_what_cannot_be_is_noise_or_a_disturbed_machine(
         )
     )
     assert found and (found.what == "not known") is beyond
-    assert (f"FULL reaches {full[0]:.0f}: equal to SYNTHETIC within noise. A" in found.why) is not beyond
-    said = f"FULL reaches {full[0]:.0f}, beyond noise. It cannot be faster than its slower part: the machine was"
-    assert (said in found.why) is beyond and ("none of these rates hold. Measure again." in found.why) is beyond
+    assert (f"Training reaches {full[0]:.0f}, equal to computing within noise. A" in found.why) is not beyond
+    said = f"Training reaches {full[0]:.0f}, more than noise explains. Training cannot be faster than the slower of"
+    assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again." in found.why) is beyond
 
 
 @pytest.mark.parametrize(
@@ -851,9 +854,9 @@ def page(html: str) -> Page:
 def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (
-        "bf16 7.50×± 0.64 both alike 30\u00a0% less errorthan persistence",  # the row of the first table
-        "7.50× ± 0.64 Run bf16 against baseline. By itself 180 samples/s: FULL, loading and computing together.",
-        "both alike The loader alone delivers 205 samples/s, the model alone takes 240.",  # what bounds it
+        "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
+        "7.50× ± 0.64 Speed-up of run bf16 over baseline. Its own rate of training is 180 samples/s, loading and",
+        "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # what bounds it
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run workers · 4 workers",  # 0.7 x 2.00
         "published at full size: 8.8 samples/s on A100 40 GB (baseline; S2)",
         "published at full size: 64 samples/s on A100 40 GB (fast, 7.27× baseline; S2)",
@@ -884,7 +887,7 @@ def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
     ratios = [1.0, 110 / 24, 180 / 24]
     assert [bar["share"] for bar in shown["bars"]] == pytest.approx([ratio / 7.5 for ratio in ratios])
     html = ladder.report()
-    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "110 samples/s by itself" in Page(html).text
+    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "own rate 110 samples/s" in Page(html).text
 
 
 def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
@@ -895,7 +898,7 @@ def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
         update = {"versions": {**BEFORE.versions, "driver": driver}, "git": {"commit": name, "dirty": False}}
         BEFORE.model_copy(update=update).write(file)
     plan = read_plan(results.plan("p", {name: name for name in "abcd"}))
-    assert sections.environments(plan) == ["b, d and a differ: driver 570.1 → 580.2."]
+    assert sections.environments(plan) == ["“b”, “d”: other machine or software than “a”: driver 570.1 → 580.2."]
 
 
 @pytest.mark.slow
@@ -953,7 +956,7 @@ def test_a_live_page_shows_what_is_there(ladder: Results, monkeypatch: pytest.Mo
     page = ["--page", json.dumps(options), "--log", ladder.root / "log"]
     report.write_live(page[1])
     shown = Page(live.read_text()).text
-    for words in ("No plan is done yet.", "Still to come: ladder, q.", "demo_volumes", "loads itself again"):
+    for words in ("No plan is finished yet.", "Still to come: ladder, q.", "demo_volumes", "This page reloads"):
         assert words in shown
     for number, plan in enumerate(ladder.plans):
         assert stage("collect", "--plan", plan, "--out", plan.parent / "summary.csv", *page) == 0
@@ -981,14 +984,14 @@ def test_the_table_has_every_run_with_units(ladder: Results) -> None:
     expected = {
         "run": ["baseline", "workers4 workers", "bf16"],
         "what it changes": ["–", "loader.workers: 4", "precision: bf16"],
-        "FULL": ["24.0± 0.48", "110± 2.2", "180± 3.6"],
+        "training": ["24.0standard deviation 0.48", "110standard deviation 2.2", "180standard deviation 3.6"],
         "speed-up": ["1.00×", "4.58×± 0.39", "7.50×± 0.64"],
         "over the rung before": ["–", "4.58×± 0.39", "1.64×± 0.14"],
     }
     assert {key: [row[key] for row in rows] for key in expected} == expected
     assert rows[0]["peak memory"] == "1.50\u00a0GB"
     (channels,) = [
-        table for table in page.tables if table[0][:1] == ["run"] and "t2m K" in table[0] and "naive" in table[1][0]
+        table for table in page.tables if table[0][:1] == ["run"] and "t2m K" in table[0] and "baseline" in table[1][0]
     ]
     assert channels[0][1] == "u10 m s⁻¹"
     assert [channels[number][1:] for number in (1, 3)] == [["2.00", "2.67"], ["1.40skill 0.30", "1.87skill 0.30"]]
@@ -1102,7 +1105,7 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
     (table,) = [table for table in page.tables if "batch size" in table[1]]
     assert [row[table[1].index("accuracy (higher is better)")] for row in table[2:]] == ["0.950", "0.980"]
     assert "b · more epochs, the run with the best accuracy: one validation sample" in page.text
-    assert not [word for word in ("naive", "skill", "Errors by channel", "loss loss") if word in page.text]
+    assert not [word for word in ("baseline", "skill", "Errors by channel", "loss loss") if word in page.text]
     assert "label, one value a row." in page.text
 
 
@@ -1124,14 +1127,14 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
     (folder / "metrics.jsonl").write_text(lines.replace('"rmse/u10":', more + '"rmse/u10":'))
     results.plan("p", {"a": "a"}, measure=("train",))
     page = Page(results.report())
-    (table,) = [table for table in page.tables if "naive" in table[1][0]]
+    (table,) = [table for table in page.tables if "baseline" in table[1][0]]
     assert [row[:3] for row in table[1:4]] == [
-        ["the strongest naive answer", "2.00", "2.67"],
-        ["naive answer: yesterday's weather", "4.50", "5.50"],
-        ["naive answer: persistence", "2.00", "2.67"],
+        ["the best baseline without learning", "2.00", "2.67"],
+        ["baseline: yesterday's weather", "4.50", "5.50"],
+        ["baseline: persistence", "2.00", "2.67"],
     ]
-    assert "error than the strongest naive answer (2.00 m s⁻¹)" in page.text
-    assert "one that needs no learning: yesterday's weather; persistence" in page.text
+    assert "error than the best baseline without learning (2.00 m s⁻¹)" in page.text
+    assert "a prediction without training: yesterday's weather; persistence" in page.text
 
 
 def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
@@ -1146,8 +1149,8 @@ def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
 
     end_with(metrics={})
     results.plan("p", {"a": "a", "lost": "lost"}, measure=("train",))
-    (table,) = [table for table in Page(results.report()).tables if "naive" in table[1][0]]
-    assert table[1] == ["naive answer: persistence", "2.00", "2.67"]
+    (table,) = [table for table in Page(results.report()).tables if "baseline" in table[1][0]]
+    assert table[1] == ["baseline: persistence", "2.00", "2.67"]
     end_with(metrics={**epochs[-1].metrics, "rmse/u10": math.nan})
     file = results.plan("p", {"lost": "lost"}, measure=("train",))
     alone = read_plan(file)
@@ -1262,7 +1265,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     first, second = (profiles.step(run) for run in plan.runs)
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
-    assert "The upright line and the number are FULL" in page and "that was not profiled" not in page
+    assert "time of a training step without profiler (FULL)" in page and "a run without profile" not in page
     section = profiles.section(plan, Path())
     chart = section.charts[0]
     said = [row["said"] for row in chart.rows if "said" in row]
@@ -1287,7 +1290,7 @@ def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
     assert corners == [(0.125, 25.0), (10.0, 2000.0), (80.0, 2000.0)]
     assert [row["name"] for row in modules.rows if "name" in row] == ["a.<b> (Linear)", "c (Linear)"] * 2
     # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
-    assert "a step would take 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
+    assert "a step takes 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
     plan.runs[1] = replace(plan.runs[1], throughput=None)
     assert {row["run"] for row in profiles.rooflines(plan)[0].rows} == {"first"}
 
@@ -1316,7 +1319,7 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     assert "nsys: not found" in page.text and "a step takes 20 % longer with it (± 5 %)" in page.text
     assert "aten::<b>mm" in page.text  # as text
     row = next(row for table in page.tables for row in table if row[0] == "aten::<b>mm")
-    assert row == ["aten::<b>mm", "50.0± 0.10", "40\u00a0%", "2", "operator"]
+    assert row == ["aten::<b>mm", "50.0standard deviation 0.10", "40\u00a0%", "2", "operator"]
 
 
 def test_one_profile_among_many_runs_is_shown(results: Results) -> None:
@@ -1520,7 +1523,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     assert found["buttons"] > 10 and found["values"] > 100, "the page's own script ran"
     assert "time, validation included (s)" in found["columns"]
     assert "workers · 4 workers" in found["before"]
-    assert {"loader.workers", "precision", "Throughput (samples/s): FULL"} <= set(found["changed"]), "first to last"
+    assert {"loader.workers", "precision", "Throughput (samples/s): training"} <= set(found["changed"]), "first to last"
     assert "Run: batch size" not in found["changed"] and found["kept"] == ["bf16"]
     assert found["cells"][1] < found["cells"][0], "a group of columns is left out"
 

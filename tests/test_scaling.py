@@ -283,13 +283,13 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     expected = {
         ("Run", "devices"): ("8", "2 nodes"),
         ("Run", "samples a step"): ("128", ""),
-        ("FULL", "samples/s"): ("576 ± 0", "ideal 720"),
+        ("FULL", "samples/s"): ("576 (standard deviation 0)", "ideal 720"),
         ("FULL", "efficiency"): ("80 %", "± 4 %"),  # 0.05 of 0.8: two processes differ by as much
         ("SYNTHETIC", "communication"): ("25 %", "± 4 %"),
         ("FULL", "communication"): ("20 %", "± 4 %"),
         ("IO", "communication"): ("1 %", "± 5 %"),  # loading has none: that is the noise
         ("One process", "communication"): ("20 %", ""),
-        ("Step of FULL", "time (ms)"): ("222", ""),
+        ("Training step", "time (ms)"): ("222", ""),
     }
     assert {key: row[key] for key in expected} == expected
     assert cells(view.tables[0], 0)["FULL", "efficiency"] == ("100 %", "")
@@ -318,13 +318,13 @@ def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> Non
         (folder / "telemetry/throughput.csv").write_text(telemetry.header(devices) + "".join(map(telemetry.line, rows)))
     plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
     view = scaling.section(plan)
-    assert view and [chart.y for chart in view.charts][-1] == {"value": "energy (J a sample)"}
+    assert view and [chart.y for chart in view.charts][-1] == {"value": "energy (J per sample)"}
     assert [row["value"] for row in view.charts[-1].rows] == [1.0, 1.25]
-    assert cells(view.tables[0], 1)["Energy of FULL", "a sample"] == ("1.25 J", "")
+    assert cells(view.tables[0], 1)["Energy of training", "a sample"] == ("1.25 J", "")
     plan = replace(plan, record=plan.record.model_copy(update={"grams_per_kwh": 400.0}))
     view = scaling.section(plan)
     assert view and [row["grams"] for row in view.charts[-1].rows] == pytest.approx([111.111, 138.889], rel=1e-5)
-    assert cells(view.tables[0], 1)["Energy of FULL", "CO₂ of a million samples"] == ("139 g", "")
+    assert cells(view.tables[0], 1)["Energy of training", "CO₂ of a million samples"] == ("139 g", "")
 
 
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
@@ -337,7 +337,7 @@ def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
     assert efficiency and efficiency.value == pytest.approx(0.8)
     # Student's t of three degrees of freedom
     assert efficiency.noise == pytest.approx(0.8 * math.hypot(3.182446 * 0.2 / 2, 3.182446 * 0.3 / 2, math.log(1.05)))
-    assert replace(efficiency, noise=math.inf).around == "of single trials"
+    assert replace(efficiency, noise=math.inf).around == "(single trials, no interval)"
 
 
 def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
@@ -516,7 +516,7 @@ def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None
     assert (last["Training", "learning rate"], last[heading, "time"]) == (("0.00400", "linear"), ("–", ""))
     plan.runs[0].settings["training"]["target"]["value"] = 0.1
     other = scaling.convergence(PlanResult(plan.record, plan.runs))
-    assert other and "the least that all of them reach" in other.about, "they have two targets"
+    assert other and "the lowest value that all of them reach" in other.about, "they have two targets"
 
 
 def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: Results) -> None:
@@ -564,7 +564,7 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
     expected = {
         ("Devices", "weights"): ("ddp", "divided by tp 4"),
         ("Memory of a device", "published"): ("32.7 GB", "16 × A100, SC23; 33.2 GB, SC24"),
-        ("FULL", "samples/s"): ("100", "± 2.0"),
+        ("FULL", "samples/s"): ("100", "standard deviation 2.0"),
         ("FULL", "published"): ("114.4 samples/s", "16 × A100, SC23"),
     }
     assert {key: tp4[key] for key in expected} == expected

@@ -305,7 +305,9 @@ def test_causes_are_told_in_their_order(
 
 def test_a_model_without_products_has_no_arithmetic_roof() -> None:
     nothing = WORK.model_copy(update={"forward_flops": 0.0, "backward_flops": 0.0})
-    assert "memory: 10,000 samples/s" in module.limit(Evidence(SETTINGS, measured(work=nothing)))
+    assert "full memory speed this model would reach 10,000 samples/s" in module.limit(
+        Evidence(SETTINGS, measured(work=nothing))
+    )
     assert module.limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
 
 
@@ -314,10 +316,10 @@ def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
     for used, seen in ((None, []), (usage(1.0, 2.0), ["neighbour"])):
         found = verdict(Evidence(SETTINGS, measured(1000, 143, 242, used), profiled(device_busy=0.4, launches=900)))
         assert [each.cause for each in found.findings] == seen and found.limit == ""
-        assert found.todo.startswith("Measure again") and found.todo.endswith("none of these rates hold.")
+        assert found.todo.startswith("Measure again") and found.todo.endswith("these rates are unreliable.")
         said = " ".join(" ".join(lines("p.r", found)).split())
-        assert "p.r: what bounds it is not known" in said and "beyond noise" in said and "within" not in said
-        assert "Try next: Measure again" in said and said.endswith("none of these rates hold.")
+        assert "p.r: its limit is not known" in said and "more than noise" in said and "within" not in said
+        assert "Try next: Measure again" in said and said.endswith("these rates are unreliable.")
 
 
 def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
@@ -325,7 +327,7 @@ def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
     measured_ = measured(270, 100, 73, usage(1.0, 2.0))
     found = verdict(Evidence({"loader": {"kind": "torch", "workers": 0}}, measured_))
     assert [each.cause for each in found.findings] == ["neighbour", "overlap"]
-    assert found.bound and found.bound.what == "loading in turn"
+    assert found.bound and found.bound.what == "missing overlap"
     assert found.findings[1].share == pytest.approx(0.27)
     assert found.todo.startswith("Measure again on an idle machine") and "loader: {workers: 1} or more" in found.todo
     assert found.rung == "loader: {workers: 1}"
@@ -334,9 +336,9 @@ def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
 @pytest.mark.parametrize(
     ("rates", "reached"),
     [
-        ((1000.0, 686.0, 714.0), "FULL reaches 714: equal to SYNTHETIC within noise."),
-        ((100.0, 1000.0, 104.0), "FULL reaches 104: equal to IO within noise."),
-        ((1000.0, 100.0, 100.0), "FULL reaches 100 % of the slower one."),
+        ((1000.0, 686.0, 714.0), "Training reaches 714, equal to computing within noise."),
+        ((100.0, 1000.0, 104.0), "Training reaches 104, equal to loading within noise."),
+        ((1000.0, 100.0, 100.0), "Training reaches 100 % of the slower rate."),
     ],
 )
 def test_full_above_its_slower_part_is_equal_within_noise(rates: tuple[float, float, float], reached: str) -> None:
@@ -358,7 +360,7 @@ def test_the_bytes_of_a_compiled_step_are_not_known() -> None:
         {**SETTINGS, "compile": {"mode": "default"}}, measured(work=WORK.model_copy(update={"bytes": 6e9}))
     )
     assert verdict(compiled).findings == []
-    assert "arithmetic: 333 samples/s" in module.limit(compiled)
+    assert "full arithmetic speed this model would reach 333 samples/s" in module.limit(compiled)
 
 
 def test_what_to_try_next_is_what_the_run_has_not() -> None:
@@ -366,7 +368,7 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
         "precision: bf16, compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
     )
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}
-    assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("All rungs are taken")
+    assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("All settings of the ladder are in use.")
     refused = {"parallel": {"kind": "dp"}, "optimizer": {"kind": "adadelta"}}
     assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "precision: bf16."
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))
@@ -375,14 +377,17 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
 
 def test_the_limit_is_the_lower_roof() -> None:
     """The roofs over 3e9 FLOP and 1e7 bytes: 1e12 / 3e9 = 333 and 1e11 / 1e7 = 10,000 samples/s."""
-    assert "FULL reaches 30 %" in module.limit(Evidence(SETTINGS, measured())).replace("\N{NO-BREAK SPACE}", " ")
-    assert "arithmetic: 333 samples/s" in module.limit(Evidence(SETTINGS, measured()))
-    assert "memory: 100 samples/s" in module.limit(
+    assert "Training reaches 30 %" in module.limit(Evidence(SETTINGS, measured())).replace("\N{NO-BREAK SPACE}", " ")
+    assert "arithmetic speed this model would reach 333 samples/s" in module.limit(Evidence(SETTINGS, measured()))
+    assert "memory speed this model would reach 100 samples/s" in module.limit(
         Evidence(SETTINGS, measured(work=WORK.model_copy(update={"bytes": 1e9})))
     )
     four = module.limit(Evidence(SETTINGS, measured(nranks=4)))
-    assert "of the 4,000 GFLOP/s of 4 devices" in four and "arithmetic: 1,333 samples/s" in four
-    assert "FULL reaches 7 %" in four.replace("\N{NO-BREAK SPACE}", " ")
+    assert (
+        "of the 4,000 GFLOP/s of 4 devices" in four
+        and "arithmetic speed this model would reach 1,333 samples/s" in four
+    )
+    assert "Training reaches 7 %" in four.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def write(folder: Path) -> None:

@@ -58,7 +58,7 @@ ends 0 snakemake "${mine[@]}"
 says "Report: $PWD/results/report/first.html"
 is_there results/report/first.html
 is_there results/plans/first/faster/model.pt
-grep --quiet 'all do the same work' results/report/first.html || { echo 'TOUR: a learning rate is told as faster'; exit 1; }
+grep --quiet 'all runs do equal work' results/report/first.html || { echo 'TOUR: a learning rate is told as faster'; exit 1; }
 ends 0 snakemake "${mine[@]}"
 says 'Nothing to be done'
 says "Report: $PWD/results/report/first.html"

@@ -1,6 +1,6 @@
-"""Charts: Vega-Lite, which the page draws and of which files are made. No code here draws.
+"""Describe charts in Vega-Lite: the page draws them, and `Chart.write` exports them.
 
-The page's script changes fields and scales of a chart's first layer as the reader chooses, and leaves rows of runs out.
+The page's script changes fields and scales in a chart's first layer as the reader chooses, and removes rows of runs.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from dlscale.measure.records import MODES
 #: Values for Vega-Lite, or the template.
 View = dict[str, Any]
 
-#: Colours are variables of style.css, so that charts follow the theme; the shapes say the same.
+#: Colours of runs are variables of style.css, so that charts follow the theme. Shapes distinguish runs without colour.
 COLOURS = [f"var(--s{index})" for index in range(8)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
 MODE_COLOURS = {mode: f"var(--{mode.lower()})" for mode in MODES}
 INK, MUTED, GRID, WORSE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--worse)"
 
-#: How lines are dashed: lengths of dashes and gaps.
+#: Dash patterns of lines: lengths of dashes and gaps, pixels.
 DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
 
-#: Seconds beyond which times are told in minutes, and minutes in hours.
+#: Units of time: minimum time to use the unit (s), its length (s), and its name.
 UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
 #: Ratio of the longest bar to the shortest above which their axis is logarithmic.
 WIDEST = 50.0
 
-#: Widths of the first line and the last: a line on top of an equal one leaves that visible at both sides.
+#: Widths of the first and the last line, pixels: a line that is drawn over an equal one leaves its edges visible.
 WIDTHS = (5.0, 1.5)
 
 #: Pixels between the marks and the frame, so that no point is cut.
 PADDING = 6
 
-#: A chart is as wide as its place, legend included.
+#: A chart with its legend fills the available width.
 FIT = {"type": "fit", "contains": "padding"}
 
-#: What all charts share.
+#: Configuration of all charts.
 CONFIG: View = {
     "background": "transparent",
     "font": "system-ui, sans-serif",
@@ -70,15 +70,15 @@ CONFIG: View = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, and what its reader can choose."""
+    """A chart, with the choices of its reader."""
 
-    name: str  #: Unique in the page; its files are called so.
+    name: str  #: Name of the chart, unique in the page, and of its files.
     about: str  #: Caption.
     spec: View  #: Vega-Lite; its first layer has rows and encoding.
     x: Mapping[str, str] = field(default_factory=dict)  #: Fields along x, with their titles; the first is drawn.
     y: Mapping[str, str] = field(default_factory=dict)
-    scale: str = ""  #: That of y at first, linear or log, where the reader can choose.
-    runs: Sequence[str] = ()  #: Of which the reader chooses.
+    scale: str = ""  #: Initial scale of y, linear or log; empty if the reader cannot choose it.
+    runs: Sequence[str] = ()  #: Runs that the reader can show or hide.
 
     @property
     def rows(self) -> list[View]:
@@ -92,11 +92,11 @@ class Chart:
 
     @property
     def text(self) -> str:
-        """The chart as JSON that can stand in a page."""
+        """The chart as JSON, safe inside HTML."""
         return json.dumps(self.spec, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
     def of(self, runs: Collection[str]) -> View:
-        """Return the chart of some runs, as the page's script makes it."""
+        """Return the specification with only some runs, as the page's script makes it."""
         spec: View = json.loads(json.dumps(self.spec))
         main = spec["layer"][0]
         main["data"]["values"] = [row for row in self.rows if row.get("run") in (None, *runs)]
@@ -128,14 +128,14 @@ def light() -> dict[str, str]:
 
 
 def library() -> str:
-    """Return Vega-Lite, Vega and what puts them into a page: one script, which loads nothing."""
+    """Return Vega-Lite, Vega and their embedding as one script, which loads nothing else."""
     import vl_convert
 
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def rounded(rows: Iterable[Mapping[str, Any]]) -> list[View]:
-    """Return rows without unknown values, and without numbers that are none; others with six digits."""
+    """Remove None and non-finite numbers from rows, and round other numbers to six digits."""
     real = [[(key, value) for key, value in row.items() if _real(value)] for row in rows]
     return [{key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row} for row in real]
 
@@ -150,7 +150,7 @@ def time_unit(greatest: float) -> tuple[float, str]:
 
 
 def styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return a colour and a shape for each name: the eight go round, the shapes one further each time."""
+    """Return a colour and a shape for each name; after every eight names the shapes shift by one."""
     looks = ((COLOURS[n % 8], SHAPES[(n + n // 8) % 8]) for n in range(10**6))
     return dict(zip(dict.fromkeys(names), looks, strict=False))
 
@@ -160,13 +160,13 @@ def _scale(values: Mapping[str, Any]) -> View:
 
 
 def _facts(facts: Mapping[str, str]) -> list[View]:
-    """Return the transformation that tells of each run what `facts` say."""
+    """Return the transformation that adds the `facts` of each run to its rows."""
     rows = [{"run": run, "settings": said} for run, said in facts.items()]
     return [{"lookup": "run", "from": {"data": {"values": rows}, "key": "run", "fields": ["settings"]}}] * bool(rows)
 
 
 def _told(rows: Sequence[View], fields: Mapping[str, str]) -> list[View]:
-    """Return what is told of a mark that is pointed at: fields, with their titles."""
+    """Return the tooltip of a mark: fields with their titles."""
     numbers = {key for row in rows for key, value in row.items() if isinstance(value, float)}
     digits = {key: {"format": ",.4~g"} for key in numbers}
     return [{"field": key, "title": words, **digits.get(key, {})} for key, words in fields.items()]
@@ -189,7 +189,7 @@ def lines(
     logarithmic: bool | None = None,
     height: int = 240,
 ) -> Chart:
-    """Return lines over fields `x` of values in fields `y`, one for each value of `by` and of "what".
+    """Return a line chart of fields `y` over fields `x`, with a line for each value of `by` and "what".
 
     Parameters
     ----------
@@ -200,11 +200,11 @@ def lines(
     levels
         Values to compare with, and their names.
     facts
-        Settings of runs, for those who point at them.
+        Settings of runs, for the tooltip.
     doubling
-        Whether x has the base two.
+        Whether x is logarithmic, with base two.
     logarithmic
-        Whether y is at first; it may be where all values are positive.
+        Whether y is logarithmic at first, if all values are positive; None: if they span more than a factor of ten.
     """
     kept = rounded(rows)
     looks = looks or styles(row[by] for row in kept)
@@ -296,21 +296,21 @@ def bars(
     shown: Mapping[str, str],
     room: float = 1.15,
 ) -> Chart:
-    """Return bars of each run, one beside the other or `stacked`, in the colours of the values of `by`.
+    """Return a bar chart by run: grouped or `stacked` bars, coloured by the values of `by`.
 
-    A row has the ends of a bar, "from" and "to", perhaps those of its interval, "low" and "high", and what is "said" at
-    a place beside it, "end".
+    A row has the ends of a bar, "from" and "to". It may have the ends of an interval, "low" and "high", and a text,
+    "said", to write at position "end".
 
     Parameters
     ----------
     length
         Title of the lengths.
     marked
-        Field of an upright line.
+        Field of a vertical line.
     shown
-        Fields for those who point at a bar, with their titles.
+        Fields of the tooltip, with their titles.
     room
-        Length of the axis, relative to the greatest end: what is said needs some.
+        Length of the axis relative to the greatest end, to leave space for texts.
     """
     kept = rounded(rows)
     runs = list(dict.fromkeys(row["run"] for row in kept))
@@ -322,7 +322,7 @@ def bars(
     least = min((row["to"] for row in kept if row["to"] > 0), default=greatest)
     axis: View = {"field": "from", "type": "quantitative", "title": length, "axis": {"tickCount": 8}}
     axis["scale"] = {"domain": [0, room * greatest]}
-    if not stacked and greatest > WIDEST * least:  # the least bar would have no pixel
+    if not stacked and greatest > WIDEST * least:  # otherwise the shortest bar is invisible
         start = least / 4
         kept = [{**row, **{key: max(row[key], start) for key in ("from", "low") if key in row}} for row in kept]
         axis["title"] = f"{length}, logarithmic"
@@ -363,15 +363,15 @@ def bars(
 
 
 def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], shown: Mapping[str, str]) -> Chart:
-    """Return points below roofs, in the colours of runs, on logarithmic axes.
+    """Return a roofline chart: points below roofs, in the colours of the runs, on logarithmic axes.
 
-    A row has a point's "intensity" (FLOP/byte), "rate" (GFLOP/s) and "share" of a step's time (%), or those of a corner
-    of a "roof"; at some points something is "said".
+    A row is a point or a corner of a "roof", with "intensity" (FLOP/byte) and "rate" (GFLOP/s). A point also has its
+    "share" of a step's time (%), and perhaps a text, "said".
 
     Parameters
     ----------
     shown
-        Fields for those who point at a point, with their titles.
+        Fields of the tooltip, with their titles.
     """
     kept, looks = rounded(rows), styles(runs)
     pair = {"field": "run", "type": "nominal"}
@@ -379,7 +379,7 @@ def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], show
     encoding: View = {
         axis: {"field": name, "title": title, "type": "quantitative"} for axis, (name, title) in axes.items()
     }
-    for axis, room in (("x", 50), ("y", 25)):  # for what is said at the ends
+    for axis, room in (("x", 50), ("y", 25)):  # space for texts at the ends
         encoding[axis]["scale"] = {"type": "log", "nice": False, "padding": room}
     encoding |= {
         "color": {**pair, "scale": _scale({run: colour for run, (colour, _) in looks.items()})},

@@ -1,8 +1,8 @@
-"""`dlscale compare`: what got faster, slower, better.
+"""Compare the speed, loss and settings of two results, or two profiles (`dlscale compare`).
 
-`compare BEFORE AFTER` takes two plans, runs (`PLAN.RUN`), or folders of results, plans or runs (`./NAME` where a plan
-has that name, too); with `--gate` it returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER`
-takes the profiles of two runs, or reports of Nsight Systems, of whatever program.
+`compare BEFORE AFTER` takes two plans, runs (`PLAN.RUN`), or folders of results, plans or runs (`./NAME` if a plan has
+the same name). With `--gate` it returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER`
+takes the profiles of two runs, or reports of Nsight Systems of any program.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
     from dlscale.config.resolve import Configuration
 
-#: Kinds of rows whose spread over steps nobody sees.
+#: Kinds of rows without a known spread over steps.
 UNKNOWN_SPREAD = ("line", "function", "worker")
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the comparison of `args.results`; return the exit status."""
     if args.gate and args.profiles:
-        raise UserError("compare: --gate holds speeds against earlier ones, and not profiles; leave one of the two out")
+        raise UserError("compare: --gate compares speeds, not profiles; leave out --gate or --profiles")
     return (of_profiles if args.profiles else of_results)(args, configuration)
 
 
@@ -66,7 +66,7 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
     if apart and not args.force:
         raise other_studies(args.results, *apart.pop())
-    # Two figures of each run, in however many plans it is: with more looks, chance finds more losses.
+    # Two figures per run, also if it is in several plans. More comparisons find more losses by chance.
     looks = 2 * len({before[key].folder for key in both}) if args.gate else 1
     found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
@@ -75,8 +75,8 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     if args.gate and not any(each["held"] for each in found):
         names = " and ".join(args.results)
         raise UserError(
-            f"{names}: no run was timed twice or more with the same work on the same device in both: nothing can be "
-            "held"
+            f"{names}: no run was timed at least twice in both, with the same work on the same device; --gate has "
+            "nothing to compare"
         )
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))
@@ -101,7 +101,7 @@ def _print(found: list[dict[str, Any]], lone: dict[str, list[str]]) -> None:
         ("", "other devices", [cell(each["devices"] and f"{each['devices']}: not compared") for each in found]),
         ("", "validation loss", [_pair(each["valid_loss"], text.number) for each in found]),
         ("", "settings", [cell("; ".join(each["settings"][:4]) + " …" * bool(each["settings"][4:])) for each in found]),
-        ("", "on a busy machine, before and after", [_pair(each["busy"], str) for each in found]),
+        ("", "busy machine, before and after", [_pair(each["busy"], str) for each in found]),
     ]
     show(table(columns))
     apart = dict[str, list[str]]()
@@ -120,14 +120,14 @@ def _of(runs: list[str], found: list[dict[str, Any]]) -> str:
 
 
 def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dict[str, Any]:
-    """Return the changes of a run, as values of JSON."""
+    """Return the changes of a run, as JSON values."""
     names = [run.device.name for run in (before, after)]
     elsewhere = all(names) and names[0] != names[1]
     speeds = {
         "speed": None if elsewhere else measured_apart(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
-    # What a single trial says may be chance, whatever it says.
+    # A single trial has no interval: its difference may be chance.
     held = [each for each in speeds.values() if each and before.compute == after.compute and math.isfinite(each.error)]
     losses = [run.mean.valid_loss if run.epochs else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
@@ -163,15 +163,15 @@ def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:
 
 
 def other_studies(names: Sequence[str], *studies: str) -> UserError:
-    """Return the refusal of runs whose studies differ."""
+    """Return the error for runs of different studies."""
     return UserError(
-        f"{' and '.join(names)}: of different studies ({' and '.join(studies)}), so neither speed nor loss compares; "
+        f"{' and '.join(names)}: of different studies ({' and '.join(studies)}), so speed and loss are not comparable; "
         "name runs of one study, or add --force"
     )
 
 
 def is_run(name: str, results: Path) -> bool:
-    """Return whether a name is that of a run, or its folder, rather than of a plan or of results."""
+    """Return whether a name is a run or its folder, not a plan or a folder of results."""
     path = Path(name)
     if _plan_files(name, results) or (path / "plans").is_dir():
         return False
@@ -179,14 +179,14 @@ def is_run(name: str, results: Path) -> bool:
 
 
 def _plan_files(name: str, results: Path) -> list[Path]:
-    """Return `plan.yaml` of a plan by its name, else of a plan's folder, else of all plans in a results folder."""
+    """Return `plan.yaml` of a plan by its name, else by its folder, else of all plans in a results folder."""
     plan = Path(Results(results).plan(name))
     path = plan.parent if "/" not in name and plan.exists() else Path(name)
     return [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/[!.]*/plan.yaml"))
 
 
 def finished(name: str, configuration: Configuration | None) -> dict[str, RunResult]:
-    """Return the finished runs, by `PLAN.RUN`, that a plan, a run, or a folder of either or of results has."""
+    """Return the finished runs, by `PLAN.RUN`, of a run, a plan, a folder of either, or a results folder."""
     results, lacking = results_of(configuration), list[str]()
     if is_run(name, results):
         run = read_run(folder := run_folder(name, configuration))
@@ -215,12 +215,12 @@ class Summary:
 
     rows: list[TopEntry]
     steps: dict[str, int]  #: Steps by profiler.
-    batch: float | None = None  #: Samples a step of one process.
+    batch: float | None = None  #: Samples per step of one process.
     study: str | None = None  #: Study of a run; None for a report of another program.
 
 
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print what changed from the profile of the first run to that of the second."""
+    """Print the changes from the first profile to the second."""
     before, after = (_profile(name, configuration) for name in args.results)
     if None not in (before.study, after.study) and before.study != after.study and not args.force:
         raise other_studies(args.results, str(before.study), str(after.study))
@@ -278,25 +278,25 @@ def read_rows(file: Path) -> list[TopEntry]:
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; run the profile stage first") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file}: no summary of a profile ({error}); run the profile stage again") from None
+        raise UserError(f"{file}: not the summary of a profile ({error}); run the profile stage again") from None
     if not rows:
-        raise UserError(f"{file}: holds no row; run the profile stage again")
+        raise UserError(f"{file}: no rows; run the profile stage again")
     return rows
 
 
 def unit(before: Summary, after: Summary) -> str:
-    """Return the unit that two profiles are compared by: a `step`, or a `sample` where batches differ."""
+    """Return the unit for comparing two profiles: `step`, or `sample` if their batches differ."""
     return "step" if None in (before.batch, after.batch) or before.batch == after.batch else "sample"
 
 
 def compare(before: Summary, after: Summary) -> pd.DataFrame:
-    """Return the changes of each row that either has.
+    """Return the changes of all rows of two profiles.
 
     Columns: tool, kind, name, before, after, noise, difference, certain, calls_before, calls_after, per. Times are
-    seconds, calls those of a step, of several ranks their mean; a profile without such a row took no time for it. The
-    noise is half the 95 % interval of a difference of means over n steps of standard deviation s each, sqrt(s1^2 / n1 +
-    s2^2 / n2) times Student's t of the fewer steps: infinite for one step, and for `UNKNOWN_SPREAD`. Only profilers
-    that both have are compared.
+    seconds, calls are per step; both are means over ranks. A row that one profile lacks has time 0 there. The noise is
+    the half-width of the 95 % interval of a difference of means over n steps with standard deviation s: sqrt(s1^2 / n1
+    + s2^2 / n2) times Student's t for the smaller n. It is infinite for one step, and for `UNKNOWN_SPREAD`. Only
+    profilers that both profiles have are compared.
     """
     per, both = unit(before, after), {"before": before, "after": after}
     parts = [_means(summary, per).add_suffix(f"_{when}") for when, summary in both.items()]
@@ -314,9 +314,9 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
 
 
 def _means(summary: Summary, per: str) -> pd.DataFrame:
-    """Return each row's mean over ranks and its standard error, s a step or sample, and its calls a step.
+    """Return each row's mean over ranks, its standard error (s per step or sample), and its calls per step.
 
-    A rank without the row took no time for it.
+    A rank without the row counts with time 0.
     """
     import pandas as pd
 
@@ -331,7 +331,7 @@ def _means(summary: Summary, per: str) -> pd.DataFrame:
 
 
 def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
-    """Return the rows that got faster the most, then those that got slower the most."""
+    """Return the rows with the greatest gains, then the rows with the greatest losses."""
     import pandas as pd
 
     faster = changes[changes.difference < 0].nsmallest(count, "difference")
@@ -343,21 +343,21 @@ def _table(changes: pd.DataFrame, per: str) -> Table:
     columns = [
         ("", "name", [cell(name) for name in short_names([row.name for row in rows])]),
         ("", "change (ms)", [_ms(row.difference, row.noise) for row in rows]),
-        ("", f"before (ms a {per})", [_ms(row.before) for row in rows]),
-        ("", f"now (ms a {per})", [_ms(row.after) for row in rows]),
-        ("", "calls a step", [_calls(row.calls_before, row.calls_after) for row in rows]),
+        ("", f"before (ms per {per})", [_ms(row.before) for row in rows]),
+        ("", f"now (ms per {per})", [_ms(row.after) for row in rows]),
+        ("", "calls per step", [_calls(row.calls_before, row.calls_after) for row in rows]),
         ("", "kind", [cell(f"{row.kind}, {row.tool}") for row in rows]),
-        ("", "certain", [cell("yes" if row.certain else "within the noise") for row in rows]),
+        ("", "certain", [cell("yes" if row.certain else "within noise") for row in rows]),
     ]
     return table(columns, "faster and slower")
 
 
-#: Characters of a name in the table: C++ names of kernels have hundreds.
+#: Maximum length of a name in the table; C++ names of kernels have hundreds of characters.
 NAME_LENGTH = 60
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return names of at most `NAME_LENGTH` characters; different ones that would be alike get a number."""
+    """Shorten names to at most `NAME_LENGTH` characters; equal short names get a number."""
     half = (NAME_LENGTH - 1) // 2
     found, whole = list[str](), dict[str, list[str]]()
     for name in (name.removeprefix("void ") for name in names):
@@ -370,7 +370,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _calls(before: float, after: float) -> Cell:
-    """Return calls before and after, in one number if they are equal; empty if the profiler counts none."""
+    """Return calls before and after, as one number if equal; empty if the profiler does not count them."""
     if not before and not after:
         return Cell()
     words = [f"{round(calls, 2):,.12g}" for calls in (before, after)]

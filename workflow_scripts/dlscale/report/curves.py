@@ -1,4 +1,4 @@
-"""Curves of trainings: loss, metric, learning rate; and beside them logs that `dlscale import` brought in."""
+"""Build the curves of trainings (loss, metrics, learning rate) and of logs from `dlscale import`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.report.charts import Chart, View, lines, time_unit
 from dlscale.report.figures import Section
 from dlscale.report.results import PlanResult, RunResult, by_settings
 
-#: Axes of curves. Time is that of training and validation, without pauses.
+#: Axes of curves. Time counts training and validation, without pauses.
 Over = Literal["epoch", "step", "samples", "time"]
 AXES: dict[Over, str] = {
     "epoch": "epoch",
@@ -28,33 +28,33 @@ AXES: dict[Over, str] = {
     "time": "time, validation included",
 }
 
-#: A value of an epoch, or of a model before its first step.
+#: Function that returns a value of an epoch, or of a model before its first step.
 Value = Callable[[Epoch | Untrained], float | None]
 
 
 class Reference(Record):
-    """`references/NAME/reference.json`: the log of another program's run."""
+    """`references/NAME/reference.json`: the log of an external program's run."""
 
     name: Name
     label: str
     study: Name
-    plans: list[str] = []  #: Plans that show it; none for all of the study.
+    plans: list[str] = []  #: Plans that show it; empty for all plans of the study.
     files: dict[str, str]  #: SHA-256 of its event files, by name.
     counts: Literal["step", "epoch"] = "step"  #: Unit of the steps in the files.
     batch_size: int | None = Field(None, ge=1)
     epoch_samples: int | None = Field(None, ge=1)  #: Training samples of an epoch.
-    #: Points by our name of a quantity (`loss/valid`): step (epochs from 1), seconds since training began, value.
+    #: Points by quantity, as dlscale names it (`loss/valid`): step (epochs from 1), seconds since the start, value.
     curves: dict[str, list[tuple[int, float, Number]]]
 
     def scale(self, over: Over) -> float | None:
-        """Return the factor of the files' steps; None where it is not known."""
+        """Return the factor from the files' steps to an axis; None if unknown."""
         if over == "samples":
             return self.batch_size if self.counts == "step" else self.epoch_samples
         steps = self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
         return 1.0 if self.counts == "step" else steps
 
     def rows(self, quantity: str) -> list[View]:
-        """Return the points of a curve; without places along an axis whose scale is not known."""
+        """Return the points of a curve, without positions on axes of unknown scale."""
         scales = {over: scale for over in ("step", "samples") if (scale := self.scale(over)) is not None}
         return [
             {"run": self.label, "what": "other program", "value": value, "time": seconds}
@@ -64,7 +64,7 @@ class Reference(Record):
 
 
 def drawn(plan: PlanResult) -> list[RunResult]:
-    """Return the trained runs; of a convergence one for all seeds."""
+    """Return the trained runs; in a convergence plan one run for all seeds."""
     if plan.record.kind != "convergence":
         return plan.trained
     groups = by_settings(plan.trained)
@@ -74,9 +74,10 @@ def drawn(plan: PlanResult) -> list[RunResult]:
 
 
 def curve(run: RunResult, what: str, value: Value) -> list[View]:
-    """Return the rows of a value after each epoch, and before the first if it is known; of several seeds mean and ends.
+    """Return the rows of a value after each epoch, and before the first if known.
 
-    They have no place in time where geometry or loader changed on the way.
+    With several seeds, a row has the mean, the least and the greatest value. Rows have no time if geometry or loader
+    changed during the run.
     """
     seeds = [[epochs[0].untrained, *epochs] for epochs in (run.epochs, *run.repeats)]
     rows = []
@@ -89,7 +90,7 @@ def curve(run: RunResult, what: str, value: Value) -> list[View]:
 
 
 def places(run: RunResult) -> list[View]:
-    """Return the places on each axis of the begin, and of a run's epochs."""
+    """Return the positions of a run's start and epochs on each axis."""
     times = accumulate((epoch.epoch_seconds + epoch.valid_seconds for epoch in run.epochs), initial=0.0)
     begin: View = {"epoch": 0, "step": 0, "samples": 0 if run.last and run.last.samples is not None else None}
     found = [begin, *({over: getattr(epoch, over) for over in begin} for epoch in run.epochs)]
@@ -98,7 +99,7 @@ def places(run: RunResult) -> list[View]:
 
 
 def over(rows: Sequence[View], first: Over) -> tuple[list[View], dict[str, str]]:
-    """Return rows with times in a unit that suits them, and the axes that they have places on, one of them first."""
+    """Return rows with times in a suitable unit, and the axes that they have positions on, `first` first."""
     seconds, unit = time_unit(max((row["time"] for row in rows if row.get("time") is not None), default=0.0))
     rows = [{**row, "time": row["time"] / seconds} if row.get("time") is not None else row for row in rows]
     there = [axis for axis in (first, *AXES) if any(row.get(axis) is not None for row in rows)]
@@ -106,7 +107,7 @@ def over(rows: Sequence[View], first: Over) -> tuple[list[View], dict[str, str]]
 
 
 def training(plan: PlanResult) -> Section | None:
-    """Return the curves of loss, learning rate, and the metric that is followed."""
+    """Return the curves of loss, followed metrics and learning rate; None without trained runs."""
     runs = drawn(plan)
     if not runs:
         return None
@@ -115,7 +116,9 @@ def training(plan: PlanResult) -> Section | None:
     alone = [replace(run, repeats=[]) for run in runs]
     losses += [row for run in alone for row in curve(run, "training", lambda epoch: getattr(epoch, "train_loss", None))]
     both = ["validation", "training"]
-    charts = _charts(plan, "loss", "Loss; training is dashed.", losses, first, plan.loss.label, both)
+    charts = _charts(
+        plan, "loss", "Loss: validation is solid, training is dashed.", losses, first, plan.loss.label, both
+    )
     for number, metric in enumerate(followed_metrics(plan)):
         tested, learnt = partial(_validated, name=metric.name), partial(_trained, name=metric.name)
         rows = [row for run in runs for row in curve(run, "validation", tested)]
@@ -129,8 +132,8 @@ def training(plan: PlanResult) -> Section | None:
     about = "Learning rate at the end of each epoch."
     charts += _charts(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False)
     seeds = (
-        "Trainings are repeated with other seeds: lines are means, upright lines reach from the least to the greatest. "
-        "Dashed: the first one. In the table ± is the standard deviation."
+        "Trainings are repeated with other seeds. Solid lines are means over the seeds; vertical lines reach from the "
+        "least to the greatest value. Dashed lines show the first seed. Tables give the standard deviation over seeds."
     )
     return Section("Training", charts=charts, notes=[seeds] * any(run.repeats for run in runs))
 
@@ -145,7 +148,7 @@ def _charts(
     dashes: Sequence[str] = (),
     **more: Any,
 ) -> list[Chart]:
-    """Return a chart, in a list; an empty list where nothing is a number."""
+    """Return a chart in a list; an empty list without finite values."""
     rows, axes = over(rows, first)
     if not rows:
         return []
@@ -174,14 +177,14 @@ def _trained(epoch: Epoch | Untrained, name: str) -> float | None:
 
 
 def followed_metrics(plan: PlanResult) -> list[Metric]:
-    """Return the metrics that are drawn: the followed one, and those that training batches have, too."""
+    """Return the metrics to draw: the followed one, and all that are also known for training batches."""
     names = {name: None for run in plan.trained for epoch in run.epochs for name in epoch.train_metrics}
     found = [*filter(None, [followed(plan)]), *(plan.metrics[name] for name in names if name in plan.metrics)]
     return list({metric.name: metric for metric in found}.values())
 
 
 def followed(plan: PlanResult) -> Metric | None:
-    """Return the metric that is drawn: a published one, else the leading one; None if it is the loss itself."""
+    """Return the metric to draw: a published one, else the leading one; None if it equals the loss."""
     wanted = [figure.metric for figure in plan.record.published if figure.metric in plan.metrics]
     metric = plan.metrics[wanted[0]] if wanted else plan.lead
     if metric is None or not plan.trained:
@@ -191,7 +194,7 @@ def followed(plan: PlanResult) -> Metric | None:
 
 
 def with_references(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
-    """Return loss and followed metric beside the references of a plan; None if it has none."""
+    """Return loss and followed metric with the references of a plan; None without references."""
     runs, metric, study = drawn(plan), followed(plan), plan.record.study
     mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]
     quantities: list[tuple[str, str, str, Value]] = [
@@ -205,16 +208,16 @@ def with_references(plan: PlanResult, references: Sequence[Reference]) -> Sectio
         theirs = [row for each in mine for row in each.rows(quantity)]
         ours = [row for run in runs for row in curve(replace(run, repeats=[]), "dlscale", value)]
         if theirs:
-            about = f"{title}, beside that of other programs, which is dashed."
+            about = f"{title}: dlscale is solid, other programs are dashed."
             shared = [axis for axis in AXES if any(axis in row for row in theirs)]
             rows = [
                 {key: each for key, each in row.items() if key not in AXES or key in shared} for row in (*ours, *theirs)
             ]
-            name = f"beside-{quantity.partition('/')[0]}"  # without the metric's name, which may hold anything
+            name = f"beside-{quantity.partition('/')[0]}"  # the name of a metric may contain any character
             charts += _charts(plan, name, about, rows, shared[0], label, ["dlscale", "other program"])
     files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
     note = (
-        "The dashed lines are logs that dlscale import brought in: of other programs, on their own data and hardware, "
-        f"with their own settings. Time is that since training began, by the clock. {files}"
+        "Dashed lines are logs from dlscale import: other programs, with their own data, hardware and settings. Their "
+        f"time is clock time since training began. {files}"
     )
-    return Section("Beside other programs' runs", charts=charts, notes=[note]) if charts else None
+    return Section("Compared with other programs", charts=charts, notes=[note]) if charts else None

@@ -1,4 +1,4 @@
-"""What the page is made of: tables, and sections of tables and charts."""
+"""Define the parts of the page: tables, and sections of tables and charts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell."""
+    """A cell of a table."""
 
     text: str = NONE
-    key: float | str = ""  #: Value to sort by; empty where nothing is known.
+    key: float | str = ""  #: Value to sort by; empty if unknown.
     note: str = ""  #: A second line.
     link: str = ""  #: Anchor.
 
@@ -43,15 +43,15 @@ def heading(plan: PlanResult, run: RunResult, place: int) -> Cell:
 class Table:
     """Columns in groups, and rows of cells; the first cell of a row is its heading."""
 
-    groups: list[tuple[str, int]]  #: Names and widths; one without a name is no row of headings.
-    columns: list[tuple[str, bool]]  #: Headings, and whether they are of words.
+    groups: list[tuple[str, int]]  #: Names and widths; an unnamed group has no heading.
+    columns: list[tuple[str, bool]]  #: Headings, and whether their cells are text.
     rows: list[tuple[Cell, ...]]
     caption: str = ""
     about: str = ""  #: Caption for screen readers.
     sortable: bool = True
     note: str = ""  #: Text below it.
-    title: str = ""  #: Title, if it is folded away.
-    meaning: str = ""  #: Text beside the title.
+    title: str = ""  #: Title of the fold; empty if the table is always open.
+    meaning: str = ""  #: Text next to the title.
     style: str = ""  #: Class in CSS.
 
 
@@ -66,7 +66,7 @@ def table(columns: Iterable[tuple[str, str, Sequence[Cell]]], caption: str = "",
 
 
 def show(shown: Table) -> None:
-    """Print a table: as wide as the terminal, elsewhere on whole lines."""
+    """Print a table as wide as the terminal; without a terminal, lines are not wrapped."""
     import sys
 
     import rich.box
@@ -100,12 +100,12 @@ class Section:
 
 
 def some(shown: int, of: int, what: str, rest: str) -> list[str]:
-    """Return a note, in a list, on how many of all are shown; an empty list where all are."""
+    """Return a note in a list on how many items are shown; an empty list if all are."""
     return [f"{shown} of {of} {what}: {rest}"] if shown < of else []
 
 
 def grams(value: float | None, per_kwh: float | None) -> str:
-    """Return in words the CO₂ of an energy in joules, with so many grams a kWh."""
+    """Return the CO₂ of an energy in joules as text, at `per_kwh` grams per kWh."""
     if value is None or per_kwh is None:
         return NONE
     mass = value / 3.6e6 * per_kwh
@@ -113,7 +113,7 @@ def grams(value: float | None, per_kwh: float | None) -> str:
 
 
 def joules(value: float | None) -> str:
-    """Return an energy in words."""
+    """Return an energy in joules as text."""
     if value is None:
         return NONE
     if value < 3600:

@@ -1,4 +1,4 @@
-"""Where the time of runs goes, in the page: profiles, efficiency, telemetry."""
+"""Build the sections on profiles, job efficiency and telemetry of the page."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, Chart, View, bar
 from dlscale.report.figures import Section, Table, cell, heading, table
 from dlscale.report.results import PlanResult, RunResult
 
-#: How many rows of a profile are shown.
+#: Number of rows of a profile that are shown.
 TOP = 10
 
-#: Parts of a step in their order, with name and colour: those of loading and computing as in other figures. `other` is
-#: covered by no range, `unexplained` by no measurement.
+#: Parts of a step in their order, with name and colour (loading and computing as in other figures). `other` is time
+#: outside all ranges; `unexplained` is time that no measurement covers.
 PARTS = {
     "data": ("waiting for data", MODE_COLOURS["IO"]),
     "copy": ("copy to the device", COLOURS[6]),
@@ -29,7 +29,7 @@ PARTS = {
     "optimizer": ("optimiser", COLOURS[5]),
     "compute": ("computing", COLOURS[4]),
     "other": ("the rest", COLOURS[7]),
-    "unexplained": ("not explained", MUTED),
+    "unexplained": ("unexplained", MUTED),
 }
 
 
@@ -50,16 +50,16 @@ def devices(runs: Iterable[RunResult]) -> list[str]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step, and where its time goes."""
+    """The time of a step, by part."""
 
-    label: str  #: What measured it.
+    label: str  #: Name of the profiler or stage that measured it.
     parts: dict[str, float]  #: Seconds by part (of `PARTS`).
     full: float | None  #: Seconds of a step of FULL; None if it was not measured.
-    samples: int | None  #: Samples over all processes.
+    samples: int | None  #: Samples per step over all processes.
 
 
 def step(run: RunResult) -> StepTime | None:
-    """Return where a step's time goes: from its profile, else from its throughput; None without either."""
+    """Return the time of a step by part, from its profile or else its throughput; None without both."""
     profile, measured = run.profile, run.throughput
     batch = (measured.batch_size if measured else None) or (profile.batch_size if profile else None)
     full, computing, loading = (
@@ -71,16 +71,16 @@ def step(run: RunResult) -> StepTime | None:
         return StepTime(tool.name, of_tool(tool), full, batch)
     if not (full and computing):
         return None
-    # A step waits no longer than its batch takes to load. Nothing measured explains the rest.
+    # A step waits at most as long as its batch takes to load. The remainder is unexplained.
     parts = {"data": min(max(0.0, full - computing), loading or 0.0), "compute": min(full, computing)}
     return StepTime("throughput", {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
 
 
 def of_tool(tool: ProfiledTool) -> dict[str, float]:
-    """Return seconds a step by part; they add up to the step.
+    """Return the seconds per step by part; their sum is the step.
 
-    Of a device they are its work by range, scaled to its busy time where parts ran side by side; `data` is its idle
-    time while the host was asking for data, `other` the rest of the step.
+    On a device a part is the work of its range, scaled to the busy time if parts ran concurrently. `data` is the
+    device's idle time while the host waits for data; `other` is the remaining time of the step.
     """
     ranges, idle = tool.ranges, tool.activity.idle_seconds
     found = {part: ranges[part] for part in PARTS if part in ranges}
@@ -99,12 +99,12 @@ def of_tool(tool: ProfiledTool) -> dict[str, float]:
 
 
 def section(plan: PlanResult, page: Path) -> Section | None:
-    """Return where the time of a step goes, run by run, and the profilers' files; None if nothing tells."""
+    """Return the time of a step by run and part, and the profilers' files; None without measurements."""
     known = {run: found for run in plan.runs if (found := step(run))}
     steps = list(known.values())
     if not steps:
         return None
-    # Steps of different batches compare by the sample.
+    # Steps with different batches are compared per sample.
     sample = len({each.samples for each in steps}) > 1 and all(each.samples for each in steps)
     return Section(
         "Where a step's time goes",
@@ -115,7 +115,7 @@ def section(plan: PlanResult, page: Path) -> Section | None:
 
 
 def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = False) -> Chart:
-    """Return where the milliseconds of a step go, or those of a `sample`."""
+    """Return the chart of the milliseconds of a step, or of a `sample`, by part."""
     rows = []
     for run, each in known.items():
         scale = 1e3 / ((each.samples or 1) if sample else 1)
@@ -128,7 +128,7 @@ def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = 
             row = {"run": run.called, "part": PARTS[part][0], "from": begin, "to": begin + length, "time": length}
             rows.append({**row, "of": each.label, "full": full, **said})
             said, begin = {}, begin + length
-    shown = {"time": "time (ms)", "full": "FULL (ms)", "of": "measured by"}
+    shown = {"time": "time (ms)", "full": "step without profiler (ms)", "of": "measured by"}
     title = f"time of a {'sample' if sample else 'step'} (ms)"
     colours = dict(PARTS.values())
     about = _about(sample, list(known.values()))
@@ -136,24 +136,24 @@ def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = 
     return bars(f"{plan.name}-timeline", about, rows, title, facts=plan.facts, **more)
 
 
-#: FLOPs a byte of operators without products: one for each number of four bytes.
+#: FLOPs per byte assumed for operators without matrix products: one FLOP per number of four bytes.
 PLAIN = 0.25
 
 
 def rooflines(plan: PlanResult) -> list[Chart]:
-    """Return the operators, and the modules, of runs whose steps and peaks are known, each below its run's roof."""
+    """Return roofline charts of operators and of modules, for runs with a profile and known peaks."""
     known = [run for run in plan.runs if run.profile and run.profile.work and run.throughput and run.throughput.peaks]
     if not known:
         return []
     about = {
-        "operator": f"The {TOP} operators that take the longest, below the roof: on its slope a copy in memory, on its "
-        "flat part a matrix product. A point on it is as fast as the device can be; the larger it is, the more of a "
-        f"step it takes. With each operator on the roof a step would take {'; '.join(map(_least, known))}. Without "
-        f"products an operator is drawn at {PLAIN} FLOP/byte; what stays in a cache rises above the slope.",
-        "module": f"The same by module: the {TOP} that take the longest.",
+        "operator": f"Roofline of the {TOP} slowest operators. The slope is the measured memory bandwidth, the flat "
+        "part the measured rate of a matrix product. A point on the roof is as fast as the device allows; a larger "
+        f"point takes more of a step. With all operators on the roof, a step takes {'; '.join(map(_least, known))}. "
+        f"Operators without matrix products are drawn at {PLAIN} FLOP/byte; cached data may lift them above the roof.",
+        "module": f"Roofline of the {TOP} slowest modules.",
     }
     shown = {
-        **{"name": "name", "time": "time (ms a step)", "share": "of a step's operators (%)", "calls": "calls a step"},
+        **{"name": "name", "time": "time (ms per step)", "share": "of all operators (%)", "calls": "calls per step"},
         **{"reached": "of the roof (%)", "intensity": "FLOP/byte", "rate": "GFLOP/s"},
     }
     charts = []
@@ -164,7 +164,7 @@ def rooflines(plan: PlanResult) -> list[Chart]:
 
 
 def _points(run: RunResult, part: str, named: bool) -> list[View]:
-    """Return the operators or modules that take the longest, the first perhaps `named`, and the corners of the roof."""
+    """Return the slowest operators or modules (the first `named` or not), and the corners of the roof."""
     import pandas as pd
 
     assert run.profile and run.throughput and run.throughput.peaks
@@ -189,7 +189,7 @@ def _points(run: RunResult, part: str, named: bool) -> list[View]:
 
 
 def _least(run: RunResult) -> str:
-    """Return what a step would take if each of its operators were at the roof."""
+    """Return the time of a step with all its operators on the roof, as text."""
     assert run.profile and run.throughput and run.throughput.peaks
     peaks = run.throughput.peaks
     least = sum(max(each.flops / peaks.flops, each.bytes / peaks.bytes_per_second) for each in run.profile.work)
@@ -198,14 +198,14 @@ def _least(run: RunResult) -> str:
 
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
-    said = f"A step{' over the samples of its batch' * sample}, part by part, while the profiler named was at work. "
-    full = "The upright line and the number are FULL: other steps, at another moment, with no profiler."
+    said = f"Time of a step{', divided by its samples' * sample}, by part, with the profiler running. "
+    full = "The vertical line and the number are the time of a training step without profiler (FULL)."
     said += (
-        full if any(each.full for each in steps) else "The number is such a step; without a profiler it may be shorter."
+        full if any(each.full for each in steps) else "The number is the sum; without profiler a step may be shorter."
     )
     unexplained = (
-        " Of a run that was not profiled the bar is FULL, too: computing takes SYNTHETIC's time, waiting for data at "
-        "most IO's, and nothing shows where the rest goes."
+        " For a run without profile the bar comes from its rates: a step of training, with the time of computing alone "
+        "and at most the time of loading alone; the remainder is unexplained."
     )
     return said + unexplained * any("unexplained" in each.parts for each in steps)
 
@@ -228,24 +228,24 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
     }
 
 
-#: What Python's functions in a table are of, by kind of row.
+#: Captions of the tables of Python functions, by kind of row.
 FUNCTIONS = {
-    "function": "Functions of the main thread of the process that trains",
-    "worker": "Functions of the processes that work for it",
+    "function": "Python functions in the main thread of the training process",
+    "worker": "Python functions in its worker processes",
 }
 
 
 def _functions(run: RunResult, rows: Sequence[TopEntry]) -> list[Table]:
-    """Return a table of Python's functions for each kind of process that was looked at."""
+    """Return a table of Python functions for each kind of process that was profiled."""
     found = []
     for kind, of in FUNCTIONS.items():
         if mine := [row for row in rows if row.kind == kind]:
             columns = [
                 ("", "name", [cell(row.name) for row in mine]),
-                ("", "itself", [cell(row.share, text.percent) for row in mine]),
-                ("", "with what it calls", [cell(row.total, text.percent) for row in mine]),
+                ("", "own time", [cell(row.share, text.percent) for row in mine]),
+                ("", "with calls", [cell(row.total, text.percent) for row in mine]),
             ]
-            caption = f"{of}, by their share of its time, waiting included."
+            caption = f"{of}, by fraction of its time, with waiting."
             found.append(table(columns, caption, f"{of}, {run.called}", style="top"))
     return found
 
@@ -255,15 +255,18 @@ def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
         ("", "name", [cell(row.name) for row in top]),
         (
             "",
-            "ms a step",
-            [cell(1e3 * row.seconds, note=f"± {text.number(1e3 * row.std, 2)}" * bool(row.std)) for row in top],
+            "ms per step",
+            [
+                cell(1e3 * row.seconds, note=f"standard deviation {text.number(1e3 * row.std, 2)}" * bool(row.std))
+                for row in top
+            ],
         ),
         ("", "share", [cell(row.share, text.percent) for row in top]),
-        ("", "calls a step", [cell(row.calls, lambda calls: f"{round(calls, 2):,.12g}") for row in top]),
+        ("", "calls per step", [cell(row.calls, lambda calls: f"{round(calls, 2):,.12g}") for row in top]),
         ("", "kind", [cell(row.kind) for row in top]),
     ]
-    about = f"Where the time of a step goes, {run.called}"
-    return table(columns, "Where the time of a step goes: the first rows of the summary.", about, style="top")
+    about = f"Slowest operations of a step, {run.called}"
+    return table(columns, "Slowest operations of a step: the first rows of the summary.", about, style="top")
 
 
 # ---- the machine -------------------------------------------------------------------------------------
@@ -271,16 +274,16 @@ def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
 
 @dataclass(frozen=True)
 class JobUse:
-    """A stage of a run on its first node, as Slurm's `seff` sees it."""
+    """Resources that a stage used on its first node, as Slurm's `seff` reports them."""
 
     stage: str
     seconds: float  #: Wall-clock time.
-    cores: int  #: Cores given.
-    cpu_seconds: float  #: Processor time of all its processes.
-    peak_bytes: float | None  #: Greatest memory of all its processes together.
-    memory_bytes: int | None  #: Memory given.
-    gpu: float | None  #: Mean share of the time in which a kernel ran.
-    waiting: float | None  #: Share of a training step that waits for data.
+    cores: int  #: Allocated cores.
+    cpu_seconds: float  #: CPU time of all its processes.
+    peak_bytes: float | None  #: Peak memory of all its processes together.
+    memory_bytes: int | None  #: Allocated memory.
+    gpu: float | None  #: Mean fraction of the time in which a kernel ran.
+    waiting: float | None  #: Fraction of a training step spent waiting for data.
 
     @property
     def efficiency(self) -> float:
@@ -292,7 +295,7 @@ class JobUse:
 
 
 def job(run: RunResult) -> JobUse | None:
-    """Return what training used, or a run's first stage; None without telemetry."""
+    """Return the resources used by training, or else by the run's first stage; None without telemetry."""
     stage, nodes = next(((stage, nodes) for stage, nodes in run.telemetry.items() if nodes), ("", []))
     known = [sample for sample in nodes[0] if sample.cpu_run is not None] if nodes else []
     if not known:
@@ -313,7 +316,7 @@ def job(run: RunResult) -> JobUse | None:
 
 
 def efficiency(plan: PlanResult) -> Section | None:
-    """Return the jobs of a plan's runs, and the figures published for them; None without telemetry."""
+    """Return the job efficiency of a plan's runs, with published figures; None without telemetry."""
     jobs = {run: found for run in plan.runs if (found := job(run))}
     if not jobs:
         return None
@@ -331,9 +334,9 @@ def efficiency(plan: PlanResult) -> Section | None:
         ("", "waiting for data", [cell(each.waiting, text.percent) for each in every]),
     ]
     caption = (
-        "As Slurm's seff has it, on the first node, start and validation included: CPU efficiency is processor time / "
-        "(wall-clock time × cores). Memory is the greatest of all processes together; what they share counts in each. "
-        "Waiting for data is a share of a training step."
+        "As in Slurm's seff, on the first node, with start and validation: CPU efficiency is CPU time / (wall-clock "
+        "time × cores). Memory is the peak of all processes together; shared memory counts in each process. Waiting "
+        "for data is a fraction of a training step."
     )
     known = [
         f"{figure.label}: {published.what(figure)} {published.shown(figure)} ({figure.hardware}; {figure.source})"
@@ -348,7 +351,7 @@ def efficiency(plan: PlanResult) -> Section | None:
 
 
 def watched(plan: PlanResult) -> Section | None:
-    """Return the machine's telemetry while runs trained, or were measured; None without any."""
+    """Return the telemetry of the machine while runs trained, or were timed; None without telemetry."""
     rows = list[View]()
     for run in plan.runs:
         nodes = next((nodes for nodes in run.telemetry.values() if nodes), None)
@@ -358,16 +361,16 @@ def watched(plan: PlanResult) -> Section | None:
         return None
     seconds, unit = time_unit(max(row["time"] for row in rows))
     rows = [{**row, "time": row["time"] / seconds} for row in rows]
-    about = "On the first node, once a second, while a run trained, or else was measured. Choose what is drawn."
-    about += f" Of a long run each point is a mean, of {POINTS} at most."
+    about = "First node, once a second, while a run trained (or else was timed). Choose the quantity above."
+    about += f" A long run is averaged to at most {POINTS} points."
     chart = lines(f"{plan.name}-watched", about, rows, {"time": f"time ({unit})"}, there, zero=True, logarithmic=False)
     return Section("What the machine did meanwhile", charts=[chart])
 
 
-#: Quantities that are drawn, by column: name, and factor to its unit; None is the number of cores.
+#: Quantities that are drawn, by column: name, and factor to its unit; None means the number of cores.
 WATCHED: dict[str, tuple[str, float | None]] = {
-    "cpu_run": ("processors: the run (cores)", None),
-    "cpu_others": ("processors: others (cores)", None),
+    "cpu_run": ("CPU: this run (cores)", None),
+    "cpu_others": ("CPU: other programs (cores)", None),
     "rss_bytes": ("memory of the run (GiB)", 2**-30),
     "read_bytes_per_second": ("reading, system calls (MB/s)", 1e-6),
     "reads_per_second": ("reading, system calls (thousand/s)", 1e-3),
@@ -378,12 +381,12 @@ WATCHED: dict[str, tuple[str, float | None]] = {
 }
 
 
-#: Points of a run that are drawn.
+#: Maximum number of points drawn for a run.
 POINTS = 600
 
 
 def thinned(rows: Sequence[View]) -> list[View]:
-    """Return means of neighbouring rows, so that no run has more than `POINTS`."""
+    """Average neighbouring rows, down to at most `POINTS` rows."""
     size = -(-len(rows) // POINTS) or 1
     parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
     return [
@@ -396,7 +399,7 @@ def thinned(rows: Sequence[View]) -> list[View]:
 
 
 def of_node(samples: Sequence[Sample]) -> list[View]:
-    """Return what is known of a node at each time."""
+    """Return the known quantities of a node at each time."""
     rows = []
     for sample in samples:
         row: View = {"time": sample.time - begin(samples)}

@@ -1,7 +1,7 @@
-"""Stage `promote`: choose the trials of a sweep for the next rung of successive halving.
+"""Choose the trials of a sweep for the next rung of successive halving (stage `promote`).
 
-They are the best of the rung before, by the sweep's metric (Jamieson and Talwalkar 2016, arXiv:1502.07943); none of
-those that have diverged.
+They are the best trials of the rung before by the sweep's metric, without diverged trials (Jamieson and Talwalkar 2016,
+arXiv:1502.07943).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dlscale.report.results import read_plan
 def main(args: argparse.Namespace) -> None:
     """Write `args.out` from the runs of the rung before `args.rung`."""
     plan = read_plan(args.plan, args.rung - 1)
-    assert plan.record.sweep is not None  # the workflow asks for no other plan
+    assert plan.record.sweep is not None  # the workflow calls this stage only for sweeps
     ranked, metric = plan.ranked, plan.record.sweep.metric
     scores = {run.name: plan.score(run)[0] for run in ranked}
     best = [run.name for run in ranked if math.isfinite(scores[run.name])][: plan.record.sweep.rungs[args.rung][1]]
     for name in best:
-        logging.info("%s goes on: %s %s", name, metric, number(scores[name]))
+        logging.info("%s is promoted: %s %s", name, metric, number(scores[name]))
     Rung(metric=metric, scores=scores, trials=best).write(args.out)

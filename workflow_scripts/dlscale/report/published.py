@@ -14,14 +14,14 @@ def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Publish
 
 
 def values(figures: Iterable[Published], plan: str, run: str, metric: str | None) -> list[Published]:
-    """Return the figures of a run for the final value of `metric`; of None, which is no metric, there are none."""
+    """Return the figures of a run for the final value of `metric`; empty if `metric` is None."""
     return [figure for figure in figures if figure.metric == metric and f"{plan}.{run}" in figure.runs]
 
 
 def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict[str, Published]:
     """Return the published FULL throughputs of a plan's runs by name, all of one source and hardware.
 
-    It is the source that knows most of the runs, the latest of several: ratios of different sources mean nothing.
+    The source with figures for most of the runs is chosen, since ratios between sources mean nothing.
     """
     by_source: dict[tuple[str, str], dict[str, Published]] = {}
     for run in runs:
@@ -37,7 +37,7 @@ def ratio(known: dict[str, Published], run: str) -> float | None:
 
 
 def quoted(known: dict[str, Published], run: str) -> str:
-    """Return the published figure of a run in a line; empty without one."""
+    """Return the published figure of a run as one line; empty without one."""
     if run not in known:
         return ""
     figure, times = known[run], ratio(known, run)
@@ -55,7 +55,7 @@ def what(figure: Published) -> str:
 def shown(figure: Published) -> str:
     """Return a figure with its unit and the published digits."""
     if figure.samples_per_second:
-        spread = "" if figure.std is None else f" ± {digits(figure.std)}"
+        spread = "" if figure.std is None else f" (standard deviation {digits(figure.std)})"
         return f"{digits(figure.samples_per_second)}{spread} samples/s"
     if figure.by_epoch:
         epochs = f"after epochs 1 to {len(figure.by_epoch)}" if len(figure.by_epoch) > 1 else "after epoch 1"

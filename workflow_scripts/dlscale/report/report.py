@@ -1,6 +1,6 @@
-"""Stage `report`: one page, in one file, of everything that was measured.
+"""Write the page with all measurements, as one file (stage `report`).
 
-Styles, script, figures and tables are inside, and its content security policy lets it load nothing.
+Styles, script, figures and tables are embedded; the content security policy of the page forbids loading anything.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import Page, picture, plan_view
 
-#: How many predictions the page shows, and how many of a plan.
+#: Maximum number of predictions in the page, and per plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
-#: Least time between two writings of a live page, s.
+#: Minimum time between two writes of a live page, seconds.
 EVERY = 60.0
 
 
@@ -49,17 +49,20 @@ def main(args: argparse.Namespace) -> None:
     """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references."""
     _write(args, exported=True)
     live = live_page(args.out)
-    if live.exists():  # whoever has it open comes to the whole page
+    if live.exists():  # an open live page redirects to the finished page
         write_text(live, f'<meta http-equiv="refresh" content="0; url={quote(Path(args.out).name)}">\n')
 
 
 def live_page(page: str | Path) -> Path:
-    """Return the page beside `page` that shows what is done while jobs run; it is no output of a rule."""
+    """Return the path of the live page of `page`, which shows finished plans while jobs run.
+
+    It is not an output of a rule.
+    """
     return Path(page).with_suffix(".live.html")
 
 
 def write_live(options: str) -> None:
-    """Write the live page of the plans and datasets that are there; `options` are those of stage `report`, as JSON."""
+    """Write the live page of the finished plans and datasets; `options` are those of stage `report`, as JSON."""
     given, _ = read_settings(options)
     live = live_page(given["out"])
     with contextlib.suppress(FileNotFoundError):
@@ -72,9 +75,9 @@ def write_live(options: str) -> None:
     given["datasets"] = [path for path in given["datasets"] if all(Path(path, name).exists() for name in needed)]
     try:
         _write(argparse.Namespace(**given | {"out": live}), live=True, to_come=to_come)
-    except UserError as error:  # another plan's runs are being made
+    except UserError as error:  # records of another plan are being written
         logging.info("the live page is not written: %s", error)
-    except Exception:  # an error of the stage `report` only
+    except Exception:  # a job must not fail because of the live page
         logging.exception("the live page is not written")
 
 
@@ -96,10 +99,10 @@ def page(
     live: bool = False,
     exported: bool = False,
 ) -> str:
-    """Return the report as HTML for the folder `place`; `call` are words that call the workflow.
+    """Return the page as HTML for the folder `place`; `call` is the command that starts the workflow.
 
-    Browsers reload a `live` page, of a call with plans `to_come`, every few seconds. Charts are `exported` into
-    `figures` there.
+    Browsers reload a `live` page every few seconds; it names the plans `to_come`. With `exported`, charts are also
+    written into the subfolder `figures`.
     """
     import jinja2
     from markupsafe import Markup, escape
@@ -115,9 +118,9 @@ def page(
     }
     environment.filters["joules"] = joules
     environment.filters["code"] = lambda said: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(said))))
-    named = {folder.absolute().name: folder for folder in folders}  # a link is called as it is here
+    named = {folder.absolute().name: folder for folder in folders}  # a symbolic link keeps its own name
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
-    guides = Path("docs")  # of the folder that the workflow is called in
+    guides = Path("docs")  # in the folder where the workflow is started
     docs = Path(os.path.relpath(guides, place)).as_posix() if (guides / "measuring.md").exists() else ""
     shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)
     views = _views(plans, shown)
@@ -184,7 +187,13 @@ def dataset(folder: Path, name: str) -> View:
         ("", manifest.rows, [cell(sum(file.rows for file in files), text.count) for files in splits.values()]),
         ("", "size", [cell(bytes_, text.size) for bytes_ in sizes]),
     ]
-    of_parts = table(parts, "Parts: no sample of one is in another.", f"Parts of {name}", sortable=False, style="small")
+    of_parts = table(
+        parts,
+        "Parts of the dataset; they have no samples in common.",
+        f"Parts of {name}",
+        sortable=False,
+        style="small",
+    )
     return {
         "name": name,
         "kind": manifest.kind,

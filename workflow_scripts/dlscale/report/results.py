@@ -1,6 +1,6 @@
-"""A plan and its runs, with the records that the stages left in their folders.
+"""Read a plan and its runs from the records that the stages wrote.
 
-A record that is missing, torn, or lacks a key is a `UserError`.
+A record that is missing, truncated, or lacks a key raises `UserError`.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ RECORDS = {
     "tune": "tune.json",
 }
 
-#: Epochs of another program, where it logs its losses.
+#: Epochs of an external program that logs its losses.
 LOSSES = "program.jsonl"
 
-#: Least share of the time, or of the cores, that is told: two measurements of the same differ by as much.
+#: Minimum fraction of the time, or of the cores, that is reported: equal measurements differ by as much.
 LEAST = 0.1
 
 #: Bound or ratio that noise or a busy machine hides.
 UNKNOWN = "not known"
 
-#: Least duration of a measurement of processor time, s; the system counts in hundredths.
+#: Minimum duration of a measurement of CPU time, seconds; the system counts in hundredths.
 LEAST_SECONDS = 0.2
 
-#: Least share of a machine's busy cores at which others disturb a run.
+#: Minimum fraction of busy cores at which other programs disturb a run.
 CROWDED = 0.8
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Shares of a run's time, from its start, or its first epoch's where it was resumed, to its end."""
+    """Fractions of a run's time, from its start (if resumed, that of its first epoch) to its end."""
 
     training: float
     validation: float
@@ -72,18 +72,18 @@ class RunResult:
     name: str  #: Name in the plan at hand.
     label: str  #: Name for readers.
     folder: Path
-    owner: str  #: `PLAN/RUN` of the folder; another plan's where the run was named with `use`.
+    owner: str  #: `PLAN/RUN` of the folder; of another plan if the run was named with `use`.
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
     epochs: list[Epoch] = field(default_factory=list)  #: Empty if the plan does not train.
-    throughput: Throughput | None = None  #: Its peaks are those that all runs of the plan share.
+    throughput: Throughput | None = None  #: With the peaks that all runs of the plan share.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
     environments: dict[str, Environment] = field(default_factory=dict)  #: Machine and software, by stage.
     tuning: Tuning | None = None
     repeats: list[list[Epoch]] = field(default_factory=list)  #: The same training with other seeds.
-    program: Throughput | None = None  #: Of another program, as its whole run had it.
+    program: Throughput | None = None  #: Rates of an external program over its entire run.
 
     @property
     def study(self) -> str:
@@ -91,7 +91,7 @@ class RunResult:
 
     @property
     def called(self) -> str:
-        """Name, which commands take, and label."""
+        """Name, as in commands, and label."""
         return self.name if self.label == self.name else f"{self.name} · {self.label}"
 
     @property
@@ -100,7 +100,7 @@ class RunResult:
 
     @cached_property
     def mean(self) -> Epoch:
-        """Last epoch of a trained run; with further seeds losses and metrics are means over them."""
+        """Last epoch of a trained run; with several seeds, losses and metrics are means over them."""
         last = [epochs[-1] for epochs in (self.epochs, *self.repeats) if epochs]
         common = [name for name in last[0].metrics if all(name in each.metrics for each in last)]
         metrics = {name: statistics.fmean(each.metrics[name] for each in last) for name in common}
@@ -109,7 +109,7 @@ class RunResult:
 
     @property
     def final_loss(self) -> float:
-        """Last validation loss; infinite if it is not a number or there is none."""
+        """Last validation loss; infinite if it is not finite or missing."""
         loss = self.last.valid_loss if self.last else math.inf
         return loss if math.isfinite(loss) else math.inf
 
@@ -119,13 +119,13 @@ class RunResult:
 
     @cached_property
     def timed(self) -> list[Epoch]:
-        """Epochs with the last one's geometry and loader: a resumed run may have changed either."""
+        """Epochs with the geometry and loader of the last epoch: a resumed run may have changed either."""
         made = self.last.made_with if self.last else None
         return [epoch for epoch in self.epochs if made is not None and epoch.made_with == made]
 
     @cached_property
     def training_speed(self) -> float | None:
-        """Median rate of training over the epochs; the first, which warms up, counts only alone."""
+        """Median training rate over the epochs, without the first (warm-up) if there are more."""
         if self.unit == STEP_RATE:
             return self.program.full.mean if self.program and self.program.full else None
         speeds = [epoch.samples_per_second for epoch in self.timed if epoch.samples_per_second is not None]
@@ -133,46 +133,47 @@ class RunResult:
 
     @property
     def training_seconds(self) -> float | None:
-        """Time of training without validation, s; None where geometry or loader changed on the way."""
+        """Time of training without validation, s; None if geometry or loader changed during the run."""
         return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
 
     @property
     def goodput(self) -> Goodput | None:
-        """Share of its time that the run trained, over all its tries; None where its epochs tell no time, or its clock
-        jumped.
+        """Fraction of its time that the run trained, over all tries.
+
+        None if its epochs have no times, or if the clock jumped.
         """
         if not self.last or not self.epochs[0].wall_time:
             return None
         start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
         made = self.provenance
-        if made and made.started and made.finished and made.resumed_from_step is None:  # else the last try's alone
+        if made and made.started and made.finished and made.resumed_from_step is None:  # otherwise only of the last try
             start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
         training, validation = (
             sum(getattr(each, f"{part}_seconds") for each in self.epochs) for part in ("epoch", "valid")
         )
-        if not 0 < training + validation < end - start + 2:  # times are told to the second
+        if not 0 < training + validation < end - start + 2:  # these times are whole seconds
             return None
         seconds = max(end - start, training + validation)
         return Goodput(training / seconds, validation / seconds, 1 - (training + validation) / seconds)
 
     @property
     def energy(self) -> float | None:
-        """Energy of the GPUs, or of nodes without, in training, J; None if an earlier try did a part of it."""
+        """Energy of training, J: of the GPUs, or of nodes without GPUs; None for a resumed run."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
     @cached_property
     def energy_per_sample(self) -> float | None:
-        """Joules a training sample, over the epochs of `training_speed`, without validation."""
+        """Energy per training sample, J, over the epochs of `training_speed`, without validation."""
         nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
         for epoch in self.timed[1:] or self.timed:
             used = energy(nodes, epoch.begin, epoch.wall_time)
-            if used is not None and epoch.begin >= begin(nodes[0]):  # else of an earlier try
+            if used is not None and epoch.begin >= begin(nodes[0]):  # otherwise of an earlier try
                 joules, samples = joules + used, samples + (epoch.samples_per_second or 0.0) * epoch.epoch_seconds
         return joules / samples if samples else None
 
     def energy_of(self, mode: str) -> float | None:
-        """Return the joules a sample of a mode of the throughput stage; None where nothing tells them."""
+        """Return the energy per sample of a mode of the throughput stage, J; None if unknown."""
         trials, nodes = self.trials(mode), self.telemetry.get("throughput", [])
         if not (trials and trials.usage and (since := trials.usage.begin)) or self.unit != SAMPLE_RATE:
             return None
@@ -182,7 +183,7 @@ class RunResult:
 
     @property
     def speed(self) -> float | None:
-        """FULL samples/s, or those of training where throughput was not measured."""
+        """Rate of FULL, or of the training if throughput was not measured."""
         if self.throughput is not None:
             return self.throughput.full.mean if self.throughput.full else None
         return self.training_speed
@@ -206,7 +207,7 @@ class RunResult:
 
     @property
     def batch_size(self) -> int | None:
-        """Global batch size; of another program as it was measured, None if unknown."""
+        """Global batch size; for an external program the measured one, or None if unknown."""
         measured = self.throughput
         return measured.batch_size if measured and measured.outside else self.setting("batch_size")
 
@@ -216,7 +217,7 @@ class RunResult:
 
     @property
     def averages(self) -> bool:
-        """Whether its devices average their gradients; else it is the twin of such a run."""
+        """Whether the devices average their gradients; otherwise the run is the twin of one that does."""
         return bool(self.setting("parallel.sync", True))
 
     @property
@@ -226,7 +227,7 @@ class RunResult:
 
     @property
     def environment(self) -> Environment | None:
-        """Machine and software of what its speed was measured with, or else of its other stages."""
+        """Machine and software of the throughput stage, or else of another stage."""
         order = ("throughput", *self.environments)
         return next((self.environments[stage] for stage in order if stage in self.environments), None)
 
@@ -240,18 +241,18 @@ class RunResult:
 
     @cached_property
     def foreign_load(self) -> float:
-        """Part of `crowd` that other jobs of the same call did not cause."""
+        """Part of `crowd` that jobs of the same call did not cause."""
         return crowd(self.throughput, self.telemetry.get("train", []), own_jobs=False)
 
 
 def environment_changes(before: RunResult, after: RunResult) -> list[str]:
-    """Return what differs between the machines and the software of two runs; nothing where one is not known."""
+    """Return the differences in machine and software between two runs; empty if one is unknown."""
     known = [run.environment for run in (before, after) if run.environment]
     return differences(*known) if len(known) == 2 else []
 
 
 def setting(settings: Raw, path: str, default: Any = None) -> Any:
-    """Return a setting by its dotted path; the default where it is not there, or null."""
+    """Return a setting by its dotted path; the default if it is missing or null."""
     value: Any = settings
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -287,7 +288,7 @@ class PlanResult:
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        """Metrics of the last epochs by name, those that the study describes first."""
+        """Metrics of the last epochs by name, first the metrics that the study describes."""
         measured = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
         described = {name: metric for name, metric in self.described.items() if name in measured}
         return described | {
@@ -296,28 +297,28 @@ class PlanResult:
 
     @cached_property
     def lead(self) -> Metric | None:
-        """Leading metric: the first with a naive answer, or else the first."""
+        """Leading metric: the first with a baseline without learning, or else the first."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 
     @property
     def answers(self) -> list[str]:
-        """Naive answers: the rivals, of which the strongest counts, or else the answer of each metric."""
+        """Baselines without learning: the rivals from which the best is taken, or else that of each metric."""
         several = [metric.rival for metric in self.described.values() if metric.rival]
         return several or [metric.answer for metric in self.described.values() if metric.answer]
 
     @property
     def judge(self) -> Metric | None:
-        """Metric that runs are ranked by; None for the loss, where the leading metric has channels."""
+        """Metric that ranks the runs; None, for the loss, if the leading metric has channels or is missing."""
         return None if self.lead and self.lead.channel else self.lead
 
     @cached_property
     def best(self) -> RunResult | None:
-        """Best of the trained runs; None where all diverged."""
+        """Best of the trained runs; None if all diverged."""
         return next((run for run in self.ranked if math.isfinite(self.score(run)[0])), None)
 
     def _rank(self, run: RunResult) -> tuple[int, int, float]:
-        """Return a key that is least for the best run; in successive halving for the best of the last rung."""
+        """Return a sort key: smallest for the best run, in successive halving for the best of the last rung."""
         value, better = self.score(run)
         halved = self.record.sweep and self.record.sweep.rungs
         # Not the epochs trained: a target may end a training before its rung does.
@@ -327,7 +328,7 @@ class PlanResult:
     def score(self, run: RunResult) -> tuple[float, str]:
         """Return the value that a trained run is ranked by, NaN if it diverged, and which values are better."""
         metric = self.record.sweep.metric if self.record.sweep else None
-        # Where all diverged nothing was measured. The last two any study has.
+        # If all runs diverged, no metric was measured. Every study has the last two.
         known = [*(self.metrics or self.described), "valid_loss", "samples_per_second"]
         if metric and metric not in known:
             raise UserError(f"{self.name}: sweep.metric: {unknown('metric', metric, known)}")
@@ -349,12 +350,12 @@ class PlanResult:
 
     @cached_property
     def loss(self) -> LossInfo:
-        """Loss of the trained runs; only its name if it is not the same for all."""
+        """Loss of the trained runs; a general title if their losses differ."""
         losses = {run.provenance.loss if run.provenance else LossInfo() for run in self.trained}
         return losses.pop() if len(losses) == 1 else LossInfo(title="losses of several kinds")
 
     def changed(self, run: RunResult) -> str:
-        """Return the settings that a run changes, in words: in a ladder from the run before, else from the first."""
+        """Return the settings that a run changes, as text: from the run before in a ladder, else from the first."""
         before = dict(zip(self.runs[1:], self.runs, strict=False)) if self.record.kind == "ladder" else {}
         other = before.get(run, self.runs[0])
         named = [f"{key}: {new}" for key, (_, new) in changes(other.settings, run.settings).items() if new is not None]
@@ -362,7 +363,7 @@ class PlanResult:
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """What each run changes, by what it is called: for those who point at it in a chart."""
+        """Settings that each run changes, by the run's name and label, for tooltips of charts."""
         return {run.called: said for run in self.runs if (said := self.changed(run))}
 
     def anchor(self, run: RunResult) -> str:
@@ -374,7 +375,7 @@ class PlanResult:
 
 
 def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
-    """Return groups of runs that differ in their seed alone, each with its name, in order."""
+    """Return groups of runs that differ only in their seed, each with its name, in order."""
     found: dict[str, list[RunResult]] = {}
     for run in runs:
         settings = {key: value for key, value in flat(run.settings).items() if key not in ("seed", "label")}
@@ -388,18 +389,18 @@ def without_seed(run: RunResult) -> str:
 
 
 def first_and_least(runs: Sequence[T], limit: int, key: Callable[[T], Any]) -> list[T]:
-    """Return at most `limit` runs in the plan's order: the first, and those of the least `key`."""
+    """Return at most `limit` runs in the plan's order: the first, and the runs with the smallest `key`."""
     ranked = sorted(range(1, len(runs)), key=lambda index: (key(runs[index]), index))[: limit - 1]
     return [runs[index] for index in sorted([*ranked, 0])] if runs else []
 
 
 def slowness(run: RunResult) -> float:
-    """Return a key that is least for the fastest run."""
+    """Return a sort key: smallest for the fastest run."""
     return -(run.speed or 0.0)
 
 
 def changes(before: Raw, after: Raw) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, labels apart, as (before, after) by dotted key; None where it is not there."""
+    """Return the settings that differ, except labels, as (before, after) by dotted key; None if missing."""
     old, new = (flat({**settings, "label": None}) for settings in (before, after))
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
@@ -411,15 +412,15 @@ def changes(before: Raw, after: Raw) -> dict[str, tuple[Any, Any]]:
 class Reached:
     """A run's target, and its cost from the first step to the end of the validation that showed it.
 
-    Costs are None where it was not reached, geometry or loader changed on the way (time), or an earlier try did a part
-    (energy).
+    Costs are None if the target was not reached, if geometry or loader changed during the run (time), or if the run was
+    resumed (energy).
     """
 
     aim: str  #: Target, in words.
     epoch: Epoch | None  #: First epoch that reached it.
     nearest: float | None  #: Best value of the metric in any epoch.
     seconds: float | None = None  #: Time of training and validation.
-    gpu_hours: float | None = None  #: These seconds x devices; a process without a GPU counts as one.
+    gpu_hours: float | None = None  #: `seconds` x devices / 3600; a process without a GPU counts as one device.
     joules: float | None = None
 
 
@@ -438,7 +439,7 @@ def reached(run: RunResult) -> Reached | None:
 
 
 def took(run: RunResult, metric: Metric, value: float) -> Reached:
-    """Return the cost of a training until a metric was as good as a value."""
+    """Return the cost of a training until a metric reached a value."""
     epoch, best = metric.first(run.epochs, value), metric.best(run.epochs)
     nearest = metric.of(best) if best else None
     if epoch is None:
@@ -457,10 +458,10 @@ def took(run: RunResult, metric: Metric, value: float) -> Reached:
 
 
 def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]], own_jobs: bool = True) -> float:
-    """Return the fraction of the cores that others kept busy while a run was timed, or else trained.
+    """Return the fraction of the cores that other programs kept busy while a run was timed, or else trained.
 
-    0 if it is within the error, or, for a training, if cores were idle. Without `own_jobs`, a training's others are
-    only those that are not jobs of the same call; what is timed has the machine for itself.
+    It is 0 within the error and, for a training, if cores were idle. Without `own_jobs`, jobs of the same call do not
+    count for a training; stages that time a run have the machine for themselves.
     """
     if throughput:
         return _beside_trials([trials.usage for mode in MODES if (trials := throughput.mode(mode)) and trials.usage])
@@ -499,15 +500,15 @@ def read_plan(
 ) -> PlanResult:
     """Read a plan, `results/plans/PLAN/plan.yaml`, and the records of these `stages` of its runs.
 
-    Of successive halving a trial's run is that of its last rung, or of `rung`. A run that cannot be read is a
-    `UserError`, or left out, with the reason in `lacking`.
+    In successive halving, the run of a trial is that of its last rung, or of `rung`. A run that cannot be read raises
+    `UserError`; with a list `lacking` it is left out, and the reason is appended to the list.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
     runs = list[RunResult]()
     try:
         furthest = _furthest(plan, path.parent, rung)
-    except UserError as error:  # a sweep that has not chosen yet
+    except UserError as error:  # a sweep that has not promoted its trials yet
         if lacking is None:
             raise
         lacking.append(f"{plan.plan}: {error}")
@@ -530,7 +531,7 @@ def read_run(folder: Path) -> RunResult:
 
 
 def read_alone(folder: Path) -> RunResult:
-    """Read one run by its folder, whatever else its plan has."""
+    """Read one run by its folder, without its plan."""
     folder = folder.resolve()
     measured = [stage for stage, file in RECORDS.items() if (folder / file).exists()]
     own = RunReference.model_construct(name=folder.name, plan=folder.parent.name, run=folder.name, measure=measured)
@@ -548,11 +549,11 @@ def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunRefer
 
 
 def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunResult:
-    """Read the records of the stages in `measured`, and no others: another plan may be writing them."""
+    """Read only the records of the stages in `measured`: another plan may be writing the rest."""
     folder, train = root / reference.plan / reference.run, "train" in measured
     records = {stage: folder / file for stage, file in RECORDS.items() if stage in measured}
     program = Throughput.read(records["program"]) if "program" in records else None
-    logged = program is not None and (folder / LOSSES).exists()  # its losses, where it tells them
+    logged = program is not None and (folder / LOSSES).exists()  # the program logged its losses
     provenance, prediction = folder / "provenance.json", folder / "prediction.png"
     return RunResult(
         name=reference.name,
@@ -585,9 +586,10 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
 
 
 def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
-    """Return the runs of a plan, each with the greatest peaks that any of them measured on such a device.
+    """Return the runs of a plan, each with the greatest peaks that any run measured on the same device.
 
-    Peaks of a machine that is not quiet differ by a multiple, and shares of two (MFU, MBU) would contradict speeds.
+    On a busy machine the measured peaks differ by a multiple. MFU and MBU relative to different peaks would contradict
+    the speeds.
     """
     known = [(_place(each), each.peaks) for run in runs if (each := run.throughput) and each.peaks]
     shared = []
@@ -604,5 +606,5 @@ def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
 
 
 def _place(measured: Throughput) -> tuple[Device, int]:
-    """Return the device, and the ranks that share its memory: those of a CPU do."""
+    """Return the device and the number of ranks that share its memory: all ranks on a CPU."""
     return measured.device, 1 if measured.device.kind == "cuda" else measured.nranks

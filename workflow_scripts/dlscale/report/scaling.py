@@ -1,4 +1,4 @@
-"""How runs do with more devices and larger batches: scaling, convergence and parallelism, in the page."""
+"""Build the sections on scaling, convergence and parallelism of the page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, j
 from dlscale.report.results import LEAST, UNKNOWN, PlanResult, Reached, RunResult, asked, by_settings, took
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
-#: The modes as this section has them.
+#: Order of the modes in this section.
 ORDER = tuple(reversed(MODES))
 
-#: Ratio of IO to the other rates above which it is left out of their chart.
+#: Ratio of IO to the other rates above which the chart leaves IO out.
 CLOSE = 10.0
 
 
@@ -30,7 +30,7 @@ CLOSE = 10.0
 
 @dataclass(frozen=True)
 class Headline:
-    """FULL on the most devices, of the best of several series."""
+    """Efficiency of FULL on the largest number of devices, in the best series."""
 
     series: Series
     point: Point
@@ -44,7 +44,7 @@ class Headline:
 
     @property
     def ratio(self) -> str:
-        """Efficiency in figures."""
+        """Efficiency as text, or that it is not known."""
         return percent(self.efficiency.value) if self.is_known else UNKNOWN
 
     @property
@@ -52,12 +52,12 @@ class Headline:
         """Noise, or the reason why the efficiency is not known."""
         if self.is_known:
             same = abs(1 - self.efficiency.value) <= self.efficiency.noise
-            return self.efficiency.around + ", within noise of the ideal" * same
+            return self.efficiency.around + ", equal to the ideal within noise" * same
         return "busy machine" if self.point.run.crowd or self.point.base.crowd else "too few or too noisy trials"
 
     @property
     def place(self) -> str:
-        """Devices and batch."""
+        """Number of devices, and label of the series."""
         return f"{self.point.devices} devices ({self.series.label})"
 
     @property
@@ -89,7 +89,7 @@ def glance(plan: PlanResult) -> str | None:
 
 
 def section(plan: PlanResult) -> Section | None:
-    """Return figures and table; None of other plans, and where nothing was measured."""
+    """Return the charts and the table of scaling; None for other plans and without measurements."""
     scaled = plan.record.kind in SCALING
     found = series(plan) if scaled else []
     left_out = [run.called for run in plan.runs if run.unit == STEP_RATE] if scaled else []
@@ -107,10 +107,10 @@ def section(plan: PlanResult) -> Section | None:
         )
     return Section(
         "Scaling",
-        f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. Ideal is the rate of the fewest devices, "
-        "times as many; efficiency is the share of it that is reached. Communication is the share of a step's time "
-        "that is gone where gradients are not averaged, 1 − time without / time with. ± is what noise leaves: the 95 % "
-        "interval over the trials, and 5 % at least between two processes.",
+        f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. The ideal is the rate on the fewest devices, "
+        "scaled to the number of devices. Efficiency is the measured rate divided by the ideal. Communication is the "
+        "fraction of a step spent averaging gradients: 1 − time without / time with averaging. ± is a 95 % interval "
+        "over the trials, and at least 5 % between two runs.",
         [*_charts(plan.name, several), *_energies(plan, several)] if several else [],
         [_table(plan, [point for each in found for point in each.points])] if found else [],
         notes,
@@ -122,8 +122,9 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
     charts = [
         lines(
             f"{plan}-scaling{'-' * bool(place)}{place or ''}",
-            f"{each.label}: both together (FULL), computing (SYNTHETIC) and loading (IO). The ideal is dashed."
-            + " IO is not drawn: it is far above the others." * (ORDER[-1] not in (modes := _drawn(each))),
+            f"{each.label}: training (FULL), computing (SYNTHETIC) and loading (IO). The ideal is dashed."
+            + " Loading is not drawn: its rate is far above the other two."
+            * (ORDER[-1] not in (modes := _drawn(each))),
             [row for mode in modes for row in _rates(each, mode)],
             axis,
             {"value": "throughput (samples/s)"},
@@ -141,8 +142,8 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
         for what, rate in (("with", point.rate("SYNTHETIC")), ("without", _apart(point)))
     ]
     if any(point.twin for each in several for point in each.points):
-        about = "Overhead of communication: computing with (solid) and without (dashed) averaged gradients."
-        y = {"value": "SYNTHETIC (samples/s)"}
+        about = "Overhead of communication: computing with (solid) and without (dashed) gradient averaging."
+        y = {"value": "computing (samples/s)"}
         looks: View = {"by": "series", "dashes": ["with", "without"], "doubling": True, "logarithmic": True}
         charts.append(lines(f"{plan}-overhead", about, apart, axis, y, **looks))
     reached = [
@@ -152,14 +153,14 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
         for point in each.points
         if (found := point.efficiency("FULL"))
     ]
-    about = "Efficiency: the share of the ideal that FULL reaches; upright lines are what noise leaves."
-    y = {"value": "efficiency of FULL (%)"}
+    about = "Efficiency: rate of training (FULL) divided by the ideal. Vertical lines are 95 % intervals."
+    y = {"value": "efficiency of training (%)"}
     more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False, "levels": [(100.0, "ideal")]}
     return [*charts, lines(f"{plan}-scaled", about, reached, axis, y, **more)]
 
 
 def _drawn(each: Series) -> list[str]:
-    """Return the modes of a series' chart: without IO if it would press the other lines together."""
+    """Return the modes in the chart of a series, without IO if it would flatten the other lines."""
     least = {mode: min((rate for point in each.points if (rate := point.rate(mode))), default=0.0) for mode in ORDER}
     *others, loading = ORDER
     most = max((rate for mode in others for point in each.points if (rate := point.rate(mode))), default=math.inf)
@@ -177,10 +178,10 @@ def _energies(plan: PlanResult, several: Sequence[Series]) -> list[Chart]:
     ]
     if not rows:
         return []
-    y = {"value": "energy (J a sample)"}
+    y = {"value": "energy (J per sample)"}
     if factor is not None:
-        y["grams"] = "CO₂ (g a million samples)"
-    about = "Energy of a sample while FULL was measured: of the GPUs, or of nodes without."
+        y["grams"] = "CO₂ (g per million samples)"
+    about = "Energy per sample in training (FULL): of the GPUs, or of the nodes if they have none."
     more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False}
     return [lines(f"{plan.name}-energy", about, rows, {"devices": "devices"}, y, **more)]
 
@@ -194,7 +195,7 @@ def _rates(each: Series, mode: str) -> list[View]:
 
 
 def _apart(point: Point) -> float | None:
-    run = point.run if point.devices == 1 else point.twin  # one device has none to wait for
+    run = point.run if point.devices == 1 else point.twin  # one device waits for no other
     trials = run.trials("SYNTHETIC") if run else None
     return trials.mean if trials else None
 
@@ -223,19 +224,21 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
         ]
         if mode == "FULL":
             times = [1e3 * point.batch / rate if point.batch and (rate := point.rate(mode)) else None for point in rows]
-            columns.append(("Step of FULL", "time (ms)", [cell(time) for time in times]))
+            columns.append(("Training step", "time (ms)", [cell(time) for time in times]))
             used, factor = [point.run.energy_of("FULL") for point in rows], plan.record.grams_per_kwh
             if any(used):
-                columns.append(("Energy of FULL", "a sample", [cell(each, joules) for each in used]))
+                columns.append(("Energy of training", "a sample", [cell(each, joules) for each in used]))
             if any(used) and factor is not None:
                 million = [each and 1e6 * each for each in used]
                 words = partial(grams, per_kwh=factor)
-                columns.append(("Energy of FULL", "CO₂ of a million samples", [cell(each, words) for each in million]))
+                columns.append(
+                    ("Energy of training", "CO₂ of a million samples", [cell(each, words) for each in million])
+                )
         if mode == "SYNTHETIC":
             columns.append(("One process", "communication", [_ratio(point.alone) for point in rows]))
     caption = (
-        "Each row is a number of devices. Small figures are the ideal, what noise leaves (±), and what was published "
-        "at full size."
+        "One row per number of devices. Small figures are the ideal, the 95 % interval (±), and figures published for "
+        "the full size."
     )
     return table(columns, caption, f"Scaling of {plan.title}")
 
@@ -243,7 +246,11 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
 def _rate(point: Point, mode: str) -> Cell:
     trials = point.run.trials(mode)
     note = f"ideal {number(point.ideal(mode))}"
-    return cell(trials.mean, lambda mean: f"{number(mean)} ± {number(trials.std, 2)}", note) if trials else Cell()
+    return (
+        cell(trials.mean, lambda mean: f"{number(mean)} (standard deviation {number(trials.std, 2)})", note)
+        if trials
+        else Cell()
+    )
 
 
 def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
@@ -256,7 +263,7 @@ def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
 
 
 def aim(plan: PlanResult) -> tuple[Metric, float] | None:
-    """Return the aim that trainings are compared at: their target, or else the least validation loss that all reach."""
+    """Return the goal for comparing trainings: their target, or the lowest validation loss that all reach."""
     wanted = [asked(run) for run in plan.trained]
     if wanted and wanted[0] and wanted.count(wanted[0]) == len(wanted):
         return wanted[0]
@@ -265,7 +272,7 @@ def aim(plan: PlanResult) -> tuple[Metric, float] | None:
 
 
 def convergence(plan: PlanResult) -> Section | None:
-    """Return how trainings with larger and larger batches converge; None of other plans, and where none trained."""
+    """Return the convergence of trainings with growing batches; None for other plans and without trainings."""
     compared = aim(plan) if plan.record.kind == "convergence" else None
     if compared is None:
         return None
@@ -299,12 +306,18 @@ def convergence(plan: PlanResult) -> Section | None:
     if plan.record.grams_per_kwh is not None:
         words = partial(grams, per_kwh=plan.record.grams_per_kwh)
         columns.append((f"To {target}", "CO₂", spent(lambda each: each.joules, words)))
-    which = "the target" if compared == asked(plan.trained[0]) else "the least that all of them reach"
+    which = "the target" if compared == asked(plan.trained[0]) else "the lowest value that all of them reach"
     return Section(
         "Convergence",
-        f"The same training with larger and larger batches. What it took to reach {target}, {which}, is counted from "
-        "the first step to the end of the validation that showed it.",
-        tables=[table(columns, "Means over the seeds; below, their ends.", f"Convergence of {plan.title}")],
+        f"The same training with larger and larger batches. The goal is {target}, {which}. Its cost is counted from "
+        "the first step to the end of the validation that shows it.",
+        tables=[
+            table(
+                columns,
+                "Means over the seeds; below each, the least and the greatest value.",
+                f"Convergence of {plan.title}",
+            )
+        ],
     )
 
 
@@ -344,7 +357,7 @@ def _losses(values: Sequence[float]) -> Cell:
 
 
 def parallelism(plan: PlanResult) -> Section | None:
-    """Return memory and rate by the way in which devices share a model; None of other plans."""
+    """Return memory and speed by the way devices share a model; None for other plans."""
     runs = [run for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE]
     runs = runs if plan.record.kind == "parallelism" else []
     if not runs:
@@ -370,18 +383,22 @@ def parallelism(plan: PlanResult) -> Section | None:
             "published",
             list(map(_published, memories)),
         ),
-        ("FULL", "samples/s", [cell(t.mean, note=f"± {number(t.std, 2)}") if t else Cell() for t in full]),
+        (
+            "FULL",
+            "samples/s",
+            [cell(t.mean, note=f"standard deviation {number(t.std, 2)}") if t else Cell() for t in full],
+        ),
         column("FULL", "a device", lambda run: run.speed and run.speed / run.devices, number),
         column("FULL", "MFU", lambda run: run.throughput and run.throughput.mfu(), percent),
         ("FULL", "published", [_published(published.speeds_of(speeds, plan.name, run.name)) for run in runs]),
     ]
-    caption = "± is one standard deviation over the trials. Published figures are of the full size."
+    caption = "Standard deviations are over the trials. Published figures are for the full size."
     return Section(
         "Parallelism",
-        "tp: devices that share each layer; cp: those that share a sample's tokens; dp: those that see other samples, "
-        "which share the weights, too, with fsdp. Memory is that of one device: predicted before the first step, a "
-        "first estimate where devices share a model, and the greatest that was measured; of a processor that is the "
-        "whole process, Python and its libraries included.",
+        "tp: devices that share each layer. cp: devices that share the tokens of a sample. dp: devices with different "
+        "samples; with fsdp they also share the weights. Memory is per device: the prediction before the first step "
+        "(a rough estimate if devices share a model), and the measured peak. On a CPU the peak covers the entire "
+        "process, with Python and its libraries.",
         tables=[table(columns, caption, f"Parallelism of {plan.title}")],
     )
 
@@ -400,7 +417,7 @@ def _weights(run: RunResult, tp: int) -> Cell:
 
 
 def _published(known: list[Published]) -> Cell:
-    """Return the first of several figures, those of other editions below it."""
+    """Return the first of several figures, with figures of other editions below it."""
     if not known:
         return Cell()
     first, *others = known

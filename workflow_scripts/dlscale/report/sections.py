@@ -1,4 +1,7 @@
-"""A plan in the page: its card, and its sections, each by a function that returns None where there is nothing."""
+"""Build the card and the sections of a plan for the page.
+
+Each function in `SECTIONS` makes one section, or returns None if the plan has nothing to show there.
+"""
 
 from __future__ import annotations
 
@@ -44,41 +47,41 @@ from dlscale.report.results import (
 from dlscale.report.speedup import Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import bound, disturbance, of
 
-#: Most runs, or metrics, of a card.
+#: Maximum number of runs, or of metrics, in a card.
 CARD = 6
 
-#: Most runs that the charts of a plan show at first.
+#: Maximum number of runs that the charts of a plan show at first.
 DRAWN = 8
 
-#: Greatest size of a plan's picture in the first table, pixels: shown at half of it.
+#: Maximum size of a plan's picture in the first table, pixels; it is shown at half this size.
 THUMBNAIL = (280, 120)
 
-#: Most trials in the table of a sweep.
+#: Maximum number of trials in the table of a sweep.
 TRIALS = 40
 
-#: Most runs in the tables by channel.
+#: Maximum number of runs in the tables by channel.
 CHANNEL_ROWS = 40
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page that plans are shown in."""
+    """Context of the page that shows the plans."""
 
-    folder: Path = Path()  #: Start of links to files.
+    folder: Path = Path()  #: Folder of the page; links to files are relative to it.
     plans: frozenset[str] = frozenset()
     datasets: frozenset[str] = frozenset()
-    pictures: int = 3  #: Most predictions of a plan.
+    pictures: int = 3  #: Maximum number of predictions per plan.
     references: Sequence[Reference] = ()
-    call: str = "snakemake"  #: Words of a shell that call the workflow.
+    call: str = "snakemake"  #: Shell command that starts the workflow.
 
 
 def plan_view(plan: PlanResult, page: Page) -> View:
-    """Return a plan for the template."""
+    """Return the variables of a plan for the template."""
     used = dict.fromkeys(str(run.settings["dataset"]) for run in plan.runs if "dataset" in run.settings)
     sections = [section for make in SECTIONS if (section := make(plan, page))]
     names = list(dict.fromkeys(run for section in sections for chart in section.charts for run in chart.runs))
     least = first_and_least(plan.runs, DRAWN, lambda run: (run.final_loss, slowness(run)))
-    # Those of a convergence are groups of runs.
+    # In a convergence plan the charts name groups of runs.
     first = {run.called for run in least} & set(names) or set(names[:DRAWN])
     lacking: dict[str, list[str]] = {}
     for run, what in plan.record.left_out.items():
@@ -112,21 +115,24 @@ def plan_view(plan: PlanResult, page: Page) -> View:
 
 
 def environments(plan: PlanResult) -> list[str]:
-    """Return a line for each machine, or software, that runs were made with and the first run was not."""
+    """Return one line for each difference in machine or software from the first run."""
     found = dict[str, list[str]]()
     for run in plan.runs[1:]:
-        # Code that changed what a run is would have made it run again.
+        # The commit does not matter: a change of code that affects a run makes it run again.
         apart = [each for each in environment_changes(plan.runs[0], run) if not each.startswith("commit ")]
         if apart:
             found.setdefault(", ".join(apart), []).append(run.label)
-    return [f"{', '.join(runs)} and {plan.runs[0].label} differ: {words}." for words, runs in found.items()]
+    return [
+        f"“{'”, “'.join(runs)}”: other machine or software than “{plan.runs[0].label}”: {words}."
+        for words, runs in found.items()
+    ]
 
 
 # ---- the card ----------------------------------------------------------------------------------------
 
 
 def line(plan: PlanResult) -> str:
-    """Return a plan's fastest run, its best one and what tuning found in a line, for the end of a call."""
+    """Summarise a plan in one line for the terminal: its fastest run, its best run, and the result of tuning."""
     several = len(plan.runs) > 1
     said = [f"{each['run']}: " * several + each["verdict"].rstrip(".") for each in tuning_verdicts(plan)]
     if found := sweep_view(plan):
@@ -136,11 +142,11 @@ def line(plan: PlanResult) -> str:
         if found["efficiency"]:
             told = f"{scaling.glance(plan)}, {text.number(found['efficiency']['speed'])} {found['unit']}"
         elif not found["known"]:
-            told += f" ({found['fastest']}), which run is faster is {UNKNOWN}"
+            told += f" ({found['fastest']}), the fastest run is {UNKNOWN}"
         elif found["gain"]:
             told = f"{found['fastest']} is fastest, {found['gain'].words} as fast as {found['first']}, {told}"
         elif several and not found["alone"]:
-            told += ", no run is faster beyond noise"
+            told += ", no significant speed-up"
         said.append(told)
     if found := quality(plan):
         lead = found["lead"]
@@ -159,7 +165,7 @@ def line(plan: PlanResult) -> str:
 
 
 def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
-    """Return the fastest of a plan's groups of runs, those equal to it within noise, and all; None without speeds."""
+    """Return the fastest group of runs, the groups equal to it within noise, and all groups; None without speeds."""
     measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
     speeds = SpeedUps(plan.runs)
     groups = [group for group in speeds.groups if group.runs[0] in measured]
@@ -167,22 +173,23 @@ def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
 
 
 def speed(plan: PlanResult) -> View | None:
-    """Return the fastest run, beyond noise, and bars of the first and the fastest ones; None if none was measured.
+    """Return the fastest run, and bars of the first and the fastest runs; None if no speed was measured.
 
-    Runs that do the same work are one, at their mean speed.
+    A run leads only if it is faster than the first run beyond noise. Runs that do the same work count as one, with
+    their mean speed.
     """
     if (found := _fastest(plan)) is None:
         return None
     (fastest, like, groups), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
     known = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
-    # Those of the same step at another size, as in a demo, stand in the table alone.
+    # Published figures of the same step at another size, as for a demo, appear only in the table.
     figures = {run: figure for run, figure in known.items() if f"{plan.name}.{run}" in figure.runs}
-    # As they were timed, in turns: quotients of the runs' own speeds would contradict them.
+    # Ratios from paired timing, where known: quotients of separately measured speeds would contradict them.
     base = first.speed or fastest.speed
     ratios = {id(group): group.gain.ratio if group.gain else group.speed / base for group in groups}
     greatest = max(ratios.values())
-    # The fastest in turns need not be so by itself.
+    # The fastest run by paired timing need not have the highest separately measured speed.
     shown = first_and_least(groups, CARD, lambda group: -math.inf if group is fastest else -group.speed)
     return {
         "full": bool(fastest.runs[0].throughput),
@@ -229,11 +236,11 @@ def _label(group: Group) -> str:
     if len(group.runs) == 1:
         return group.runs[0].called
     labels = list(dict.fromkeys(map(without_seed, group.runs)))
-    return " and ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} like it"
+    return " and ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} equal runs"
 
 
 def fastest_bound(plan: PlanResult, call: str) -> View | None:
-    """Return the bound of the run that `speed` calls the fastest; None if that was not measured."""
+    """Return what limits the fastest run of the card; None if that was not measured."""
     if (found := _fastest(plan)) is None:
         return None
     scaled = scaling.headline(plan)
@@ -243,12 +250,12 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
         return None
     if scaled and judged.bound and (lost := scaled.communication):
         why = (
-            f"Averaging gradients takes {text.percent(lost.value)} {lost.around} of a step of FULL, by the run that "
-            "does not average them."
+            f"Averaging gradients takes {text.percent(lost.value)} {lost.around} of a step, compared with the same run "
+            "without averaging."
         )
         judged = replace(judged, bound=replace(judged.bound, what="communication", key="both", why=why))
     means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
-    # A bar that is longer than four times the second longest is clipped: the others would have no pixel.
+    # The longest bar is clipped at four times the second longest, so that all bars stay visible.
     second, first = sorted([0.0, *means.values()])[-2:]
     longest = min(first, 4 * second) or first
     return {
@@ -263,7 +270,7 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
 
 
 def next_plan(plan: PlanResult, run: RunResult, rung: str, call: str) -> str:
-    """Return lines of a shell that time a run beside the same with the settings `rung`, YAML."""
+    """Return shell lines that time a run with and without the settings `rung`, YAML."""
     own, name = f"{plan.name}.{run.name}", f"{plan.name}_next"
     runs = {"before": {"use": own}, "next": yaml.safe_load(rung)}
     added = {"study": plan.record.study, "from": own, "measure": ["throughput"], "runs": runs}
@@ -273,7 +280,7 @@ def next_plan(plan: PlanResult, run: RunResult, rung: str, call: str) -> str:
 
 
 def quality(plan: PlanResult) -> View | None:
-    """Return the best run's losses, leading metric, and skills; None if none was trained."""
+    """Return the losses, the leading metric and the skills of the best run; None if no run was trained."""
     if plan.best is None:
         return None
     last, lead = plan.best.mean, None
@@ -302,7 +309,7 @@ def quality(plan: PlanResult) -> View | None:
 
 
 def targets(plan: PlanResult) -> list[View]:
-    """Return, for each target of the plan's runs, the first to reach it, and those that missed it."""
+    """Return for each target the first run that reached it, and the runs that missed it."""
     by_aim: dict[str, list[tuple[RunResult, Reached]]] = {}
     for run in plan.runs:
         if found := reached(run):
@@ -312,14 +319,14 @@ def targets(plan: PlanResult) -> list[View]:
         there = [(run, found) for run, found in all_ if found.epoch]
         missed = [(run.called, found.nearest) for run, found in all_ if not found.epoch]
         first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
-        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])  # pages are made by processes
+        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])  # values to pickle
         views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": told})
     return views
 
 
 # ---- tables ------------------------------------------------------------------------------------------
 
-#: Makes a cell from a run and its row of `summary.csv`.
+#: Function that makes a cell from a run and its row of `summary.csv`.
 Make = Callable[[RunResult, Row], Cell]
 
 
@@ -356,14 +363,14 @@ def runs_table(plan: PlanResult) -> Table:
         return "; ".join(filter(None, notes))
 
     scalars = [metric for metric in plan.metrics.values() if not metric.channel and not metric.derived]
-    epochs = "epochs" + " (of programs: validations)" * any(run.program for run in plan.runs)
+    epochs = "epochs" + " (external programs: validations)" * any(run.program for run in plan.runs)
     columns: list[tuple[str, str, Make]] = [
         ("Run", "run", lambda run, row: heading(plan, run, order[run])),
         ("Run", "what it changes", lambda run, row: cell(plan.changed(run))),
         ("Run", "batch size", lambda run, row: cell(run.batch_size, text.count)),
-        ("Throughput (samples/s)", "training", column("train_samples_per_second")),
+        ("Throughput (samples/s)", "median epoch", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
-        ("Throughput (steps/s)", "training", column("train_steps_per_second")),
+        ("Throughput (steps/s)", "whole program", column("train_steps_per_second")),
         ("Throughput (steps/s)", "FULL", column("full_steps_per_second")),
         ("Verdict", "speed-up", lambda run, row: _gain(speeds.over(run, speeds.first))),
         (
@@ -403,15 +410,15 @@ def runs_table(plan: PlanResult) -> Table:
     rows: list[tuple[RunResult, Row]] = list(zip(plan.runs, rows_of(plan), strict=True))
     return table(
         [(group, heading, [make(run, row) for run, row in rows]) for group, heading, make in columns],
-        "Losses and metrics are those of the last epoch. Times leave validation out, but for that to the target. ± is "
-        "one standard deviation over the trials, under «Verdict» the 95 % interval. Click a heading to sort.",
+        "Losses and metrics are those of the last epoch. Times exclude validation, except the time to the target. ± is "
+        "a 95 % interval. Standard deviations are over trials or seeds. Click a heading to sort.",
         f"All runs of {plan.title}",
     )
 
 
 def _spread(run: RunResult, row: Row, name: str) -> str:
     spread = row.get(f"{name}_std")
-    return "" if spread is None else f"± {text.number(spread, 2)}"
+    return "" if spread is None else f"standard deviation {text.number(spread, 2)}"
 
 
 def _goodput(run: RunResult) -> Cell:
@@ -435,7 +442,7 @@ def _times(ratio: float) -> str:
 
 
 def _of_bytes(run: RunResult, row: Row, name: str) -> str:
-    return "bytes of a step that is not compiled" if run.throughput and run.throughput.compile is not None else ""
+    return "bytes of the step before compilation" if run.throughput and run.throughput.compile is not None else ""
 
 
 def _of_published(run: RunResult, row: Row, name: str) -> str:
@@ -455,7 +462,7 @@ def _reached(run: RunResult, row: Row) -> Cell:
 
 
 def channels(plan: PlanResult, page: Page) -> Section | None:
-    """Return a table for each kind of metric that has channels, with naive answers and skills."""
+    """Return a table for each kind of metric that has channels, with baselines and skills."""
     naive = {metric.naive for metric in plan.metrics.values()}
     kinds: dict[str, list[Metric]] = {}
     rivals: dict[str, list[Metric]] = {}
@@ -473,9 +480,9 @@ def _channel_table(
     plan: PlanResult, shown: Sequence[RunResult], metrics: Sequence[Metric], rivals: dict[str, list[Metric]]
 ) -> Table:
     first, last = metrics[0], [run.mean.metrics for run in shown]
-    answers = [(first.answer if rivals else f"naive answer: {first.answer}", [metric.naive for metric in metrics])]
-    answers += [(f"naive answer: {name}", [metric.name for metric in each]) for name, each in rivals.items()]
-    finished = [each for each in last if each] or last  # what diverged has no metrics
+    answers = [(first.answer if rivals else f"baseline: {first.answer}", [metric.naive for metric in metrics])]
+    answers += [(f"baseline: {name}", [metric.name for metric in each]) for name, each in rivals.items()]
+    finished = [each for each in last if each] or last  # diverged runs have no metrics
     naive = {name: _shared(finished, keys) for name, keys in answers}
     if all(value is None for value in naive[answers[0][0]]):
         naive = {}
@@ -490,7 +497,7 @@ def _channel_table(
         errors = [cell(values.get(metric.name), note=note) for values, note in zip(last, notes, strict=True)]
         heading = f"{metric.channel} {text.unit(metric.unit)}".strip()
         columns.append(("", heading, [cell(answer[place]) for answer in naive.values()] + errors))
-    rest = "the first, and those with the least validation loss. The CSV file has all."
+    rest = "the first run and the runs with the lowest validation loss. The CSV file has all."
     skill = f" Skill is 1 − error / error of {first.answer}." if first.naive and first.better == "lower" else ""
     return table(
         columns,
@@ -504,7 +511,7 @@ def _channel_table(
 
 
 def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> list[float | None]:
-    """Return the value of each metric that all runs share, as a naive answer's on the same data, or None."""
+    """Return the value of each metric if it is equal in all runs, as for a baseline on the same data; else None."""
     columns = [[values.get(name or "") for values in last] for name in names]
     return [
         column[0]
@@ -516,12 +523,12 @@ def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> li
 
 # ---- the ladder --------------------------------------------------------------------------------------
 
-#: What a rung does, and its colour.
+#: Effects of a rung, with their colours.
 STEPS = {"first": COLOURS[0], "faster": MODE_COLOURS["FULL"], "within noise": MUTED, "slower": WORSE}
 
 
 def waterfall(plan: PlanResult, page: Page) -> Section | None:
-    """Return what each rung gave, and what bounded the one before; None of other plans."""
+    """Return the gain of each rung, and the limit of the rung before; None for other plans."""
     speeds = SpeedUps(plan.runs)
     runs = speeds.runs if plan.record.kind == "ladder" else []
     if len(runs) < 2:
@@ -539,10 +546,10 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         rows[-1] |= {"end": max(begin, over.ratio), "ratio": over.words, "was": was.what if was else text.NONE}
         reached = over.ratio
     words = (
-        "What each rung gave: its speed as a multiple of the first one's. A bar begins where the rung before came to; "
-        "beside it its own ratio to that one, and what bounded that one."
+        "Speed of each rung, relative to the first run. A bar starts at the speed of the rung before. Its label is the "
+        "speed-up over the rung before, and the limit of that rung."
     )
-    shown = {"ratio": "over the first", "said": "over the rung before", "was": "that was bound by"}
+    shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
     return Section("The ladder", charts=[bars(f"{plan.name}-ladder", words, rows, "speed over the first run", **more)])
 
@@ -551,7 +558,7 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
 
 
 def throughput(plan: PlanResult, page: Page) -> Section | None:
-    """Return the rates and verdicts of all runs that were timed; None if none was."""
+    """Return the rates and verdicts of all runs that were timed; None if no run was timed."""
     measured = [run for run in plan.runs if run.throughput]
     if not measured:
         return None
@@ -580,13 +587,19 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
     rows = [
         {"run": run.called, "mode": mode, "from": 0.0, "to": trials.mean, "end": trials.mean + trials.std}
         | {"low": trials.mean - trials.std, "high": trials.mean + trials.std, "said": text.number(trials.mean)}
-        | {"value": f"{text.number(trials.mean)} ± {text.number(trials.std, 2)}", "trials": len(trials.trial_time)}
+        | {
+            "value": f"{text.number(trials.mean)} (standard deviation {text.number(trials.std, 2)})",
+            "trials": len(trials.trial_time),
+        }
         for run in runs
         for mode in MODES
         if (trials := run.trials(mode))
     ]
     what = "Samples" if unit == SAMPLE_RATE else "Steps"
-    words = f"{what} per second of each run: mean over the trials, with one standard deviation to each side."
+    words = (
+        f"{what} per second of each run: loading (IO), computing (SYNTHETIC) and training (FULL). Bars are means over "
+        "the trials; thin lines show one standard deviation to each side."
+    )
     shown = {"value": unit, "trials": "trials"}
     more: View = {"colours": MODE_COLOURS, "by": "mode", "shown": shown, "facts": plan.facts}
     name = f"{plan.name}-throughput" + "-steps" * (unit == STEP_RATE)
@@ -597,7 +610,7 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
 
 
 def sweep_view(plan: PlanResult) -> View | None:
-    """Return a sweep's best trial; None of other plans, and of trials that do not train."""
+    """Return the best trial of a sweep; None for other plans and without a trained trial."""
     if plan.record.sweep is None or plan.best is None:
         return None
     score, better = plan.score(plan.best)
@@ -615,7 +628,7 @@ def sweep_view(plan: PlanResult) -> View | None:
 
 
 def sweep(plan: PlanResult, page: Page) -> Section | None:
-    """Return a sweep's trials by rank, and the best settings; None of other plans."""
+    """Return the trials of a sweep by rank, and the best settings; None for other plans."""
     if (found := sweep_view(plan)) is None or plan.record.sweep is None:
         return None
     ranked, values = plan.ranked, plan.record.sweep.trials
@@ -627,14 +640,14 @@ def sweep(plan: PlanResult, page: Page) -> Section | None:
         ("", "epochs", [cell(run.epochs[-1].epoch, text.count) for run in shown]),
         ("", sweep_metric(plan), [cell(score) if math.isfinite(score) else Cell("diverged") for score in scores]),
     ]
-    caption = "Trials, the best first. A trial that diverged is the worst."
-    note = "".join(some(len(shown), len(ranked), "trials", "the best. The CSV file has all."))
+    caption = "Trials, the best first; diverged trials come last."
+    note = "".join(some(len(shown), len(ranked), "trials", "the best ones. The CSV file has all."))
     trials = table(columns, caption, f"Trials of {plan.title}", note=note)
     return Section("Sweep", tables=[trials], form="sweep", own=found)
 
 
 def sweep_metric(plan: PlanResult) -> str:
-    """Return the readers' name of a sweep's metric."""
+    """Return the display name of a sweep's metric."""
     assert plan.record.sweep is not None
     name = plan.record.sweep.metric
     known = {"valid_loss": "validation loss", "samples_per_second": "samples/s"}
@@ -648,7 +661,7 @@ def _method(record: SweepRecord) -> str:
     if record.method != "halving":
         return {"grid": "all combinations", "random": "drawn at random"}[record.method]
     rungs = [f"{trials} for {until} epoch{'s' * (until != 1)}" for until, trials in record.rungs]
-    return f"successive halving: {', '.join(rungs)}, the best of each rung training on"
+    return f"successive halving: {', '.join(rungs)}, the best of each rung train on"
 
 
 def _setting(value: Any) -> Cell:
@@ -662,7 +675,7 @@ def tuning_verdicts(plan: PlanResult) -> list[View]:
 
 
 def tuned_winner(plan: PlanResult) -> View | None:
-    """Return the setting that tuning found for the first tuned run; None if none was tuned or compared."""
+    """Return the setting that tuning chose for the first tuned run; None if no run was tuned."""
     run = next((run for run in plan.runs if run.tuning), None)
     if run is None or run.tuning is None:
         return None
@@ -678,7 +691,7 @@ def tuned_winner(plan: PlanResult) -> View | None:
 
 
 def tunings(plan: PlanResult, page: Page) -> Section | None:
-    """Return the settings that were tried of each tuned run; None if none was tuned."""
+    """Return the settings tried for each tuned run; None if no run was tuned."""
     own = [
         {
             "run": run.called,
@@ -699,13 +712,14 @@ def tunings(plan: PlanResult, page: Page) -> Section | None:
 
 
 def tried(tuning: Tuning, run: str = "") -> Table:
-    """Return a row for each setting, the best first.
+    """Return the table of the settings tried: the run's own, then the best first.
 
-    A speed is relative to the run's own in the last rung that the setting reached: rungs differ by the machine's drift.
+    Speeds are relative to the run's own setting in the last rung that each setting reached, since the machine drifts
+    between rungs.
     """
     own, *others = tuning.candidates
     winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None
-    # The finalist; then by the rung reached, and by speed there; last those that were dropped.
+    # The finalist first, then by the rung reached, and by speed in it; dropped settings last.
     others.sort(
         key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -(_relative(each, own) or 0))
     )
@@ -719,10 +733,10 @@ def tried(tuning: Tuning, run: str = "") -> Table:
         ("", "dropped because", [cell(each.problem or text.NONE) for each in rows]),
     ]
     caption = (
-        "Speeds are those of the last rung that a setting came to, relative to the run's own in the same rung. They "
-        "rank settings; the verdict is the duel's."
+        "Speeds are from the last rung that each setting reached, relative to the run's own setting in the same rung. "
+        "They only rank the settings; the final comparison decides."
     )
-    return table(columns, caption, f"Settings that were tried, {run}", sortable=False)
+    return table(columns, caption, f"Settings tried, {run}", sortable=False)
 
 
 def _rate(each: Tried, rung: int) -> float | None:
@@ -744,23 +758,23 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
         return None
     drawn.sort(key=lambda pair: pair[0] is not plan.best)
     judge = sweep_metric(plan) if plan.record.sweep else plan.judge and plan.judge.title
-    best = f", the run with {f'the best {judge}' if judge else 'the least validation loss'}" * (len(plan.runs) > 1)
+    best = f", the run with {f'the best {judge}' if judge else 'the lowest validation loss'}" * (len(plan.runs) > 1)
     shown = [
         {"label": run.called, "best": best * (run is plan.best), **picture(p)} for run, p in drawn[: page.pictures]
     ]
-    rest = "the others are prediction.png in their runs' folders."
+    rest = "the rest are files prediction.png in the folders of their runs."
     notes = some(len(shown), len(drawn), "figures", rest)
     return Section("Predictions", form="predictions", own=shown, notes=notes)
 
 
 def thumbnail(plan: PlanResult) -> str | None:
-    """Return the upper part of the best run's prediction, or another's, as a small JPEG file in base 64."""
+    """Return the top of the best run's prediction, or of another run's, as a small JPEG file in base 64."""
     from PIL import Image
 
     run = next((run for run in (plan.best, *plan.trained) if run and run.prediction), None)
     if run is None or run.prediction is None:
         return None
-    picture(run.prediction)  # which refuses half of a file
+    picture(run.prediction)  # refuses a truncated file
     small = io.BytesIO()
     with Image.open(run.prediction) as image:
         top = image.convert("RGB").crop(
@@ -775,13 +789,13 @@ def picture(path: Path) -> View:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
     content = path.read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
-        raise UserError(f"{path}: not a whole PNG file; delete it and run its stage again")
+        raise UserError(f"{path}: not a complete PNG file; delete it and run its stage again")
     width, height = struct.unpack(">II", content[16:24])
     return {"width": width, "height": height, "data": base64.b64encode(content).decode()}
 
 
 def provenance(plan: PlanResult, page: Page) -> Section:
-    """Return what each run was made with: command, code, packages, device, settings."""
+    """Return the provenance of each run: command, code, packages, device, settings."""
     return Section("Provenance", form="provenance", own=[_made(plan, run, page) for run in plan.runs])
 
 
@@ -800,7 +814,7 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     files |= {"configuration": run.folder / "config.yaml", "epochs": run.folder / "metrics.jsonl"}
     files |= {title: run.folder / "profile" / name for title, name in traces}
     owner, _, name = run.owner.partition("/")
-    # The folder of a rung is no run that the page shows.
+    # The folder of a rung is not a run on the page.
     shown = owner in page.plans and (owner != plan.name or any(each.name == name for each in plan.runs))
     return {
         "id": plan.anchor(run),
@@ -829,7 +843,7 @@ def _plain(value: Any) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip() if plain else str(value)
 
 
-#: The sections of a plan, in the page's order.
+#: Sections of a plan, in the order of the page.
 SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     sweep,
     waterfall,

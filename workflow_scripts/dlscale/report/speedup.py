@@ -1,8 +1,8 @@
-"""Speed-ups between runs of a plan, and scaling over devices, each with its 95 % interval.
+"""Compute speed-ups between runs, and scaling over devices, each with its 95 % interval.
 
-Runs of one process were timed in turn with their plan's first run (`dlscale.measure.turns`): the spread of these ratios
-is taken from all runs of the plan together. Runs measured apart have the spread of their trials. Added to either is the
-difference of two measurements of the same work.
+Runs of one process have paired timing with the first run of their plan (`dlscale.measure.turns`); the spread of these
+ratios is pooled over all runs of the plan. Runs that were measured separately have the spread of their trials. Both
+intervals are widened by the difference that two measurements of the same work may have.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dlscale.core.text import number, percent
 from dlscale.measure.records import SAMPLE_RATE, Beside, Trials
 from dlscale.report.results import PlanResult, RunResult
 
-#: Least difference of two speeds measured apart that counts: logarithm of a ratio of 1.05.
+#: Minimum difference of two separately measured speeds that counts: logarithm of the ratio 1.05.
 APART = math.log1p(0.05)
 
-#: Least difference in turns that counts, logarithm of a ratio: where both runs did the same, in 15 measurements, the
-#: ratio had a standard deviation of 0.7 %, and was 1.8 % at most.
+#: Minimum difference by paired timing that counts, logarithm of a ratio. In 15 measurements of equal runs, the ratio
+#: had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
 FLOOR = 0.015
 
 
@@ -34,8 +34,8 @@ FLOOR = 0.015
 class SpeedUp:
     """The ratio of two speeds."""
 
-    log: float  #: Natural logarithm, which makes `twice` and `half` alike.
-    error: float  #: Half of its 95 % interval; infinite where no spread is known.
+    log: float  #: Natural logarithm of the ratio: symmetric for twice and half the speed.
+    error: float  #: Half-width of the 95 % interval of `log`; infinite if the spread is unknown.
 
     @property
     def ratio(self) -> float:
@@ -51,14 +51,14 @@ class SpeedUp:
 
     @property
     def noise(self) -> bool:
-        """Whether the two may be equally fast."""
+        """Whether the interval includes equal speeds."""
         return abs(self.log) <= self.error
 
     @property
     def around(self) -> str:
         if not math.isfinite(self.error):
-            return "of single trials, which may differ by anything"
-        if self.high - self.ratio > 2 * (self.ratio - self.low):  # "±" would have it reach below what it excludes
+            return "(single trials, no interval)"
+        if self.high - self.ratio > 2 * (self.ratio - self.low):  # asymmetric: "±" would include excluded values
             return f"({number(self.low)} to {number(self.high)})" + ", within noise" * self.noise
         return f"± {number((self.high - self.low) / 2, 2)}" + ", within noise" * self.noise
 
@@ -68,20 +68,20 @@ class SpeedUp:
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
-        """Return the geometric mean, as uncertain as one of them: they may share a disturbance."""
+        """Return the geometric mean, with the mean error: a disturbance may affect all of them."""
         return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
 
 
-# ---- apart -------------------------------------------------------------------------------------------
+# ---- measured separately -----------------------------------------------------------------------------
 
 
 def spread(trials: Trials, looks: int = 1) -> float:
-    """Return half of the interval of a mean rate, relative to it, by the spread of its trials."""
+    """Return the relative half-width of a mean rate's interval, from the spread of its trials."""
     return reach(trials.std / trials.mean, len(trials.trial_time), looks) if trials.mean else math.inf
 
 
 def spread_of(run: RunResult, looks: int = 1) -> float:
-    """Return half of the interval of a run's speed, relative to it: of FULL, or of its training epochs."""
+    """Return the relative half-width of the interval of a run's speed: of FULL, or of its training epochs."""
     if trials := run.trials("FULL"):
         return spread(trials, looks)
     speeds = [epoch.samples_per_second for epoch in run.timed[1:] if epoch.samples_per_second is not None]
@@ -89,7 +89,7 @@ def spread_of(run: RunResult, looks: int = 1) -> float:
 
 
 def between(before: Trials, after: Trials, floor: float = APART) -> SpeedUp:
-    """Return the ratio of two rates measured apart; equal ones may differ by `floor`, a logarithm."""
+    """Return the ratio of two separately measured rates; equal rates may differ by `floor`, a logarithm."""
     return SpeedUp(math.log(after.mean / before.mean), math.hypot(spread(before), spread(after), floor))
 
 
@@ -99,23 +99,24 @@ def _is_comparable(run: RunResult, other: RunResult) -> bool:
 
 
 def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks: int = 1) -> SpeedUp | None:
-    """Return the ratio of two runs' speeds, measured apart; None where either is unknown, or one alone is FULL."""
+    """Return the ratio of two separately measured speeds; None if unknown or not comparable."""
     if not (run.speed and other.speed and _is_comparable(run, other)):
         return None
     errors = (spread_of(each, looks) for each in (run, other))
     return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
 
 
-# ---- in turns ----------------------------------------------------------------------------------------
+# ---- paired timing -----------------------------------------------------------------------------------
 
 
 def by_turns(
     own: Beside | None, its: Beside | None, opening: tuple[float, int], floor: float = 0.0, looks: int = 1
 ) -> SpeedUp:
-    """Return the ratio of two runs' speeds by the turns of each with a third, or of one with the other (None).
+    """Return the ratio of two runs' speeds by paired timing.
 
-    `opening` is the standard deviation of an opening's ratio over all runs, with its degrees of freedom; a run that
-    varies more has its own. Equal runs may differ by `floor`, a logarithm.
+    Each run was timed against a common third run; None is that third run itself. `opening` is the standard deviation of
+    an opening's ratio over all runs, with its degrees of freedom; a run that varies more has its own. Equal runs may
+    differ by `floor`, a logarithm.
     """
     log = (statistics.fmean(own.ratios) if own else 0.0) - (statistics.fmean(its.ratios) if its else 0.0)
     spread, freedom = opening
@@ -126,9 +127,9 @@ def by_turns(
 
 
 def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
-    """Return the ratio of two runs' speed-ups over their plans' first runs, if these did the same work.
+    """Return the ratio of two runs' speed-ups over the first runs of their plans, if these did the same work.
 
-    None for the first runs themselves and for those that do their work.
+    None for the first runs themselves, and for runs that do the same work as a first run.
     """
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
@@ -142,22 +143,22 @@ class Group:
 
     runs: list[RunResult]
     speed: float  #: Mean samples/s.
-    gain: SpeedUp | None  #: Speed-up over the plan's first run; None for that run and its like.
+    gain: SpeedUp | None  #: Speed-up over the plan's first run; None for the group of that run.
 
 
 class SpeedUps:
     """The speed-ups between a plan's runs."""
 
     def __init__(self, runs: Sequence[RunResult]) -> None:
-        timed = [run for run in runs if run.throughput]  # with FULL the speed of a training does not compare
+        timed = [run for run in runs if run.throughput]  # the speed of a training is not comparable with FULL
         known = [run for run in timed or runs if run.speed]
         self.first = (known or runs)[0]
-        self.runs = [run for run in known if run.unit == self.first.unit]  # others do not compare
+        self.runs = [run for run in known if run.unit == self.first.unit]  # other units are not comparable
 
     def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
-        """Return how much faster a run is than another; None where either speed is unknown, or one alone is FULL.
+        """Return the speed-up of a run over another; None if a speed is unknown or they are not comparable.
 
-        With several `looks` the wider intervals hold together.
+        With several `looks`, intervals are wider, so that all of them hold together.
         """
         if not (run.speed and other.speed and _is_comparable(run, other)):
             return None
@@ -172,19 +173,19 @@ class SpeedUps:
 
     @cached_property
     def floor(self) -> float:
-        """Logarithm of the ratio, in turns, that the same work has beyond the spread of openings."""
+        """Greatest log ratio of equal work by paired timing, beyond the spread of openings; at least `FLOOR`."""
         same = [found for one, other in self._alike() if (found := self._in_turns(one, other))]
         return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
     def apart(self) -> float:
-        """Logarithm of the ratio that the same work has, measured apart."""
+        """Greatest log ratio of equal work, measured separately; at least `APART`."""
         return max([APART, *(abs(math.log((a.speed or 1) / (b.speed or 1))) for a, b in self._alike())])
 
     def _in_turns(self, run: RunResult, other: RunResult, floor: float = 0.0, looks: int = 1) -> SpeedUp | None:
-        """Return the ratio by turns of a run with another, or of both with a third; None where there were none.
+        """Return the ratio of two runs by paired timing, with each other or with a common third; None without it.
 
-        For the first run and itself they are the run's with its copy.
+        For the first run and itself, the pair is the run and its copy.
         """
         own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
         straight = [(own, None)] if own and own.compute == other.compute else []
@@ -214,9 +215,10 @@ class SpeedUps:
         return Group(runs, speed, SpeedUp.mean(over) if over else None)
 
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
-        """Return the fastest of some groups, and those equal to it within noise.
+        """Return the fastest group, and the groups equal to it within noise.
 
-        It is the first run's where no other is faster beyond noise, by intervals that hold of all groups together.
+        The group of the first run leads unless another one is faster beyond noise, by intervals that hold for all
+        groups together.
         """
         looks = max(len(groups) - 1, 1)
         ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
@@ -233,24 +235,24 @@ class SpeedUps:
 
 # ---- over devices ------------------------------------------------------------------------------------
 
-#: The kinds of plans that ask how runs scale.
+#: Kinds of plans that measure scaling.
 SCALING = ("weak_scaling", "strong_scaling")
 
-#: Settings in which the runs of a series may differ: geometry, batch, and those that a step's time does not depend on.
+#: Settings that may differ within a series: geometry, batch, and settings that do not affect the time of a step.
 _OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
 _LATER = ("training", "schedule", "throughput", "profile", "tune")
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two measured rates, or 1 minus it, with its noise to either side."""
+    """A ratio of two measured rates, or 1 minus it, with the half-width of its 95 % interval."""
 
     value: float
     noise: float
 
     @property
     def around(self) -> str:
-        return f"± {percent(self.noise)}" if math.isfinite(self.noise) else "of single trials"
+        return f"± {percent(self.noise)}" if math.isfinite(self.noise) else "(single trials, no interval)"
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ class Point:
 
     run: RunResult
     base: RunResult  #: The run of the series with the fewest devices.
-    twin: RunResult | None  #: The same computation without averaged gradients.
+    twin: RunResult | None  #: The same computation without gradient averaging.
 
     @property
     def devices(self) -> int:
@@ -275,7 +277,7 @@ class Point:
         return trials.mean if trials else None
 
     def ideal(self, mode: str) -> float | None:
-        """Return the samples/s of as many devices as fast as those of the base."""
+        """Return the samples/s of the base, scaled to the number of devices."""
         base = self.base.trials(mode)
         return base.mean * self.devices / self.base.devices if base else None
 
@@ -288,29 +290,29 @@ class Point:
         return Ratio(value, value * between(base, own).error if self.run is not self.base else 0.0)
 
     def communication(self, mode: str) -> Ratio | None:
-        """Return the share of a step's time that is communication: 1 - time of the twin / time."""
+        """Return the fraction of a step spent on communication: 1 - time of the twin / time."""
         twin = self.twin if self.twin and self.twin.unit == self.run.unit else None
         return _share(self.run.trials(mode), twin.trials(mode) if twin else None, APART)
 
     @property
     def alone(self) -> Ratio | None:
-        """Share of communication in SYNTHETIC, from one run: steps without sums over ranks against steps with them."""
+        """Fraction of communication in SYNTHETIC, from steps of one run with and without gradient averaging."""
         return _share(self.run.trials("SYNTHETIC"), self.run.trials("alone"), 0.0)
 
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that differ in their number of devices alone, from few to many."""
+    """Runs that differ only in their number of devices, in increasing order."""
 
     label: str
-    batch: int  #: Samples a step: in weak scaling of each device (or those that share a model), else of all.
+    batch: int  #: Samples per step: in weak scaling per device (or devices that share a model), else in total.
     points: list[Point]
 
 
 def series(plan: PlanResult) -> list[Series]:
-    """Return the plan's runs that average gradients, measured in samples/s, by batch and settings.
+    """Group the plan's runs that average gradients, measured in samples/s, by batch and settings.
 
-    A run's twin has the same devices, batch and settings but those of `parallel`, which do nothing there.
+    The twin of a run has the same devices, batch and settings, except for `parallel`, which has no effect there.
     """
     weak = plan.record.kind == "weak_scaling"
     batch = {run: _batch(run, weak) for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE}
@@ -326,7 +328,7 @@ def series(plan: PlanResult) -> list[Series]:
     made = []
     for base, runs in zip(bases, found.values(), strict=True):
         settings = shared[base]
-        # What FSDP sends is no sum of gradients alone, and has no twin.
+        # FSDP exchanges more than gradients, so its runs have no twin.
         apart = _apart(settings) if settings.get("parallel.kind", "ddp") == "ddp" else None
         points = [Point(runs[n], base, twins.get(_key(batch[base], n, apart))) for n in sorted(runs)]
         alike = [shared[other] for other in bases if batch[other] == batch[base]]
@@ -348,20 +350,20 @@ def _key(*parts: Any) -> str:
 
 
 def _batch(run: RunResult, weak: bool) -> int:
-    """Return the samples a step that the plan keeps the same."""
+    """Return the samples per step that the plan keeps constant."""
     batch, sharing = run.batch_size or 0, run.setting("geometry.tp", 1) * run.setting("geometry.cp", 1)
     return int(batch * sharing // run.devices) if weak else batch
 
 
 def _label(batch: int, weak: bool, settings: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
-    """Return a series' batch, and its settings that differ among those of that batch."""
+    """Return the label of a series: its batch, and the settings that differ between series of this batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
     said = [f"{key.rpartition('.')[2]} {'none' if settings[key] is None else settings[key]}" for key in keys]
     return "; ".join([f"{batch or 'unknown'} samples {'a device' if weak else 'a step'}", *said])
 
 
 def _share(together: Trials | None, apart: Trials | None, floor: float) -> Ratio | None:
-    """Return 1 - time apart / time together, from rates of as many samples."""
+    """Return 1 - time apart / time together, from rates of equal batches."""
     if not (together and apart and apart.mean):
         return None
     ratio = together.mean / apart.mean

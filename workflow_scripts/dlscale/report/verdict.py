@@ -1,7 +1,7 @@
-"""The verdict: causes that hold a run back, and whether the machine was quiet meanwhile.
+"""Judge a run: what limits its speed, and whether other programs disturbed the measurement.
 
-`dlscale explain RUN` and the page show it. Each function of `LOOKS` looks for one cause and returns it with the figures
-that show it, or None, also where nothing was measured.
+`dlscale explain RUN` and the page show this verdict. Each function in `LOOKS` looks for one cause. It returns a finding
+with its evidence, or None if the cause is absent or was not measured.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ if TYPE_CHECKING:
 
 # ---- what bounds a run -------------------------------------------------------------------------------
 
-#: Rungs that several remedies name, as YAML.
+#: Settings that several remedies suggest, as YAML.
 COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
 
-#: Share of the time in which a machine's processes wait for memory, from which on that is told: others' count, too.
+#: Minimum fraction of the time that processes of the node wait for memory, to be reported.
 STALLED = 0.1
 
-#: Share of the time in which threads wait for a core, from which on that is told.
+#: Minimum fraction of the time that threads wait for a core, to be reported.
 QUEUED = 0.5
 
-#: Least windows of another program's steps at its begin, and at its end, and share of the speed that is lost between
-#: them, from which on that is told.
+#: Slow-down of an external program that is reported: minimum windows of steps in its first and last third, and minimum
+#: fraction of the speed lost between them.
 WINDOWS, SLOWER = 3, 0.2
 
-#: Seconds of a step of another program on a processor, below which calling operators counts.
+#: Step time of an external program on a CPU below which launching operators dominates, seconds.
 TINY = 4e-3
 
-#: FULL may seem faster than its slower part by this share, however quiet the trials were: they were timed apart.
+#: Fraction by which FULL may exceed the slower of IO and SYNTHETIC by chance: the three are timed at different times.
 ABOVE = 0.1
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The bound of FULL."""
+    """The limit of training speed (FULL)."""
 
-    what: str  #: Name, in two words.
-    key: str  #: Colour.
+    what: str  #: Name of the limit, two or three words.
+    key: str  #: Name of its colour on the page.
     why: str  #: Reason, in a sentence or two.
-    share: float  #: FULL relative to the slower of loading alone and computing alone.
-    loading: float | None  #: Share of the time that loading takes, where it and computing take turns.
+    share: float  #: FULL as a fraction of the slower of IO and SYNTHETIC.
+    loading: float | None  #: Fraction of the time spent loading if loading and computing take turns; else None.
 
 
 def bound(throughput: Throughput | None) -> Bound | None:
-    """Read a throughput triplet; None unless all three are there.
+    """Return what limits a run, from its three rates; None unless all three were measured.
 
-    FULL cannot beat the slower of loading alone (IO) and computing alone (SYNTHETIC); its share of that says how well
-    the two overlap.
+    FULL cannot exceed the slower of loading alone (IO) and computing alone (SYNTHETIC). FULL divided by the slower rate
+    shows how well loading and computing overlap. An external program is judged by its wait for batches instead.
     """
     if throughput and throughput.outside:
         return _bound_outside(throughput.outside)
@@ -80,33 +80,33 @@ def bound(throughput: Throughput | None) -> Bound | None:
     elif synthetic < 0.8 * io:
         what, key, advice = "computation", "synthetic", "A faster loader would not help."
     else:
-        what, key, advice = "both alike", "both", "Both would have to be faster."
+        what, key, advice = "loading and computing", "both", "Only making both faster would help."
     share = full / slower.mean
-    serial = 1 / (1 / io + 1 / synthetic)  # one after the other: nothing overlaps
+    serial = 1 / (1 / io + 1 / synthetic)  # loading and computing take turns: no overlap
     loading = None
-    reaches = f"{percent(share)} of the slower one"
+    reaches = f"{percent(share)} of the slower rate"
     if full - slower.mean > max(ABOVE * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))):
-        what, key, reaches = UNKNOWN, "both", f"{number(full)}, beyond noise"
+        what, key, reaches = UNKNOWN, "both", f"{number(full)}, more than noise explains"
         advice = (
-            "It cannot be faster than its slower part: the machine was disturbed, so none of these rates hold. "
-            "Measure again."
+            "Training cannot be faster than the slower of the two: the machine was disturbed, so all three rates are "
+            "unreliable. Measure again."
         )
     elif share > 1:
-        reaches = f"{number(full)}: equal to {'IO' if slower is modes[0] else 'SYNTHETIC'} within noise"
+        reaches = f"{number(full)}, equal to {'loading' if slower is modes[0] else 'computing'} within noise"
     elif share < 0.8 and full < 0.9 * serial:
-        advice = "That is less than one after the other would give: they compete for the same cores or memory."
+        advice = "Taking turns would be faster: loading and computing compete for the same cores or memory."
     elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * slower.mean:
         loading = serial / io
-        what, key = "loading in turn", "both"
-        advice = "That is what one after the other gives: they do not overlap."
+        what, key = "missing overlap", "both"
+        advice = "Loading and computing take turns: they do not overlap."
     elif share < 0.8:
-        advice = "They overlap only in part."
-    alone = f"The loader alone delivers {number(io)} samples/s, the model alone takes {number(synthetic)}."
-    return Bound(what, key, f"{alone} FULL reaches {reaches}. {advice}", share, loading)
+        advice = "Loading and computing overlap only partly."
+    alone = f"Loading alone reaches {number(io)} samples/s, computing alone {number(synthetic)}."
+    return Bound(what, key, f"{alone} Training reaches {reaches}. {advice}", share, loading)
 
 
 def _bound_outside(program: Outside) -> Bound | None:
-    """Read what another program's steps wait for; None where nothing tells."""
+    """Return what limits an external program, by its wait for batches; None if that is unknown."""
     if program.waiting is None:
         return None
     share, rest = percent(program.waiting), percent(1 - program.waiting)
@@ -115,7 +115,7 @@ def _bound_outside(program: Outside) -> Bound | None:
         what, key = "data loading", "io"
     elif program.waiting <= 0.2:
         what, key = "computation", "synthetic"
-    why = f"It waits for batches for {share} of a step; {rest} are computing, and all else."
+    why = f"Waiting for data: {share} of each step. Computing and everything else: {rest}."
     return Bound(what, key, why, 1.0, None)
 
 
@@ -124,11 +124,11 @@ def _bound_outside(program: Outside) -> Bound | None:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Foreign load while runs of a plan were measured."""
+    """Load from other programs or jobs while runs of a plan were measured."""
 
     tag: str  #: Name, in a few words.
-    summary: str  #: Programs, cores and runs, in a sentence.
-    advice: str  #: Consequence and remedy.
+    summary: str  #: Programs, cores and runs, in one clause.
+    advice: str  #: Consequence and remedy, in sentences.
 
     @property
     def text(self) -> str:
@@ -136,9 +136,9 @@ class Disturbance:
 
 
 def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturbance | None:
-    """Return the foreign load of some runs, with the command that measures again; None on a quiet machine.
+    """Describe the load that disturbed runs, with the command that measures again; None on a quiet machine.
 
-    `call` are words of a shell that call the workflow.
+    `call` is the shell command that starts the workflow.
     """
     busy = {run: run.crowd for run in runs if run.crowd}
     foreign = {run: run.foreign_load for run in runs if run.foreign_load}
@@ -148,14 +148,14 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
         return Disturbance(
             "own jobs ran alongside",
             _load(busy, len(runs), "other jobs of the same call", "trained"),
-            "Trainings with `threads` run side by side, so these speeds are lower than on an idle machine. For speeds, "
-            "add `throughput` to the plan's `measure`: it runs alone.",
+            "Trainings with `threads` run at the same time, so these speeds are lower than on an idle machine. To "
+            "measure speed, add `throughput` to the plan's `measure`: that stage runs alone.",
         )
     files = [str(run.folder / "throughput.json") for run in foreign if run.throughput and not run.throughput.outside]
     return Disturbance(
         "busy machine",
         _load(foreign, len(runs), "other programs", "was measured" if len(foreign) == 1 else "were measured"),
-        "Rates of these runs are too low, and speed-ups between them are not known. Measure again on an idle machine"
+        "These rates are too low, and speed-ups between these runs are unknown. Measure again on an idle machine"
         + (f": {call} --force {shlex.join(files)}" if files else "."),
     )
 
@@ -171,7 +171,7 @@ def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measurements of a run."""
+    """The settings and measurements by which a run is judged."""
 
     settings: Raw
     throughput: Throughput | None = None
@@ -180,7 +180,7 @@ class Evidence:
 
     @property
     def outside(self) -> Outside | None:
-        """Another program, if it is one."""
+        """Record of an external program; None for a training of dlscale."""
         return self.throughput.outside if self.throughput else None
 
     def trials(self, mode: str) -> Trials | None:
@@ -199,7 +199,7 @@ class Evidence:
 
     @property
     def activity(self) -> Activity:
-        """Figures of the profilers, each from the first that has it."""
+        """Figures of the profilers, each from the first profiler that recorded it."""
         seen: dict[str, Any] = {}
         for tool in reversed(self.profile.tools if self.profile else []):
             seen |= tool.activity.model_dump(exclude_none=True)
@@ -207,16 +207,16 @@ class Evidence:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median seconds of a step without a profiler."""
+        """Median step time without a profiler, seconds."""
         steps = self.profile.seconds_per_step if self.profile else []
         return statistics.median(steps) if steps else None
 
     @property
     def idle(self) -> tuple[float, float] | None:
-        """Shares of a step for which a GPU is idle, and for which it is so because the host waits for data.
+        """Fraction of a step in which the GPU is idle, and the part of it spent waiting for data.
 
-        A profiler slows the host and not the device: busy seconds are those of profiled steps, the step's length is
-        that of steps without a profiler.
+        A profiler slows the host but not the device. So the busy seconds come from profiled steps, and the length of a
+        step comes from steps without a profiler.
         """
         for tool in self.profile.tools if self.profile and self.cuda else []:
             busy, profiled = tool.activity.device_busy, tool.seconds_per_step
@@ -224,7 +224,7 @@ class Evidence:
                 plain = self.step_seconds or profiled or 1.0
                 share = max(0.0, 1 - busy * (profiled or plain) / plain)
                 idle = tool.activity.idle_seconds
-                for_data = idle.get("data", 0.0) + idle.get("copy", 0.0)  # which is within `data`
+                for_data = idle.get("data", 0.0) + idle.get("copy", 0.0)  # the range `copy` lies within `data`
                 return share, min(share, for_data / plain)
         return None
 
@@ -234,7 +234,7 @@ class Evidence:
 
     @property
     def loading(self) -> float:
-        """Share of the time that loading costs; 0 where it does not bound the run."""
+        """Fraction of the time lost to loading; 0 if loading does not limit the run."""
         io, synthetic, full = map(self.rate, ("IO", "SYNTHETIC", "FULL"))
         if not (io and synthetic and full) or io > 0.8 * synthetic:
             return 0.0
@@ -243,29 +243,32 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause that holds a run back."""
+    """One cause that slows a run."""
 
-    cause: str  #: Name.
+    cause: str  #: Key of the cause.
     what: str  #: Title, in a few words.
-    why: str  #: Figures that show it, in a sentence or two.
+    why: str  #: Evidence with figures, in one or two sentences.
     todo: str  #: Remedy.
-    share: float | None  #: Share of the run's time that it costs, about; None where unknown.
-    rung: str = ""  #: Settings of the remedy, as YAML, where it is one.
+    share: float | None  #: Approximate fraction of the run's time that it costs; None if unknown.
+    rung: str = ""  #: Settings of the remedy, as YAML; empty if the remedy is not a setting.
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on a run."""
 
-    bound: Bound | None  #: Reading of the three throughputs; None if one is missing.
-    findings: list[Finding]  #: Causes, the dearest first.
-    limit: str  #: Distance from the device's limit, in words; empty if that was not measured.
-    todo: str  #: Remedy of the dearest cause, or else of the bound.
-    rung: str = ""  #: Its settings.
+    bound: Bound | None  #: Limit by the three rates; None if a rate is missing.
+    findings: list[Finding]  #: Causes, the most expensive first.
+    limit: str  #: Distance from the device's limit, in words; empty if not measured.
+    todo: str  #: Remedy for the most expensive cause, or else for the limit.
+    rung: str = ""  #: Settings of that remedy, as YAML; empty if the remedy is not a setting.
 
 
 def of(run: RunResult) -> Verdict:
-    """Judge a run of a plan, with the telemetry of its first node while it was timed, or while it trained."""
+    """Judge a run of a plan by its records.
+
+    The telemetry is that of its first node during the throughput stage, or else during training.
+    """
     nodes = run.telemetry.get("throughput") or run.telemetry.get("train")
     return verdict(Evidence(run.settings, run.throughput, run.profile, summary(nodes[0]) if nodes else None))
 
@@ -274,16 +277,16 @@ def verdict(evidence: Evidence) -> Verdict:
     """Judge a run by its measurements."""
     every = [finding for look in LOOKS if (finding := look(evidence))]
     found = [finding for finding in every if finding.share is None or finding.share >= LEAST]
-    # A neighbour comes first: it makes all else uncertain. Then memory: what swaps looks as if it loaded slowly. What
-    # costs nothing comes last.
+    # Other programs come first: they make all other findings uncertain. Then swapping: it looks like slow loading.
+    # Findings without a cost come last.
     first = {"neighbour": 0, "swapping": 1}
     found.sort(key=lambda finding: (first.get(finding.cause, len(first)), -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
-    if bounding and bounding.what == UNKNOWN:  # findings from these rates do not hold
+    if bounding and bounding.what == UNKNOWN:  # findings based on these rates are unreliable
         found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
-        again = "Measure again with nothing else running, or on nodes of your own: none of these rates hold."
+        again = "Measure again on an idle machine: these rates are unreliable."
         return Verdict(bounding, found, "", again)
-    # A neighbour's remedy precedes the next one and does not replace it.
+    # The remedy for other programs is added before the next remedy and does not replace it.
     before = [finding.todo for finding in found if finding.cause == "neighbour"]
     costs = [finding for finding in found if finding.share is not None]
     if costs:
@@ -298,12 +301,12 @@ def verdict(evidence: Evidence) -> Verdict:
 
 
 def loading(evidence: Evidence) -> Finding | None:
-    """Find slow loading: storage, too few workers beside idle cores, or too much work for the cores."""
+    """Find slow loading: slow storage, too few workers for the cores, or too much work for the cores."""
     usage, delivers = _usage(evidence, "IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
     if not (evidence.loading and usage):
         return None
     own = max(1, int(evidence.setting("loader.workers", 1)))
-    # The use is that of all processes of a node, and each has such workers.
+    # The usage covers all processes of a node, and each process has its own workers.
     ranks = 1 if evidence.setting("parallel.kind") == "dp" else int(evidence.setting("geometry.gpus_per_node", 1))
     readers = ranks * own
     busy = usage.cpu_seconds / usage.seconds / min(readers, usage.cores)
@@ -311,7 +314,7 @@ def loading(evidence: Evidence) -> Finding | None:
     faster = _faster_loader(evidence)
     if busy > 0.5 and idle >= 0.5 and readers < usage.cores:
         count, more = evidence.setting("loader.workers", 1), min(-(-usage.cores // ranks), max(2, 2 * own))
-        with_ = many(count, "worker") + " of each process" * (ranks > 1)
+        with_ = many(count, "worker") + " per process" * (ranks > 1)
         why = (
             f"{delivers} with {with_}, which {'is' if count == ranks == 1 else 'are'} busy, while "
             f"{number(idle, 2)} of {usage.cores} cores are idle."
@@ -323,35 +326,35 @@ def loading(evidence: Evidence) -> Finding | None:
         return None
     if busy > 0.5:
         cores = number(usage.cpu_seconds / usage.seconds, 2)
-        why = f"{delivers}, and keeps {cores} of {usage.cores} cores busy with it."
+        why = f"{delivers} and keeps {cores} of {usage.cores} cores busy."
         todo = faster.strip() or "Store the data as the model takes them: float16, channels last, no compression."
         return Finding("loader", "the loader's work", why, todo, evidence.loading, DIRECT if faster else "")
     read = usage.read_bytes
-    disk = f", in which {size(read / usage.seconds)}/s came from disks" if read else ""
+    disk = f"; {size(read / usage.seconds)}/s came from disks" if read else ""
     return Finding(
         "storage",
         "slow storage",
-        f"{delivers}, and what loads computes for only {percent(busy)} of that time{disk}: the rest it waits for "
-        "files.",
-        "Copy the data to faster storage (a node's own disk, or memory); store float16, and chunks of the size of a "
-        "sample; let more workers wait at the same time (loader.workers).",
+        f"{delivers}. Its processes compute for only {percent(busy)} of that time and wait for files for the "
+        f"rest{disk}.",
+        "Copy the data to faster storage (the node's own disk, or memory). Store float16, in chunks of one sample. Use "
+        "more workers, so that more reads wait at the same time (loader.workers).",
         evidence.loading,
     )
 
 
 def overlap(evidence: Evidence) -> Finding | None:
-    """Find loading and computing in turn."""
+    """Find loading and computing that take turns instead of overlapping."""
     found = bound(evidence.throughput)
     if not found or found.loading is None:
         return None
     share, turns = min(found.loading, 1 - found.share), evidence.setting("loader.workers") == 0
-    if share < 2 * LEAST and not turns:  # three measurements, one after the other: FULL may have met a slow moment
+    if share < 2 * LEAST and not turns:  # the rates are measured at different times: FULL may have met a slow moment
         return None
-    why = "there is nobody who loads while the model computes" if turns else "they do not overlap"
+    why = "no worker loads while the model computes" if turns else "the two do not overlap"
     return Finding(
         "overlap",
-        "loading and computing in turn",
-        f"FULL is what one after the other gives: {percent(found.loading)} of the time is loading, and {why}.",
+        "loading and computing take turns",
+        f"Training loads for {percent(found.loading)} of the time and computes for the rest: {why}.",
         ("loader: {workers: 1} or more." if turns else "More workers, or a longer prefetch.")
         + _faster_loader(evidence),
         share,
@@ -363,7 +366,7 @@ def overlap(evidence: Evidence) -> Finding | None:
 
 
 def straggler(evidence: Evidence) -> Finding | None:
-    """Find one rank that the others wait for."""
+    """Find one slow rank that all other ranks wait for."""
     if evidence.outside:
         return _slow_process(evidence.outside, evidence.cuda)
     for mode, doing in (("alone", "computes"), ("IO", "loads")):
@@ -377,18 +380,18 @@ def straggler(evidence: Evidence) -> Finding | None:
             return Finding(
                 "straggler",
                 f"slow rank {rank}",
-                f"Rank {rank} {doing} {number(slowest)} samples/s where the others reach {number(usual)}: all wait "
-                "for it in every step.",
-                f"Look at the node and the device of rank {rank}: clocks, temperature, other programs; leave the node "
-                "out if it stays slow.",
+                f"Rank {rank} {doing} {number(slowest)} samples/s, the other ranks {number(usual)}. All ranks wait for "
+                "it in every step.",
+                f"Check the node and the device of rank {rank}: clocks, temperature, other programs. Exclude the node "
+                "if it stays slow.",
                 1 - slowest / usual,
             )
     return None
 
 
 def _slow_process(program: Outside, cuda: bool) -> Finding | None:
-    """Find a process of another program that the others wait for, which waits for its data, or computes, for longer."""
-    # A host spins while its GPU waits for others, which tells nothing.
+    """Find one process of an external program that waits for data, or computes, longer than the rest."""
+    # With GPUs the busy cores are no evidence: a host spins while its GPU waits for other ranks.
     for shares, doing in (
         (program.rank_waiting, "waits for batches"),
         ([] if cuda else program.rank_cores, "computes"),
@@ -399,20 +402,20 @@ def _slow_process(program: Outside, cuda: bool) -> Finding | None:
         rank = shares.index(slowest)
         usual = statistics.median([share for number_, share in enumerate(shares) if number_ != rank])
         if slowest - usual >= 2 * LEAST and usual < 0.75 * slowest:
-            cores = "" if shares is program.rank_waiting else ", in cores"
+            cores = "" if shares is program.rank_waiting else " (100 % is one core)"
             return Finding(
                 "straggler",
                 f"slow rank {rank}",
-                f"Rank {rank} {doing} for {percent(slowest)} of a step{cores}, the others for {percent(usual)}: they "
-                "wait for it in every step.",
-                f"Look at what rank {rank} has more of: samples, files, work of its own, other programs on its node.",
+                f"Rank {rank} {doing} for {percent(slowest)} of a step{cores}, the other ranks for {percent(usual)}. "
+                "They wait for it in every step.",
+                f"Check what rank {rank} has more of: samples, files, extra work, other programs on its node.",
                 min(slowest - usual, 1.0),
             )
     return None
 
 
 def communication(evidence: Evidence) -> Finding | None:
-    """Find sums of gradients that computation does not hide."""
+    """Find gradient averaging that computation does not hide."""
     measured, activity, seconds = evidence.throughput, evidence.activity, evidence.step_seconds
     alone, together = evidence.trials("alone"), evidence.trials("SYNTHETIC")
     if straggler(evidence):
@@ -422,15 +425,15 @@ def communication(evidence: Evidence) -> Finding | None:
             return None
         share = 1 - together.mean / alone.mean
         why = (
-            f"{measured.nranks} processes compute {number(alone.mean)} samples/s while none waits for the others' "
-            f"gradients, and {number(together.mean)} when they add them up."
+            f"Gradient averaging over {measured.nranks} processes lowers {number(alone.mean)} to "
+            f"{number(together.mean)} samples/s (computing alone)."
         )
-    elif activity.comm_seconds and seconds:  # a step in a CUDA graph has no form without
+    elif activity.comm_seconds and seconds:  # a step in a CUDA graph cannot run without averaging
         exposed = activity.comm_seconds * (1 - (activity.comm_overlap or 0.0))
         share = min(exposed / seconds, 1.0)
         why = (
-            f"Of a step's {1e3 * seconds:.1f} ms, gradients are added up over the processes for "
-            f"{1e3 * activity.comm_seconds:.1f} ms, and for {1e3 * exposed:.1f} ms of that nothing else is computed."
+            f"A step takes {1e3 * seconds:.1f} ms. Averaging gradients takes {1e3 * activity.comm_seconds:.1f} ms of "
+            f"it, and {1e3 * exposed:.1f} ms of that overlap with no computation."
         )
     else:
         return None
@@ -438,8 +441,8 @@ def communication(evidence: Evidence) -> Finding | None:
         "communication",
         "communication",
         why,
-        "A larger batch on each device (batch_size), in accumulation_steps where it does not fit: gradients are added "
-        "up once a step; other buckets (parallel: bucket_mb, first_bucket_mb).",
+        "Use a larger batch on each device (batch_size); if memory is short, raise accumulation_steps: gradients are "
+        "averaged once per step. Try other bucket sizes (parallel: bucket_mb, first_bucket_mb).",
         share,
     )
 
@@ -448,13 +451,13 @@ def communication(evidence: Evidence) -> Finding | None:
 
 
 def launches(evidence: Evidence) -> Finding | None:
-    """Find operators that take longer to call than to compute."""
+    """Find operators that take longer to launch than to compute."""
     if evidence.setting("cuda_graph") or evidence.loading:
         return None
     if evidence.idle:
         idle, for_data = evidence.idle
         share, launched = idle - for_data, evidence.activity.launches
-        with_ = f" with {number(launched)} launches in it" if launched else ""
+        with_ = f" with {number(launched)} launches" if launched else ""
         why = f"The device is idle for {percent(share)} of a step{with_}: the host does not keep up."
         if share < 0.25 or sync(evidence):
             return None
@@ -465,11 +468,11 @@ def launches(evidence: Evidence) -> Finding | None:
         operators, each = measured.work.operators or 0.0, measured.peaks.operator_seconds or 0.0
         seconds = measured.batch_size / rate
         share = min(operators * each / seconds, 1.0)
-        # A GPU computes meanwhile: the host holds it up when calling takes all of the step.
+        # A GPU computes while the host launches: launching delays it only if it fills the step.
         if share < (0.9 if evidence.cuda else 0.3):
             return None
         why = (
-            f"A step calls {number(operators)} operators, and {1e6 * each:.1f} µs to call each are {percent(share)} of "
+            f"A step launches {number(operators)} operators. At {1e6 * each:.1f} µs each, that is {percent(share)} of "
             f"its {1e3 * seconds:.1f} ms."
         )
     fuse = [rung for rung in _rungs(evidence) if "precision" not in rung]
@@ -478,24 +481,24 @@ def launches(evidence: Evidence) -> Finding | None:
 
 
 def sync(evidence: Evidence) -> Finding | None:
-    """Find waits of the host for the device within a step."""
+    """Find steps in which the host waits for the device."""
     activity, seconds = evidence.activity, evidence.step_seconds
     items = activity.items or 0.0
     share: float | None = None
     if evidence.idle and activity.sync_seconds is not None and seconds:
         waited, (idle, for_data) = activity.sync_seconds / seconds, evidence.idle
-        # Only an idle device costs time, and not one that waits for data.
+        # Only idle time of the device counts, without its wait for data.
         share = idle - max(for_data, evidence.loading)
         if min(waited, share) < LEAST or (not items and (activity.syncs or 0) < 1):
             return None
         why = (
-            f"The host waits for the device {number(activity.syncs or items)} times a step, for {percent(waited)} of "
-            f"it, and has nothing ready when it goes on: the device is idle for {percent(idle)}."
+            f"The host waits for the device {number(activity.syncs or items)} times per step, for {percent(waited)} of "
+            f"the step. After that no work is ready, so the device is idle for {percent(idle)} of the step."
         )
     elif items >= 1:
         why = (
             f"A step reads {many(round(items), 'number')} from tensors (`.item()`, `float()`, `if tensor`): on a GPU "
-            "the host waits there until all before it is computed. On a processor it costs nothing."
+            "the host waits there until all earlier work is done. On a CPU this costs nothing."
         )
     else:
         return None
@@ -503,16 +506,16 @@ def sync(evidence: Evidence) -> Finding | None:
         "sync",
         "a wait in the loop",
         why,
-        "Keep the number on the device (`detach()`), and read it once an epoch; the profile's lines show where it is.",
+        "Keep the number on the device (`detach()`) and read it once per epoch. The profile shows the line of code.",
         share,
     )
 
 
 def memory(evidence: Evidence) -> Finding | None:
-    """Find operators that move more than they compute."""
+    """Find operators that memory bandwidth limits, not arithmetic."""
     measured = evidence.throughput
     used = measured.mbu("SYNTHETIC") if measured else None
-    # Of a compiled step nobody knows which passes are left.
+    # Compiling removes an unknown number of passes over memory.
     if not (measured and used and measured.work and measured.peaks and not evidence.compiled):
         return None
     moving = (measured.work.bytes or 0.0) / measured.peaks.bytes_per_second
@@ -524,8 +527,8 @@ def memory(evidence: Evidence) -> Finding | None:
     return Finding(
         "memory",
         "memory bandwidth",
-        f"The step's operators read and write {size(measured.work.bytes)} a sample, {percent(min(used, 1.0))} of what "
-        f"the memory can move in that time; their arithmetic alone would take {percent(computing / moving)} of it.",
+        f"The step's operators move {size(measured.work.bytes)} per sample, {percent(min(used, 1.0))} of what the "
+        f"memory can move in that time. Arithmetic needs only {percent(computing / moving)} of the transfer time.",
         f"{', '.join(rungs)}.",
         min(used, 1.0) - min(used, 1.0) * computing / moving,
         COMPILED,
@@ -542,8 +545,8 @@ def copies(evidence: Evidence) -> Finding | None:
     return Finding(
         "copies",
         "copies from pageable memory",
-        f"{size(activity.pageable_bytes)} a step are copied to the device from pageable memory, in "
-        f"{percent(activity.copy_seconds / seconds)} of the step, and nothing overlaps such copies.",
+        f"Each step copies {size(activity.pageable_bytes)} to the device from pageable memory. Copies take "
+        f"{percent(activity.copy_seconds / seconds)} of the step, and these overlap with nothing.",
         "loader: {pin_memory: true}, or loader: {kind: direct}, which copies from page-locked buffers.",
         max(activity.copy_seconds / seconds, 0.0),
         "loader: {pin_memory: true}",
@@ -561,44 +564,44 @@ def neighbour(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "neighbour",
-        "a busy neighbour",
-        f"Programs that are not the run's kept {number(share * usage.cores, 2)} of the {usage.cores} cores busy that "
-        "it may use, while it was measured.",
+        "busy machine",
+        f"Other programs kept {number(share * usage.cores, 2)} of the run's {usage.cores} cores busy while it was "
+        "measured.",
         "Measure again on an idle machine: these rates are "
-        + ("not those of the program alone." if evidence.outside else "too low."),
+        + ("probably too low." if evidence.outside else "too low."),
         None,
     )
 
 
 def throttled(evidence: Evidence) -> Finding | None:
-    """Find GPU clocks held back by power or temperature."""
+    """Find GPU clocks reduced by power or temperature limits."""
     watched = evidence.watched
     if not (watched and watched.seconds):
         return None
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
     held = watched.throttled_seconds / watched.seconds
-    # A busy GPU is always at its power cap: there only lost cycles count. Heat is a fault.
+    # A busy GPU is always at its power cap: there, only lost cycles count. Other reasons, such as heat, are faults.
     faults = sum(watched.throttle_reasons[reason] for reason in reasons if reason != "power cap") / watched.seconds
     share = max(watched.clock_loss, min(faults, held))
     return Finding(
         "throttled",
-        "clocks held back",
-        f"For {percent(held)} of the time a GPU ran slower than it could ({', '.join(reasons)}), and lost "
+        "reduced GPU clocks",
+        f"For {percent(held)} of the time a GPU ran below its normal clock ({', '.join(reasons)}). It lost "
         f"{percent(watched.clock_loss)} of its cycles.",
-        "A power cap is the site's to lift; heat wants another node; lower precision takes less power.",
+        "If power is capped, ask the site. If the GPU is too hot, use another node. Lower precision needs less power.",
         share,
     )
 
 
-# ---- causes: programs of others ----------------------------------------------------------------------
+# ---- causes: external programs -----------------------------------------------------------------------
 
 
 def waiting(evidence: Evidence) -> Finding | None:
-    """Find a program that waits for its batches: for storage, or for what computes them."""
+    """Find an external program that waits for batches: slow storage, few workers, or expensive loading."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
     if not (program and program.waiting and program.waiting >= 2 * LEAST) or (usage and _crowded_out(usage)):
         return None
-    why = f"It waits for batches for {percent(program.waiting)} of a step"
+    why = f"It waits for data for {percent(program.waiting)} of each step"
     busy = usage.cpu_seconds / usage.seconds if usage else 0.0
     spare = usage and usage.cores - usage.cores_cpu_seconds / usage.seconds
     read = f"; {size(usage.read_bytes / usage.seconds)}/s come from disks" if usage and usage.read_bytes else ""
@@ -607,25 +610,24 @@ def waiting(evidence: Evidence) -> Finding | None:
         return Finding(
             "storage",
             "slow storage",
-            f"{why}, and computes meanwhile on {number(busy, 2)} of {usage.cores} cores{read}: it waits for files, or "
-            "sleeps.",
-            "Copy the data to faster storage (a node's own disk, or memory); let more workers wait at the same time "
-            "(num_workers of its DataLoader).",
+            f"{why} and keeps only {number(busy, 2)} of {usage.cores} cores busy{read}: it waits for files, or sleeps.",
+            "Copy the data to faster storage (the node's own disk, or memory). Use more workers, so that more "
+            "reads wait at the same time (num_workers of its DataLoader).",
             program.waiting,
         )
     idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spare and spare >= 0.5 else ""
-    todo = "More workers (num_workers of its DataLoader), as far as there are cores; " if idle or not usage else ""
+    todo = "Use more workers (num_workers of its DataLoader), up to the number of cores. " if idle or not usage else ""
     return Finding(
         "workers" if idle else "loader",
         "too few workers" if idle else "the loader's work",
         f"{why}{idle}{read}.",
-        f"{todo}data stored as the model takes them, with less to decode and to transform.",
+        f"{todo}Store the data as the model takes them, with less to decode and to transform.",
         program.waiting,
     )
 
 
 def small_steps(evidence: Evidence) -> Finding | None:
-    """Find steps of another program that are too small for its device."""
+    """Find steps of an external program that are too small for its device."""
     program, full = evidence.outside, evidence.trials("FULL")
     if not (program and full and full.mean) or (program.waiting or 0.0) > 0.5 or idle(evidence):
         return None
@@ -634,24 +636,24 @@ def small_steps(evidence: Evidence) -> Finding | None:
     gpu = evidence.watched.means.get("gpu0_utilization") if evidence.watched else None
     if evidence.cuda and gpu is not None and gpu < 0.7:
         why = (
-            f"The GPU computes for {percent(gpu)} of the time, and no batch is waited for: the host does not keep up, "
-            "or waits for the GPU within a step (`.item()`, `print(loss)`)."
+            f"The GPU computes for {percent(gpu)} of the time: the host does not keep up, or waits for the GPU within "
+            "a step (`.item()`, `print(loss)`)."
         )
         share = 1 - gpu
     elif not evidence.cuda and seconds < TINY:
         why = (
-            f"A step takes {1e3 * seconds:.2f} ms: to call its operators takes as long as to compute them, whatever "
-            "its batch."
+            f"A step takes {1e3 * seconds:.2f} ms: launching its operators takes about as long as computing them, at "
+            "any batch size."
         )
         share = min(1.0, 0.5 * TINY / seconds) * 0.5
     else:
         return None
-    todo = "A larger batch; torch.compile; on a GPU a fused optimiser, CUDA graphs (mode='reduce-overhead')."
+    todo = "Use a larger batch, or torch.compile; on a GPU a fused optimiser, or CUDA graphs (mode='reduce-overhead')."
     return Finding("launches", "tiny steps", why, todo, share)
 
 
 def idle(evidence: Evidence) -> Finding | None:
-    """Find a program whose processors wait within its steps, for something that is not its loader."""
+    """Find an external program with idle cores within its steps, but not because of its loader."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
     if not (program and usage and evidence.throughput) or evidence.cuda or _crowded_out(usage) or straggler(evidence):
         return None
@@ -664,32 +666,32 @@ def idle(evidence: Evidence) -> Finding | None:
     return Finding(
         "idle",
         "idle processors",
-        f"It computes on {number(busy, 2)} of {usage.cores} cores{read}, and no loader is waited for meanwhile: within "
-        "a step it waits for files, the network, other processes, or sleeps.",
-        "Read ahead, in a loader's workers; log and save in a thread; `--profile` shows the lines that wait.",
+        f"It keeps only {number(busy, 2)} of {usage.cores} cores busy{read}, and its loader is not the reason: within "
+        "a step it waits for files, the network or other processes, or it sleeps.",
+        "Read ahead in a loader's workers. Log and save in a thread. `--profile` shows the lines that wait.",
         share,
     )
 
 
 def besides(evidence: Evidence) -> Finding | None:
-    """Find a program that does much besides its steps."""
+    """Find an external program that spends much time outside its training steps."""
     program = evidence.outside
     if not program or program.training > 1 - 2 * LEAST:
         return None
     share = 1 - program.training
-    unseen = " A log does not show waits for batches: `dlscale.timed` does." if program.way == "log" else ""
+    unseen = " A log does not show the wait for data; `dlscale.timed` does." if program.way == "log" else ""
     return Finding(
         "besides",
-        "much besides training",
-        f"From the first step that counts to the last, {percent(share)} of the time is in none of them: validations, "
-        "checkpoints, other pauses. The rate is that of the steps alone.",
-        "Validate and save less often; validate on fewer samples, in larger batches; save in a thread." + unseen,
+        "much time outside training",
+        f"From the first counted step to the last, {percent(share)} of the time is outside the steps: validations, "
+        "checkpoints, other pauses. The rate counts the steps only.",
+        "Validate and save less often. Validate on fewer samples, in larger batches. Save in a thread." + unseen,
         share,
     )
 
 
 def slowing(evidence: Evidence) -> Finding | None:
-    """Find a program that becomes slower while it trains: each of its last windows is, than each of its first."""
+    """Find an external program that slows down: all its last windows are slower than its first ones."""
     full = evidence.trials("FULL")
     rates = full.trial_throughput if evidence.outside and full else []
     before, after = rates[: len(rates) // 3], rates[-(len(rates) // 3) :]
@@ -700,15 +702,15 @@ def slowing(evidence: Evidence) -> Finding | None:
     return Finding(
         "slowing",
         "it slows down",
-        f"In the first third of its steps it trained {number(first)} {unit}, in the last one {number(last)} {unit}.",
-        "Look for what grows from step to step (lists, graphs of losses that are kept, logs); numbers that become tiny "
-        "(`torch.set_flush_denormal(True)`); clocks that heat holds back.",
+        f"In the first third of its steps it reached {number(first)} {unit}, in the last third {number(last)} {unit}.",
+        "Check whether lists, logs or kept graphs of losses grow from step to step, whether numbers become tiny "
+        "(`torch.set_flush_denormal(True)`), and whether heat reduces the clocks.",
         1 - statistics.fmean(rates) / first,
     )
 
 
 def threads(evidence: Evidence) -> Finding | None:
-    """Find more threads than cores."""
+    """Find an external program with more threads than cores."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
     if not (program and program.queued and usage) or evidence.cuda or others(usage) > 0.25:
         return None
@@ -718,29 +720,29 @@ def threads(evidence: Evidence) -> Finding | None:
     return Finding(
         "threads",
         "more threads than cores",
-        f"For {percent(min(program.queued, 1.0))} of the time threads waited for a core, and all {usage.cores} were "
-        "busy with this program alone.",
-        "OMP_NUM_THREADS, or torch.set_num_threads: cores, divided by processes; fewer workers of its loaders.",
+        f"For {percent(min(program.queued, 1.0))} of the time threads waited for a core. This program alone kept all "
+        f"{usage.cores} cores busy.",
+        "Set OMP_NUM_THREADS, or torch.set_num_threads, to cores divided by processes. Use fewer loader workers.",
         None,
     )
 
 
 def unwatched(evidence: Evidence) -> Finding | None:
-    """Find a program whose steps were not watched to the end."""
+    """Find an external program that dlscale did not watch to the end."""
     program = evidence.outside
     if not (program and program.stopped):
         return None
     return Finding(
         "unwatched",
         "steps not watched to the end",
-        f"dlscale stopped watching before the program ended: {program.stopped}. The rate is that of the steps before.",
+        f"dlscale stopped watching before the program ended: {program.stopped}. The rate covers the steps before that.",
         "If the disk is full, free some space. Otherwise report this as a defect of dlscale.",
         None,
     )
 
 
 def stalled(evidence: Evidence) -> Finding | None:
-    """Find a program whose machine waits for memory: it swaps, or reads again what it had to drop."""
+    """Find memory pressure: the machine swaps, or reads files again that memory had to drop."""
     program = evidence.outside
     if not (program and program.stalled and program.stalled >= STALLED):
         return None
@@ -748,8 +750,8 @@ def stalled(evidence: Evidence) -> Finding | None:
         "swapping",
         "too little memory",
         f"For {percent(min(program.stalled, 1.0))} of the time processes of this machine waited for memory: it swaps, "
-        "or files are read again that memory had no room to keep.",
-        "Fewer workers, a smaller prefetch or batch; a machine, or a job's request, with more memory.",
+        "or reads files again that did not stay in memory.",
+        "Use fewer workers, a smaller prefetch or a smaller batch; or request more memory.",
         min(program.stalled, 1.0),
     )
 
@@ -777,12 +779,12 @@ LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
 
 
 def limit(evidence: Evidence) -> str:
-    """Return in words how far the run is from its device's limit."""
+    """Describe how far a run is from its device's limit; empty if that was not measured."""
     measured = evidence.throughput
     if not (measured and measured.work and measured.peaks and (mfu := measured.mfu("FULL")) is not None):
         return ""
     arithmetic = measured.peaks.flops / measured.work.flops if measured.work.flops else math.inf
-    # The bytes are those of a step that is not compiled.
+    # The bytes are known only for a step that is not compiled.
     moved = measured.work.bytes if not evidence.compiled else None
     memory_ = measured.peaks.bytes_per_second / moved if moved else math.inf
     roof, kind = min((arithmetic, "arithmetic"), (memory_, "memory"))
@@ -790,40 +792,40 @@ def limit(evidence: Evidence) -> str:
         return ""
     many_ = f" of {measured.nranks} devices" if measured.nranks > 1 else ""
     return (
-        f"FULL reaches {percent(mfu)} of the {number(measured.peaks.flops * measured.nranks / 1e9)} GFLOP/s"
-        f"{many_} that a matrix product in {measured.peaks.dtype} does. The roof over this model is {kind}: "
+        f"Training reaches {percent(mfu)} of the {number(measured.peaks.flops * measured.nranks / 1e9)} GFLOP/s"
+        f"{many_} that a matrix product in {measured.peaks.dtype} reaches. At full {kind} speed this model would reach "
         f"{number(roof * measured.nranks)} samples/s."
     )
 
 
 def _more_threads(evidence: Evidence) -> str:
-    """Return what another program that computes on few of the cores may try."""
+    """Suggest more threads to an external program that uses few of its cores; else return an empty text."""
     usage, waiting = _usage(evidence, "FULL"), (evidence.outside and evidence.outside.waiting) or 0.0
     if evidence.cuda or not usage or waiting > 0.3 or usage.cpu_seconds / usage.seconds > 0.6 * usage.cores:
         return ""
     busy = number(usage.cpu_seconds / usage.seconds, 2)
-    return f"More threads (OMP_NUM_THREADS, `torch.set_num_threads`): it computes on {busy} of {usage.cores} cores. "
+    return f"Use more threads (OMP_NUM_THREADS, `torch.set_num_threads`): {busy} of {usage.cores} cores are busy. "
 
 
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
-    """Return what to try next, and its settings."""
+    """Return the next remedy to try, and its settings as YAML."""
     if evidence.outside:
-        looked = "What takes the longest in its profile."
+        looked = "Look at the slowest entries of its profile."
         if not evidence.profile:
             looked = "`dlscale measure --profile -- COMMAND` shows where its time goes."
         return f"{_more_threads(evidence)}{looked}", ""
     if bounding is None:
-        return "Measure throughput: it says what bounds the run.", ""
+        return "Measure throughput: it shows the limit of the run.", ""
     if bounding.key == "io":
         faster = _faster_loader(evidence).strip()
-        return faster or "The loader is the fastest there is: store less, or use more nodes.", DIRECT if faster else ""
+        return faster or "This is the fastest loader. Store less data, or use more nodes.", DIRECT if faster else ""
     if not (rungs := _rungs(evidence)):
-        return "All rungs are taken: a larger batch, or more devices.", ""
+        return "All settings of the ladder are in use. Try a larger batch, or more devices.", ""
     return f"{', '.join(rungs)}.", rungs[0]
 
 
 def _rungs(evidence: Evidence) -> list[str]:
-    """Return the rungs that a run lacks and may have."""
+    """Return the settings of the ladder, as YAML, that a run could use and does not."""
     strategy, captures = evidence.setting("parallel.kind"), evidence.setting("compile.mode", "none")
     lacks = {
         "precision: bf16": "16" not in str(evidence.setting("precision", "")),
@@ -848,7 +850,10 @@ def _faster_loader(evidence: Evidence) -> str:
 
 
 def _crowded_out(usage: Usage) -> bool:
-    """Return whether other programs took cores that the run would have used: whether it is slow nobody knows."""
+    """Return whether other programs took cores that the run would have used.
+
+    Its own speed is unknown then.
+    """
     spare = usage.cores - usage.cores_cpu_seconds / usage.seconds
     return others(usage) > 0.25 and spare < max(0.5, LEAST * usage.cores)
 
@@ -863,13 +868,13 @@ def _usage(evidence: Evidence, mode: str) -> Usage | None:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the verdicts on the runs `args.runs` (PLAN.RUN, or their folders); return the exit status."""
+    """Print the verdicts on `args.runs` (PLAN.RUN, or folders of runs); return the exit status."""
     found = dict[str, Verdict]()
     for name in args.runs:
         run = read_run(run_folder(name, configuration))
         if not (run.throughput or run.profile):
             raise UserError(
-                f"{run.folder}: neither throughput nor a profile was measured yet; run its plan, which needs "
+                f"{run.folder}: neither throughput nor a profile was measured yet; run its plan, with "
                 "`throughput` or `profile` in its `measure`"
             )
         found[name] = of(run)
@@ -881,15 +886,15 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def lines(name: str, found: Verdict) -> list[str]:
-    """Return a verdict as lines of text."""
+    """Format a verdict as lines of text."""
     said = ""
     if found.bound:
-        said = ": what bounds it is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"
+        said = ": its limit is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"
     return [f"{name}{said}", *told(found)]
 
 
 def told(found: Verdict) -> list[str]:
-    """Return why, the findings and what to try, as lines of text."""
+    """Format the reason, the findings and the next step as lines of text."""
     text = _wrapped(found.bound.why) if found.bound else []
     for finding in found.findings:
         costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"

@@ -1,26 +1,26 @@
 "use strict";
-// The theme: the system's, until the button says otherwise. A page opened from a file may have no storage.
+// The theme is the system's until the reader chooses one. A page opened from a file may have no storage.
 const root = document.documentElement;
 try {
   const theme = localStorage.getItem("theme");
   if (theme === "light" || theme === "dark") root.dataset.theme = theme;
-} catch (error) { /* the system's theme, then */ }
+} catch (error) { /* keep the system's theme */ }
 
-// A link opens what it leads to, and all around it.
+// A link opens its target and all folds around it.
 function reveal() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   for (let fold = target && target.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
   if (target) target.scrollIntoView();
 }
 
-// A page that loads itself again keeps open what was open.
+// A live page that reloads keeps its open plans open.
 const opened = `open ${location.pathname}`;
 function reopen() {
-  try { for (const id of JSON.parse(sessionStorage.getItem(opened)) || []) document.getElementById(id).open = true; } catch (error) { /* closed, then */ }
+  try { for (const id of JSON.parse(sessionStorage.getItem(opened)) || []) document.getElementById(id).open = true; } catch (error) { /* leave all plans closed */ }
 }
 addEventListener("pagehide", () => {
   const ids = Array.from(document.querySelectorAll(".plan[open]"), (fold) => fold.id);
-  try { sessionStorage.setItem(opened, JSON.stringify(ids)); } catch (error) { /* for this time only */ }
+  try { sessionStorage.setItem(opened, JSON.stringify(ids)); } catch (error) { /* open plans are not remembered */ }
 });
 
 // A closed plan is printed as its card alone: it is opened with its sections closed, and restored afterwards.
@@ -44,13 +44,13 @@ function copyable(block) {
   button.className = "button";
   button.textContent = "Copy";
   button.addEventListener("click", async () => {
-    getSelection().selectAllChildren(block.querySelector("pre")); // which a page without a clipboard leaves to copy
-    try { await navigator.clipboard.writeText(block.textContent.trim()); button.textContent = "Copied"; } catch (error) { /* selected, then */ }
+    getSelection().selectAllChildren(block.querySelector("pre")); // without clipboard access, the reader can copy the selection
+    try { await navigator.clipboard.writeText(block.textContent.trim()); button.textContent = "Copied"; } catch (error) { /* the text stays selected */ }
   });
   block.append(button);
 }
 
-// A heading sorts by its column, numbers as numbers; what has no value stays last.
+// A heading sorts by its column, numbers by value; empty cells stay last.
 function sortable(table) {
   const body = table.tBodies[0];
   const headings = table.tHead.rows[table.tHead.rows.length - 1].cells;
@@ -74,7 +74,7 @@ function sortable(table) {
   });
 }
 
-// A table of runs has a field that leaves rows out, and a box for each group of its columns.
+// A table of runs has a field that filters its rows, and a checkbox for each group of its columns.
 function filterable(table) {
   const box = document.createElement("p"), rows = Array.from(table.tBodies[0].rows), heads = table.tHead.rows;
   box.className = "choices";
@@ -102,7 +102,7 @@ function filterable(table) {
   table.closest(".scroll").before(box);
 }
 
-// What differs between two runs: settings, and figures of the table of all runs.
+// Show the differences between two runs: settings, and figures from the table of all runs.
 function compare(box) {
   const settings = JSON.parse(box.querySelector("script").textContent), body = box.querySelector("tbody");
   const all = box.parentElement.querySelector("table.sortable"), [groups, headings] = all.tHead.rows;
@@ -128,7 +128,8 @@ function compare(box) {
   show();
 }
 
-// Charts: Vega-Lite draws one when it comes into view, again with what was chosen, and never with code of its own (`ast`).
+// Vega-Lite draws a chart when it comes into view, and again after each choice. With `ast` it generates no code, which the
+// content security policy forbids.
 async function draw(figure) {
   const spec = JSON.parse(figure.querySelector("script").textContent), main = spec.layer[0], encoding = main.encoding;
   for (const choice of figure.querySelectorAll("select")) {
@@ -147,7 +148,7 @@ async function draw(figure) {
   figure.view = await vegaEmbed(figure.querySelector(".drawn"), spec, { ast: true, renderer: "svg", actions: false, config });
 }
 
-// A chart's values as a table, for those who cannot see it.
+// Show the values of a chart as a table, for readers who cannot see it.
 function tabulate(fold) {
   const { data, encoding } = JSON.parse(fold.closest("figure").querySelector("script").textContent).layer[0], rows = data.values;
   const titles = Object.fromEntries(encoding.tooltip.map((told) => [told.field, told.title]));
@@ -190,7 +191,7 @@ document.addEventListener("DOMContentLoaded", () => {
   button.addEventListener("click", () => {
     const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
     root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
-    try { localStorage.setItem("theme", root.dataset.theme); } catch (error) { /* for this visit only */ }
+    try { localStorage.setItem("theme", root.dataset.theme); } catch (error) { /* the theme is not remembered */ }
   });
   document.querySelectorAll("table.sortable").forEach(sortable);
   document.querySelectorAll("table.sortable:has([scope=colgroup])").forEach(filterable);

@@ -1,0 +1,109 @@
+"""Check the English of docstrings, comments and messages: `python .ci/prose.py [FILE ...]`.
+
+The rules are mechanical; CONTRIBUTING.md has the others. Words that are terms of the field in some files are in
+`ALLOWED`. Exits with 1 if a text breaks a rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Patterns of any text, and what to write instead.
+BANNED = {
+    r"\b(nobody|somebody|whoever|whosoever)\b": "name the subject: the user, the process, the job",
+    r"\b(told|tells|telling)\b": "report, print, log, write",
+    r"\b[Ww]hat (is|was|are|were|it|its|they) ": "name the thing",
+    r"\b(comes?|came) to (an end|nothing|that|this|these)\b": "ends, equals",
+    r"\bgo(es)? on\b": "continue",
+    r"\b(of ours|of theirs|of yours|such a one)\b": "our, their, your; name the thing",
+    r"\b(is|are|was|were) (no|none|nothing)\b": "missing, empty, zero, unused, invalid",
+    r"\bof which (there|it|they)\b": "split the sentence",
+    r"\bas (it|they) (was|were|is|are) (?!and\b)(asked|said|told)\b": "unchanged",
+}
+#: Beginnings of comments on attributes.
+BEGINNINGS = re.compile(r"#: (Of|That|What|Whether what|Where|Those|These|None of)\b")
+#: Texts that may contain a banned pattern, by a part of them, with the reason.
+ALLOWED = {
+    "what is published": "a heading of the published pages",
+}
+#: Longest first sentence of a docstring, words.
+LONGEST = 25
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each block of comments."""
+    block, first, place = list[str](), 0, (-1, -1)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if block and token.start == (place[0] + 1, place[1]):
+            block.append(token.string.lstrip("#: "))
+        else:
+            if block:
+                yield first, " ".join(block)
+            block, first = [token.string], token.start[0]
+        place = token.start
+    if block:
+        yield first, " ".join(block)
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Yield line, text and whether it is a docstring, of each string with at least five words."""
+    documented, parts = set[int](), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                documented.add(id(node.body[0].value))  # type: ignore[attr-defined]
+                yield node.body[0].lineno, " ".join(text.split()), True
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(part) for part in ast.walk(node)} - {id(node)}
+    for node in ast.walk(tree):
+        if id(node) in documented | parts:
+            continue
+        text = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        elif isinstance(node, ast.JoinedStr):
+            text = "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        if len(re.findall("[A-Za-z]{2,}", text)) > 4 and "\n    " not in text:
+            yield node.lineno, " ".join(text.split()), False
+
+
+def problems(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, text and remedy for each rule that a text of a Python file breaks."""
+    for line, comment in comments(text):
+        if BEGINNINGS.match(comment):
+            yield line, comment, "begin with a noun"
+        yield from ((line, comment, remedy) for remedy in broken(comment))
+    for line, string, is_docstring in strings(ast.parse(text)):
+        yield from ((line, string, remedy) for remedy in broken(string))
+        if is_docstring and len(re.split(r"[.:;](?:\s|$)", string)[0].split()) > LONGEST:
+            yield line, string, f"at most {LONGEST} words in the first sentence"
+
+
+def broken(text: str) -> Iterator[str]:
+    """Yield the remedy for each banned pattern in a text."""
+    if not any(part in text for part in ALLOWED):
+        yield from (remedy for pattern, remedy in BANNED.items() if re.search(pattern, text))
+
+
+def main(names: list[str]) -> int:
+    """Check files, or all Python files of the repository; return the exit status."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout.split()
+    found = 0
+    for name in names or listed:
+        for line, text, remedy in problems(Path(name).read_text(encoding="utf-8")):
+            print(f"{name}:{line}: {remedy}\n    {text[:160]}")
+            found += 1
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
