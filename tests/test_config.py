@@ -194,7 +194,7 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         (
             {"plans": {"sound": {"measure": ["train"], "only": {"train": []}}}},
             "plans.sound",
-            ("first goes through no",),
+            ("run first has no stage left", "remove it"),
         ),
         ({"plans": {"sound": {"from": "sond.first"}}}, "plans.sound.from", ("did you mean 'sound'?",)),
         ({"plans": {"sound": {"from": "weather.vit"}}}, "plans.sound.from", ("era5_vit", "cosmo_unet")),
@@ -1069,7 +1069,7 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
         ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 letters"),
         (
             {"repeat": 2, "kind": "convergence", "runs": {}, "convergence": {"batch_sizes": [64]}},
-            "repeat: a plan of kind convergence has other seeds by convergence.seeds",
+            "repeat: a plan of kind convergence cannot use it; list the seeds in convergence.seeds",
         ),
     ],
 )
@@ -1090,7 +1090,7 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
         for key in model.get("properties", {}):
             assert f"| `{key}` |" in page, f"{name}.{key}"
     for row in (
-        "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | Global batch size in samples: over all devices. |",
+        "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | Global batch size: samples per step over all devices. |",
         '| `kind` | `adam`, `adamw` | `"adam"` |',
     ):
         assert row in page
