@@ -464,7 +464,7 @@ class RunCore(Lawful):
     study: Name
     dataset: Name = Field(description="Name of the dataset.")
     seed: Seed = Field(0, description="Seed of initial weights, sample order and drop-out.")
-    batch_size: BatchSize = Field(64, description="Global batch size: samples per step over all devices.")
+    batch_size: BatchSize = Field(64, description="Global batch size, in samples over all devices.")
     model: SerializeAsAny[Strict]
     loss: SerializeAsAny[Strict]
     samples: SerializeAsAny[Strict]
