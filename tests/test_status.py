@@ -347,7 +347,7 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", begun, path, kept, "resumed", "it"], check=True, env=variables())
     begins, child, said, ends = path.read_text().splitlines()
     assert (begins, child, ends) == ("it begins", "a child", "it ends")
-    assert "this log is not kept for a later try: " in said and str(kept.parent) in said
+    assert "cannot keep this log for a later try: " in said and str(kept.parent) in said
 
 
 def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) -> None:
