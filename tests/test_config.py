@@ -338,8 +338,8 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: " + 5000 * "1", "not valid YAML"),
         ("# a list\n- 1\n", "expected keys and values, got list"),
         ("", "got None"),
-        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' stands in line 1 already; leave one out"),
-        ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' stands in line 1 already"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is already in line 1; leave one out"),
+        ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' is already in line 1"),
         ("a: 1\nb: &b\n  c: [*b]\n", "line 2: not valid YAML: found unconstructable recursive node"),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
         ("a: " + 3000 * "[", "not valid YAML"),
@@ -386,7 +386,7 @@ def test_plain_values_are_as_written(tmp_path: Path) -> None:
         "1": "a", "010": "b", "no": "c", "true": "d", "1.0": "e", "~": "f",
     }  # fmt: skip
     assert typed("a.b={c: no, d: [010, 1, null]}") == ("a.b", {"c": "no", "d": ["010", "1", "null"]})
-    for word, expected in (("a={b: 1, b: 2}", "the key 'b' stands in line 1 already"), (f"a={ALIASES}", "its aliases")):
+    for word, expected in (("a={b: 1, b: 2}", "the key 'b' is already in line 1"), (f"a={ALIASES}", "its aliases")):
         with pytest.raises(UserError, match=expected):
             typed(word)
     values = [*strings.split(), *numbers.values(), None, True, 1e-20, 1e20, "10", "null"]
@@ -403,9 +403,9 @@ def test_plain_values_are_as_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_tag_changes_no_value(value: str, tag: str) -> None:
-    with pytest.raises(UserError, match=rf"here, line 2: .*the tag {tag} is not read here; remove it, or write !!str"):
+    with pytest.raises(UserError, match=rf"here, line 2: .*the tag {tag} is not supported; remove it, or write !!str"):
         load_yaml(f"x: 1\na: {value}", "here")
-    with pytest.raises(UserError, match=f"the tag {tag} is not read here"):
+    with pytest.raises(UserError, match=f"the tag {tag} is not supported"):
         typed(f"a={value}")
     assert load_yaml("[!!str 010, !!int 10, !!seq [1], !!map {b: ''}]", "here") == ["010", 10, [1], {"b": ""}]
 
@@ -1182,7 +1182,7 @@ def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None
     assert found.secrets == {whole.images: source["all"]["images"], whole.labels: source["all"]["labels"]}
     assert "pa55" not in repr(found) and "t0ken" not in repr(found)
     source["all"]["images"] = "http://me:pa/55@h/i"
-    with pytest.raises(UserError, match=r"datasets\.mine\.source\.all\.images: an address that cannot be") as caught:
+    with pytest.raises(UserError, match=r"datasets\.mine\.source\.all\.images: malformed address") as caught:
         config.load(raw)
     assert "55" not in str(caught.value)
 
@@ -1194,7 +1194,7 @@ def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None
         (plan({"loader": {"workers": 3000}}), "loader.workers: got 3000; expected at most 512: each is a process"),
         (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024: no node has more cores"),
         (plan({"throughput": {"seconds": 1e308}}), "seconds: got 1e+308; expected at most 604,800: a week of seconds"),
-        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30: a greater number overflows"),
+        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30: larger numbers overflow"),
         (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
         (plan(runs={"a": {"needs": [{"a": 1}]}}), "needs: expected a list of compiler, dali, bf16, got [{'a': 1}]"),
         (plan({"precision": "y" * 5000}), "precision: got 'yyy"),

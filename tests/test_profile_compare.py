@@ -128,7 +128,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (slower,) = found["faster and slower"]
     assert slower["certain"] and slower["difference"] > 0
     assert stage("compare", "--profiles", a, tmp_path / "c") == 2
-    assert "no such run; expected PLAN.RUN, or the folder of a run" in capsys.readouterr().err
+    assert "no such run; expected PLAN.RUN, or a run's folder" in capsys.readouterr().err
 
 
 def test_profiles_of_other_studies_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,4 +53,4 @@ def run_folder(name: str, configuration: Configuration | None) -> Path:
         raise UserError(f"{name} has no results yet: snakemake plan_{owner[0]}")
     made = sorted(".".join(each.parts[-3:-1]) for each in results.glob("plans/[!.]*/[!.]*/config.yaml"))
     there = f"there are: {', '.join(made)}" if made else f"{results} has no runs yet: start them with snakemake"
-    raise UserError(f"{name}: no such run; expected PLAN.RUN, or the folder of a run; {there}")
+    raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder; {there}")
