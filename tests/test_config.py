@@ -246,7 +246,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     ),
     "one process": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"kind": "dp"}}, "use ddp or fsdp"),
     "statistics": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"sync_batchnorm": True}}, "leave one out"),
-    "groups": ("era5_vit", {"geometry": TWO, "parallel": {**FSDP, "shard": 3}}, "shard 3: 2 devices"),
+    "groups": ("era5_vit", {"geometry": TWO, "parallel": {**FSDP, "shard": 3}}, "shard 3: expected a divisor of 2"),
     "masters": ("era5_vit", {"geometry": TWO, "parallel": FSDP, "precision": "bf16_master"}, "float32 weights itself"),
     "graphs": (
         "era5_vit",

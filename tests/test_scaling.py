@@ -120,7 +120,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"kind": "strong_scaling", "scaling": {**SCALING, "devices": [1, 3]}},
             "scaling.devices",
-            "batch_size 64 does not divide by geometry.nodes x geometry.gpus_per_node / (tp 1 x cp 1) = 3",
+            "batch_size 64 is not divisible by geometry.nodes x geometry.gpus_per_node / (tp 1 x cp 1) = 3",
         ),
         (
             {"scaling": {**SCALING, "variants": {"a": {"batch_size": 3}}}},

@@ -44,7 +44,7 @@ USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
 RUN = "Run plans, or make data or files, with settings from the command line: dlscale run PLAN seed=2"
 
-#: Commands of the core, in the order of `--help`.
+#: Commands of dlscale without extensions, in the order of `--help`.
 _OWN = {
     "init": Query(
         "dlscale.preflight.init",
@@ -261,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(
         dest="stage", metavar="COMMAND", help="one of the commands below; COMMAND --help lists its options"
     )
-    # This parser has no options: the command `run` separates its own options from those of Snakemake.
+    # This parser has no options: the command `run` separates its own options from Snakemake's options.
     run = commands.add_parser("run", prefix_chars="\0", add_help=False)
     run.add_argument("words", nargs=argparse.REMAINDER)
     run.set_defaults(log=None)
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         return _run(args)
     except (Stopped, PeerLost) as ended:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm may send the signal more than once
         return _fail(terminal, name, STOPPED if isinstance(ended, Stopped) else process.LOST, ended)
     except KeyboardInterrupt:
         return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # only to the log, if there is one

@@ -1,4 +1,4 @@
-"""Settings that all datasets have in common; those of a kind are in `dlscale/datasets/KIND/kind.py`."""
+"""Settings that all datasets have in common; `dlscale/datasets/KIND/kind.py` adds the settings of a kind."""
 
 from __future__ import annotations
 

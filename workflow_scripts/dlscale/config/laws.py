@@ -18,7 +18,7 @@ Law = tuple[Callable[[Any], Any], str]
 
 
 class Lawful(Strict):
-    """Settings with laws over several of their keys."""
+    """Settings with rules (`LAWS`) that involve several of their keys."""
 
     LAWS: ClassVar[tuple[Law, ...]] = ()
 
@@ -48,7 +48,7 @@ def _draws(run: Any) -> bool:
 OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.batch_size % run.geometry.dp,
-        "batch_size {its.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node / (tp "
+        "batch_size {its.batch_size} is not divisible by geometry.nodes x geometry.gpus_per_node / (tp "
         "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}",
     ),
     (
@@ -83,8 +83,8 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.cuda_graph and run.precision in ("fp16", "fp16_master") and not run.optimizer.fused,
-        "cuda_graph and precision {its.precision} need optimizer.fused: the loss is scaled, and only a fused update "
-        "(adam, adamw, sgd) is skipped on the device where gradients overflow; or use bf16, bf16_master",
+        "cuda_graph and precision {its.precision} need optimizer.fused: this precision scales the loss, and only a "
+        "fused update (adam, adamw, sgd) can be skipped on the device if gradients overflow; or use bf16, bf16_master",
     ),
     (
         lambda run: run.cuda_graph and run.optimizer.kind == "sgd" and not run.optimizer.fused,
@@ -131,8 +131,8 @@ OF_RUNS: tuple[Law, ...] = (
     # ---- FSDP
     (
         lambda run: run.parallel.kind == "fsdp" and run.geometry.replicas % (run.parallel.shard or 1),
-        "parallel.shard {its.parallel.shard}: {its.geometry.replicas} devices have the same weights (all devices / "
-        "tp), and this number does not divide by shard",
+        "parallel.shard {its.parallel.shard}: expected a divisor of {its.geometry.replicas}, the number of devices "
+        "with the same weights (all devices / tp)",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.precision.endswith("_master"),

@@ -86,8 +86,8 @@ class Program(Lawful):
     start: Literal["site", "itself"] = Field(
         "site",
         description="Launcher of a program on several devices. site: `site.starter` starts one process per device. "
-        "itself: the command starts them, such as `srun --nodes={nodes} ...`; the job's variables that describe its "
-        "nodes are then removed.",
+        "itself: the command starts them, such as `srun --nodes={nodes} ...`; it must state the number of nodes, which "
+        "is not in the environment of a job.",
     )
     rate: str | None = Field(
         None,
@@ -200,7 +200,7 @@ def check(run: Any) -> str | None:
         return f"program.folder: {run.program.folder}: with a repository, expected a relative path in it"
     for name in run.program.values:
         if name in settings or name in LATER:
-            return f"program.values.{name}: a setting has this name; choose another"
+            return f"program.values.{name}: a setting has this name; choose another name"
         if name == "kind":
             return "program.values.kind: another `kind` replaces a whole section of settings; choose another name"
         if "." in name:

@@ -65,7 +65,7 @@ def reference() -> str:
 
 
 def _table(model: Node) -> Iterator[str]:
-    yield "| key | may be | default | what it is |"
+    yield "| key | values | default | description |"
     yield "|---|---|---|---|"
     for key, node in model.get("properties", {}).items():
         default = node.get("default", node.get("const"))

@@ -214,7 +214,7 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
             )
         for origin in kind.origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
-                what = f"{origin!r}: braces are wildcards to Snakemake, and a path is one line; rename it"
+                what = f"{origin!r}: braces are wildcards to Snakemake, and line breaks are not allowed; rename it"
                 raise UserError(f"configuration: datasets.{name}.source: {what}")
 
 
@@ -444,7 +444,7 @@ class _Resolver:
             return []
         sections = [layer["geometry"] for _, layer in self.layers(plan, name)[1] if "geometry" in layer]
         geometry = functools.reduce(merge, filter(lambda section: isinstance(section, dict), sections), Raw())
-        asked = str(geometry.get("gpus_per_node", 1))  # a string if it comes from `--config`
+        asked = str(geometry.get("gpus_per_node", 1))  # `--config` passes a string
         return [f"{asked} GPUs (it has {self._here})"] if asked.isdecimal() and int(asked) > self._here else []
 
     def layers(self, plan: str, name: str) -> tuple[Place, list[Layer]]:

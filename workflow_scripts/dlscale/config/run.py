@@ -50,7 +50,7 @@ from dlscale.core.schema import (
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
-#: Names of experiment trackers (`Tracker`) and of profilers (`Tool`), those of extensions included.
+#: Names of experiment trackers (`Tracker`) and of profilers (`Tool`), including extensions.
 Tracker: Any = one_of(registry.trackers())
 Tool: Any = one_of(["torch", *registry.profilers(), "lines"])
 
@@ -170,9 +170,9 @@ class Training(Lawful):
     )
     stop_after: PositiveInt | None = Field(
         None,
-        description="Number of epochs after which the training pauses. Schedule and checkpoints are those of the full "
-        "training, which can continue later as if without a pause: with identical bits on a CPU; on a GPU, libraries "
-        "choose their kernels again.",
+        description="Number of epochs after which the training pauses. Schedule and checkpoints do not change, so the "
+        "training can continue later as if without a pause: with identical bits on a CPU; on a GPU, libraries choose "
+        "their kernels again.",
     )
     on_divergence: Literal["fail", "stop"] = Field(
         "fail",

@@ -76,7 +76,7 @@ class Qos(Strict):
 
 
 class Nodes(Strict):
-    """One kind of node."""
+    """Resources of one kind of node."""
 
     partition: Annotated[str, StringConstraints(pattern=r"^[^\s:;|]+$")] | None = Field(
         None, description="Partition of these nodes (sbatch -p), or several: a,b. Absent: Slurm's default."

@@ -1,4 +1,4 @@
-"""The configuration file: its sections, and the plans of runs."""
+"""Models of the configuration file: its sections, and plans of runs."""
 
 from __future__ import annotations
 
@@ -268,14 +268,14 @@ class Workflow(Strict):
         description="Plans that `snakemake` without arguments runs and reports, by name or pattern (`*_demo`).",
     )
     datasets: dict[Name, SerializeAsAny[DatasetSettings]] = Field(
-        {}, description="Datasets by name, in addition to those of the studies."
+        {}, description="Datasets by name, in addition to the datasets of the studies."
     )
     studies: dict[Name, Any] = Field(
         {},
         description="Changes to the default run settings, by study. To add a study, give the path of its Python file, "
         "relative to the folder of this file; a YAML file of the same name must be next to it.",
     )
-    plans: dict[Name, Plan] = Field({}, description="Plans by name, in addition to those of the studies.")
+    plans: dict[Name, Plan] = Field({}, description="Plans by name, in addition to the plans of the studies.")
     report: ReportPage = ReportPage()
     site: Site = Field(Site(), description="Machine and launcher of all stages; usually from a profile's site.yaml.")
     budget: Budget = Budget()

@@ -23,7 +23,7 @@ from dlscale.core.urls import hidden_in
 
 _HOST = socket.gethostname().split(".")[0]
 #: Default advice for a file that cannot be read.
-TORN = "the file may be torn or damaged: fetch or make it again"
+TORN = "the file may be incomplete or damaged; fetch or make it again"
 
 
 @contextlib.contextmanager

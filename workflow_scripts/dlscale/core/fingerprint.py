@@ -35,8 +35,8 @@ TABLES: dict[str, dict[str, str]] = {}
 #: not part of a fingerprint, and their imports are not followed, except for `SHOWN`.
 GUARDS = {
     # settings and names: their resolved values are in the params of a job
-    "dlscale.config.laws": "settings that go together, or a message",
-    "dlscale.config.program": "settings of another program; its own stages name this module",
+    "dlscale.config.laws": "checks of settings that exclude each other",
+    "dlscale.config.program": "settings of an external program; its own stages name this module",
     "dlscale.core.registry": "modules by name; the modules themselves are part of a fingerprint",
     "dlscale.core.schema": "types of settings, and messages for wrong values",
     "dlscale.core.settings": "settings from files, or a message",

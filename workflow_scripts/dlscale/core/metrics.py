@@ -24,8 +24,8 @@ class Metric(Record):
     meaning: str = ""  #: Meaning in one line.
     unit: str = "1"  #: Unit; `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
-    naive: str | None = None  #: Name of the metric with the score of the baseline without learning, if there is one.
-    answer: str = ""  #: Description of the baseline without learning.
+    naive: str | None = None  #: Name of the metric with the score of the best baseline without learning, if any.
+    answer: str = ""  #: Description of the best baseline without learning.
     rival: str = ""  #: Name of the baseline whose score this metric is, if there are several baselines.
     derived: bool = False  #: Whether the metric follows from other metrics, like a skill; the page shows these instead.
 
@@ -48,9 +48,9 @@ class Metric(Record):
         return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
 
     def skill(self, metrics: Mapping[str, float]) -> float | None:
-        """Return 1 - error / error of the baseline without learning, from metrics by name; None without a baseline.
+        """Return 1 - error / error of the best baseline without learning, from metrics by name.
 
-        A metric for which higher is better has no skill.
+        The skill is None without a baseline, and for metrics for which higher is better.
         """
         value, naive = metrics.get(self.name), metrics.get(self.naive or "")
         return 1 - value / naive if self.better == "lower" and naive and value is not None else None

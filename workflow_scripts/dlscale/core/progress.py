@@ -178,7 +178,7 @@ def took(benchmark: str | Path) -> float | None:
 
 
 def jobs(results: Path, since: float) -> list[Job]:
-    """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), from benchmarks and logs."""
+    """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), read from benchmarks and logs."""
     folder, found = results / "benchmarks", []
     for path in folder.rglob("*.tsv"):
         if (end := path.stat().st_mtime) < since:

@@ -45,7 +45,7 @@ def profile_work(run: Any, train: int | None, valid: int | None) -> float | None
 
 
 def profile_starts(run: Any) -> int:
-    """Return the number of processes that a rank starts one after the other, including those of profilers."""
+    """Return the number of processes that a rank starts one after the other: one, and one per external profiler."""
     return 1 + len(registry.profilers().keys() & run.profile.tools)
 
 
