@@ -412,10 +412,10 @@ def test_periods_are_disjoint_times(tmp_path: Path, era5_data: Path) -> None:
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (cosmo([Path("a.h5")], [Path("a.h5")]), "'a.h5' stands in two splits"),
-        (cosmo([Path("a.h5")], [Path("a.h5")], "prepared"), "'a.h5' stands in two splits"),
-        (cosmo([Path("a.h5")], [Path("b/../a.h5")], "prepared"), "stands in two splits"),
-        ({**ERA5, "source": {**ERA5["source"], "valid": [2002]}}, "'2002' stands in two splits"),
+        (cosmo([Path("a.h5")], [Path("a.h5")]), "'a.h5' is listed in two splits"),
+        (cosmo([Path("a.h5")], [Path("a.h5")], "prepared"), "'a.h5' is listed in two splits"),
+        (cosmo([Path("a.h5")], [Path("b/../a.h5")], "prepared"), "is listed in two splits"),
+        ({**ERA5, "source": {**ERA5["source"], "valid": [2002]}}, "'2002' is listed in two splits"),
         (
             {
                 "kind": "era5",

@@ -331,12 +331,18 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        ({"parallel": {"kind": "dp"}, "geometry": {"nodes": 2}}, "one process drives the GPUs of one node; use ddp"),
+        (
+            {"parallel": {"kind": "dp"}, "geometry": {"nodes": 2}},
+            "parallel.kind dp and geometry.nodes 2: .* on one node; use ddp",
+        ),
         ({"parallel": {"kind": "dp"}, "compile": {"mode": "default"}}, "compile.mode and parallel.kind dp"),
         ({"parallel": {"kind": "dp", "bucket_mb": 3}}, "unknown key 'bucket_mb'"),
         ({"parallel": {"sync": False, "sync_batchnorm": True}}, "statistics would still be exchanged"),
         ({"parallel": {"bucket_mb": 0}}, "greater than 0"),
-        ({"parallel": {"sync_batchnorm": True}, "accumulation_steps": 2}, "statistics that do not come"),
+        (
+            {"parallel": {"sync_batchnorm": True}, "accumulation_steps": 2},
+            "sync_batchnorm and accumulation_steps: .*; leave one out",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(over: dict[str, Any], message: str) -> None:

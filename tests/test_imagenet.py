@@ -305,12 +305,12 @@ def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"source": {"kind": "folder", "train": "a", "valid": "a/"}}, "stands in two splits"),
+        ({"source": {"kind": "folder", "train": "a", "valid": "a/"}}, "is listed in two splits"),
         (
             {"source": {"kind": "simulated", "edges": [40, 30]}},
             r"edges \[40, 30\]: expected \[smallest, largest\] in pixels, smallest at least 16",
         ),
-        ({"source": {"kind": "simulated"}, "downsample": 2}, "used as they are"),
+        ({"source": {"kind": "simulated"}, "downsample": 2}, "downsample: prepared files"),
     ],
 )
 def test_bad_datasets_are_one_message(changes: dict[str, Any], words: str) -> None:

@@ -341,7 +341,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "csv": (lambda file: file.write_text("step,loss\n0,1.0\n"), "PyTorch's SummaryWriter.add_scalar(tag, value, step)"),
     "trainer_state.json": (lambda file: file.write_text('{"log_history": []}'), "not an event file of TensorBoard"),
     "short": (lambda file: file.write_text("{}"), "not an event file of TensorBoard, or cut short (b'{}')"),
-    "damaged later": (lambda file: file.write_bytes(flipped(file.read_bytes())), "record 2 is damaged: copy the file"),
+    "damaged later": (lambda file: file.write_bytes(flipped(file.read_bytes())), "record 2 is damaged; copy the file"),
     "missing": (lambda file: file.unlink(), "no such file"),
     "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name these: --tag"),
 }

@@ -332,7 +332,7 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
     [
         # Mounts over folders of the system.
         *(
-            ({"mounts": {"/data": target}}, "nothing may be mounted")
+            ({"mounts": {"/data": target}}, "does not allow mounts at")
             for target in ("/etc", "/etc/x", "/var/lib", "/opt", "/", "/opt/")
         ),
         # Values that no engine can pass on.
@@ -349,7 +349,10 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
             ({"scheduler": SCHEDULER, "gpu_order": order}, "expected each of a node's 4 GPUs once, from 0")
             for order in ([0, 1], [0, 1, 2, 2], [1, 2, 3, 4], [3, 2, 1, 0, 4])
         ),
-        ({"engine": "auto", "scheduler": SCHEDULER}, "site: engine: auto may mean another engine on each node"),
+        (
+            {"engine": "auto", "scheduler": SCHEDULER},
+            "site: engine: auto may choose different engines on different nodes",
+        ),
     ],
 )
 def test_what_a_site_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:

@@ -361,7 +361,7 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
     assert len(points) == 100, "beside files of tries that were killed"
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "events.out.tfevents.1.of.another").touch()
-    with pytest.raises(UserError, match="holds no event"):
+    with pytest.raises(UserError, match="has no events; expected an event file"):
         logs.logged(tmp_path / "empty", logs.Start(0.0))
     (tmp_path / "log.jsonl").write_text("\nthree\n")
     with pytest.raises(UserError, match="line 1: expected JSON with `step` and `time`"):
@@ -1511,7 +1511,11 @@ def test_results_that_cannot_be_made_are_told_at_once(measure_here: Measured, na
     Path(name).symlink_to("gone") if kind == "dangling link" else Path(name).write_text("mine")
     with pytest.raises(OSError) as caught:
         measure_here("raise SystemExit('it began')")
-    told = f"{name}: a link to gone, which does not exist" if "link" in kind else f"{name}.*: a file stands"
+    told = (
+        f"{name}: a link to gone, which does not exist"
+        if "link" in kind
+        else f"{name}.*: a file exists in place of a folder"
+    )
     with pytest.raises(UserError, match=f"^{told}"):
         raise explained(caught.value, "")
 

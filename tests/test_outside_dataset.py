@@ -407,7 +407,7 @@ def test_a_folder_with_relative_imports(tmp_path: Path) -> None:
         (
             "classes",
             STUDY.format(kind="k").replace("[Kind()]", "[Kind]"),
-            r"KINDS holds the class Kind; write Kind\(\)",
+            r"KINDS has the class Kind; write Kind\(\)",
         ),
         ("taken", STUDY.format(kind="mnist"), "a kind of dataset called 'mnist' is there already"),
     ],

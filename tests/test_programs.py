@@ -307,10 +307,13 @@ def words(**program: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ({"command": ["{x}"], "values": {"x": []}}, "program.command: .*once its placeholders are replaced"),
-        ({"command": ["{x}"], "values": {"x": ["a/"]}}, "a/: a folder; .*once its placeholders are replaced"),
-        ({"folder": "{x}", "values": {"x": ""}}, "program.folder: .*once its placeholders are replaced"),
-        ({"command": ["a", "{x}"], "values": {"x": ["{x}"]}}, "program.values: their placeholders go in a circle"),
+        ({"command": ["{x}"], "values": {"x": []}}, "program.command: .*after its placeholders are replaced"),
+        ({"command": ["{x}"], "values": {"x": ["a/"]}}, "a/: a folder; .*after its placeholders are replaced"),
+        ({"folder": "{x}", "values": {"x": ""}}, "program.folder: .*after its placeholders are replaced"),
+        (
+            {"command": ["a", "{x}"], "values": {"x": ["{x}"]}},
+            "program.values: placeholders refer to each other in a circle",
+        ),
         (
             {"command": ["a", "b\0c"]},
             r"plans\.mine\.runs\.a\.program\.command: a NUL character; remove it",
@@ -321,16 +324,22 @@ def words(**program: Any) -> list[str]:
         ),
         ({"values": {"batch_size": 99}}, "program.values.batch_size: a setting has this name"),
         ({"values": {"optimizer.lr": 99}}, "program.values.optimizer.lr: a setting has this name"),
-        ({"losses": {"a (.)": "loss/vaild"}}, "losses: expected one of ours for each, loss/valid among them"),
-        ({"losses": {"a (.)": "loss/valid", "b (.)": "loss/valid"}}, "losses: two of them are the same one of ours"),
+        (
+            {"losses": {"a (.)": "loss/vaild"}},
+            "losses: expected one of dlscale's names for each key, loss/valid among them",
+        ),
+        ({"losses": {"a (.)": "loss/valid", "b (.)": "loss/valid"}}, "losses: two keys have the same name of dlscale"),
         ({"rate": "avg"}, "rate avg: expected a regular expression with one group for the samples/s, or one of nersc"),
         ({"rate": "("}, r"rate \(: expected a regular expression"),
-        ({"command": ["{a.b}"], "values": {"a.b": 1}}, "program.values.a.b: dots are those of settings"),
+        ({"command": ["{a.b}"], "values": {"a.b": 1}}, "program.values.a.b: names with dots are for settings"),
         (
             {"repository": "/r", "revision": "0" * 40, "folder": "/r/src"},
-            "program.folder: /r/src: with a repository, expected a folder in it",
+            "program.folder: /r/src: with a repository, expected a relative path in it",
         ),
-        ({"losses": {"a (.)": "loss/train"}}, "losses: expected one of ours for each, loss/valid among them"),
+        (
+            {"losses": {"a (.)": "loss/train"}},
+            "losses: expected one of dlscale's names for each key, loss/valid among them",
+        ),
     ],
 )
 def test_words_that_cannot_be(program: dict[str, Any], message: str) -> None:
@@ -583,7 +592,7 @@ def test_a_repository_that_cannot_be_fetched(published: tuple[Path, list[str]], 
 
 
 def test_an_address_with_a_login_is_refused() -> None:
-    with pytest.raises(ValueError, match="an address with a login or a query") as caught:
+    with pytest.raises(ValueError, match="repository: the address contains a login or a query") as caught:
         Program(command=["a"], repository="https://me:secret@host/a.git", revision="0" * 40)
     assert "secret" not in str(caught.value).partition("input_value")[0]
     Program(command=["a"], repository="/data/a@b/c", revision="0" * 40)

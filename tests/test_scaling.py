@@ -106,17 +106,21 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"scaling": {**SCALING, "devices": [6]}},
             "scaling",
-            "devices [6]: each number must fill its nodes",
+            "devices [6]: each number above per_node ",
         ),
-        ({"scaling": {**SCALING, "devices": [2, 2]}}, "scaling.devices", "2 stands twice"),
+        ({"scaling": {**SCALING, "devices": [2, 2]}}, "scaling.devices", "2 is listed twice"),
         ({"scaling": {**SCALING, "devices": []}}, "scaling.devices", "at least 1 value"),
         ({"scaling": {"devices": [2]}}, "scaling.batch_sizes", "this key is missing"),
         ({}, "runs", "a plan of kind weak_scaling needs the key scaling; for example {devices: "),
-        ({"kind": "set", "scaling": SCALING}, "", "scaling: a plan of kind set has none; write kind: weak_scaling or"),
+        (
+            {"kind": "set", "scaling": SCALING},
+            "",
+            "scaling: a plan of kind set does not have this key; write kind: weak_scaling or",
+        ),
         (
             {"kind": "strong_scaling", "scaling": {**SCALING, "devices": [1, 3]}},
             "scaling.devices",
-            "batch_size 64 does not divide by geometry.nodes x geometry.gpus_per_node / (tp 1 x cp 1) = 3",
+            "batch_size 64 is not divisible by geometry.nodes x geometry.gpus_per_node / (tp 1 x cp 1) = 3",
         ),
         (
             {"scaling": {**SCALING, "variants": {"a": {"batch_size": 3}}}},
@@ -137,11 +141,11 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"scaling": {**SCALING, "variants": {"a": {"parallel": {"sync": False}}}}},
             "scaling",
-            "variants: none averages gradients; add one: ddp: {}",
+            "variants: at least one must average gradients; add ddp: {}",
         ),
         ({"scaling": {**SCALING, "variants": {"a" * 60: {}}}}, "", "expected 1 to 64 letters"),
         ({"scaling": {**SCALING, "variants": {"a": 3}}}, "scaling.variants", "a: expected settings"),
-        ({"scaling": SCALING, "runs": {"b64_ddp_1": {}}}, "runs", "b64_ddp_1: scaling makes this run; write {use:"),
+        ({"scaling": SCALING, "runs": {"b64_ddp_1": {}}}, "runs", "b64_ddp_1: scaling generates this run; write {use:"),
         ({"scaling": SCALING, "measure": ["train"]}, "runs.b64_no_sync_2.parallel.sync", "leave train out"),
         ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "set gpus_per_node"),
         ({"scaling": {**SCALING, "devices": [10**9]}}, "scaling.devices.0", "less than or equal to 1000000"),
@@ -153,7 +157,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"scaling": {"devices": [10**6], "batch_sizes": [10**6]}},
             "scaling.devices",
-            "local_batch_size: got 1000000; expected a whole number, that times 1000000 is from 1 to 1000000000",
+            "local_batch_size: got 1000000; expected a whole number; times 1000000, it must be from 1 to 1000000000",
         ),
         (
             {"scaling": {"devices": [*range(1, 5000)], "per_node": 1, "batch_sizes": [*range(1, 5000)]}},
@@ -166,7 +170,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
             "batch_sizes x scaling x seeds: expected at most 10000 runs",
         ),
         (BIG, "runs", "a plan of kind convergence needs the key convergence; for example {batch_sizes: "),
-        ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 stands twice"),
+        ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 is listed twice"),
         ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got '[4]'"),
         ({**BIG, "convergence": {"batch_sizes": [4], "scaling": ["cubic"]}}, "convergence.scaling", "got 'cubic'"),
         ({**BIG, "convergence": {"batch_sizes": {4: {"seed": 1}}}}, "convergence.batch_sizes", "4: seed is decided"),

@@ -142,7 +142,7 @@ def test_the_sites_disk_reaches_the_stages() -> None:
     found = launch(site(engine="podman", local_disk="/local"), HERE, FOUR)
     assert f"--env={LOCAL_DISK}=/local" in found and "--volume=/local:/local" in found
     assert LOCAL_DISK not in " ".join(launch(site(engine="none", local_disk="/local"), HERE)), "data are not made there"
-    with pytest.raises(ValueError, match="a container of podman has none of the job's variables"):
+    with pytest.raises(ValueError, match="containers of podman do not get the job's variables"):
         site(engine="podman", local_disk="$TMPDIR")
 
 

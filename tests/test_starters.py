@@ -211,11 +211,11 @@ def test_two_runs_that_meet_are_refused(tmp_path: Path, era5_data: Path) -> None
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        ({"starter": "srun", "rendezvous": "a:1"}, "rendezvous: only torchrun meets there; the starter is srun"),
-        ({"starter": "srun", "start": ["x"]}, "start: these words are those of starter mpirun or torchrun; it is srun"),
+        ({"starter": "srun", "rendezvous": "a:1"}, "rendezvous: only for starter torchrun, but starter is srun"),
+        ({"starter": "srun", "start": ["x"]}, "start: only for starter mpirun or torchrun, but starter is srun"),
         (
             {"starter": "mpirun", "start": ["mpirun", "-n", "{rank}"]},
-            r"start: .*\{rank\}.* in braces expected \{ranks\}",
+            r"start: .*\{rank\}.* expected only \{ranks\}",
         ),
         ({"rendezvous": "node1"}, "rendezvous"),
     ],

@@ -347,7 +347,7 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", begun, path, kept, "resumed", "it"], check=True, env=variables())
     begins, child, said, ends = path.read_text().splitlines()
     assert (begins, child, ends) == ("it begins", "a child", "it ends")
-    assert "this log is not kept for a later try: " in said and str(kept.parent) in said
+    assert "cannot keep this log for a later try: " in said and str(kept.parent) in said
 
 
 def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) -> None:
@@ -412,13 +412,13 @@ def test_jobs_are_those_that_ended_since_and_know_how_long_they_started(tmp_path
 def test_the_table_has_rules_by_their_time_and_what_was_used() -> None:
     done = [Job("configure", 106.0, 4.0, None), Job("train", 112.0, 8.0, 1.5), Job("train", 125.0, 10.0, 2.0)]
     assert progress.lines(done, 100.0, 130.0, cores=2, busy=15.0) == [
-        "Where the time went: 30.0\u00a0s on 2 cores, of which this call used 25\u00a0%.",
+        "Where the time went: 30.0\u00a0s on 2 cores; this call used 25\u00a0% of them.",
         "             jobs        time  of which starting",
         "  train         2      18.0 s              3.5 s",
         "  configure     1       4.0 s",
     ]
     side = [*done, Job("train", 125.0, 25.0, None)]
-    assert progress.lines(side, 100.0, 130.0)[0].endswith("Jobs ran side by side: their times are more in sum.")
+    assert progress.lines(side, 100.0, 130.0)[0].endswith("Jobs ran in parallel, so their times add up to more.")
     assert progress.lines(done, 100.0, 130.0)[0] == "Where the time went: 30.0\u00a0s."
     assert progress.lines([], 100.0, 130.0, 2, 1.0) == []
 

@@ -71,7 +71,7 @@ def test_names_are_legal_short_and_different() -> None:
 )
 def test_too_many_trials_are_refused_at_once(sweep: Any, message: str) -> None:
     begun = time.perf_counter()
-    with pytest.raises(UserError, match=f"{message} (trials; expected at most 10000|stands twice)"):
+    with pytest.raises(UserError, match=f"{message} (trials; expected at most 10000|is listed twice)"):
         load(sweep)
     assert time.perf_counter() - begun < 10
 
@@ -174,15 +174,21 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
         (None, "sweeps?.*needs the key sweep"),
         ({"over": {}}, "over"),
         ({"over": {"optimizer.lr": []}}, "optimizer.lr: no values"),
-        ({"over": {"optimizer.lr": [1, 1.0]}}, "lr-1 stands twice"),
-        ({"over": {"optimizer.lr": {"uniform": [0.1, 1]}}}, "of a range there are no combinations"),
+        ({"over": {"optimizer.lr": [1, 1.0]}}, "lr-1 is listed twice"),
+        (
+            {"over": {"optimizer.lr": {"uniform": [0.1, 1]}}},
+            "over: a range .*; set trials with method random or halving",
+        ),
         ({"over": {"optimizer.lr": {"uniform": [1, 0.1]}}}, "first end must be less"),
         ({"over": {"optimizer.lr": {"unifrom": [0.1, 1]}}}, "did you mean 'uniform'"),
         ({"over": {"seed": [1]}, "trials": 1}, "a grid tries all"),
-        ({"method": "random", "over": {"seed": [1, 2]}}, "how many to draw"),
+        ({"method": "random", "over": {"seed": [1, 2]}}, "trials: method random needs the number of trials"),
         ({"method": "random", "over": {"seed": [1, 2]}, "trials": 3}, "3 of 2 combinations"),
         ({"method": "random", "over": {"seed": {"integers": [1, 2]}}, "trials": 3}, "3 of 2 combinations"),
-        ({"method": "random", "over": {"dropout": {"uniform": [0.1, 0.101]}}, "trials": 9}, "no more than 2 different"),
+        (
+            {"method": "random", "over": {"dropout": {"uniform": [0.1, 0.101]}}, "trials": 9},
+            "trials: 9; .* only 2 different",
+        ),
         ({"over": {"optimizer": [{}], "optimizer.lr": [1]}}, "optimizer.lr is a part of it"),
         ({"over": {"optimizer.lrr": [1]}}, r"plans\.swept\.sweep\.over\.optimizer: unknown key 'lrr'"),
         ({"over": {"optimizer.lr": [-1.0]}}, r"plans\.swept\.sweep\.over\.optimizer\.lr: got -1.0"),
@@ -199,10 +205,13 @@ def test_mistakes_are_one_message(sweep: Any, message: str) -> None:
 def test_what_a_sweep_cannot_have() -> None:
     over = {"over": {"seed": [1, 2]}}
     for more, message in (
-        ({"runs": {"a": {}}}, "makes its runs itself"),
-        ({"kind": "set"}, "a plan of kind set has none; write kind: sweep"),
-        ({"measure": ["throughput"]}, "a sweep ranks trials that train"),
-        ({"sweep": {"method": "halving", **over}, "measure": ["train", "throughput"]}, "halving trains, no more"),
+        ({"runs": {"a": {}}}, "runs: a sweep generates its runs; leave them out"),
+        ({"kind": "set"}, "sweep: a plan of kind set .*; write kind: sweep"),
+        ({"measure": ["throughput"]}, "measure: a sweep ranks trained trials; add train"),
+        (
+            {"sweep": {"method": "halving", **over}, "measure": ["train", "throughput"]},
+            "measure: successive halving only trains; .* in a separate plan",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             load(**{"sweep": over, **more})

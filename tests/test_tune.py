@@ -370,7 +370,7 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr + logs
     found = Tuning.read(folder / "tune.json")
     odd = [each for each in found.candidates if each.changes.get("batch_size") == 3]
-    assert odd and all("batch_size 3 does not divide" in (each.problem or "") for each in odd)
+    assert odd and all("batch_size 3 is not divisible by" in (each.problem or "") for each in odd)
     assert found.duel
     assert (folder / "tune.rank1.log").read_text().count(found.verdict()) == 1
 

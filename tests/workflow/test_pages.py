@@ -78,7 +78,7 @@ def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
     preview.mkdir()
     os.utime(preview, ns=(made, made))
     done = small.snakemake("--cores", "2")
-    assert done.status == 1 and f"{preview.name}: a file stands where a folder is needed" in done.output
+    assert done.status == 1 and f"{preview.name}: a file exists in place of a folder" in done.output
     assert not page.exists()
     preview.rmdir()
     preview.write_bytes(drawn)

@@ -162,7 +162,7 @@ status=0
 wait "$snakemake" || status=$?
 cat "$seen"
 [ "$status" -ne 0 ] || { echo 'TOUR: it ended as if nothing had been'; exit 1; }
-says 'Interrupted. What is done is kept: the same command goes on from there.'
+says 'Interrupted. Finished results are kept: the same command continues.'
 is_silent_about 'corrupted'
 epochs=$(wc -l <"$metrics")
 { [ "$epochs" -ge 5 ] && [ "$epochs" -lt 40 ]; } || { echo "TOUR: it ended after $epochs epochs"; exit 1; }

@@ -1,6 +1,6 @@
-"""dlscale: a PyTorch model and a dataset become a measured, reproducible scaling study.
+"""dlscale: turn a PyTorch model and a dataset into a measured, reproducible scaling study.
 
-What the author of a study needs is imported from here: `from dlscale import Study, Metric, DatasetKind`.
+The author of a study imports all that is needed from here: `from dlscale import Study, Metric, DatasetKind`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ def main() -> int:
     from dlscale.core import interrupt
 
     name = f"dlscale {sys.argv[1]}" if sys.argv[1:] and not sys.argv[1].startswith("-") else "dlscale"
-    name = "" if "--log" in sys.argv else name  # a job: Snakemake says it once
+    name = "" if "--log" in sys.argv else name  # a job prints nothing on Ctrl-C, since Snakemake does
     interrupt.end_at_once(name)
     import gc
 
@@ -17,11 +17,11 @@ def main() -> int:
     from dlscale.core import machine
 
     machine.GIVEN |= machine.first_environment()
-    # What it starts imports nothing from the working folder either, but for programs.
+    # Child processes must not import from the working folder, either; external programs get the first environment.
     os.environ["PYTHONSAFEPATH"] = "1"
     status = cli.main()
     interrupt.end_at_once(name)
-    gc.freeze()  # as it ends Python looks for garbage among all that was imported: a second, with PyTorch
+    gc.freeze()  # saves the garbage collection at exit, which takes a second after importing PyTorch
     return status
 
 

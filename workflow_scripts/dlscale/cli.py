@@ -1,4 +1,4 @@
-"""The command line: a thin subcommand for each stage and query, whose module is imported only when it runs."""
+"""Command line: a thin subcommand for each stage and query; its module is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
 RUN = "Run plans, or make data or files, with settings from the command line: dlscale run PLAN seed=2"
 
-#: Commands of the core, in the order of `--help`.
+#: Commands of dlscale without extensions, in the order of `--help`.
 _OWN = {
     "init": Query(
         "dlscale.preflight.init",
         "Write a folder to work in, without a clone: Snakefile, config.yaml, profiles.",
-        (("folder", {"metavar": "FOLDER", "help": "folder to write into; has none of these yet"}),),
+        (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain these files"}),),
         configured=False,
     ),
     "status": Query(
         "dlscale.preflight.status",
-        "Show the state of runs: done, running (progress, time left, loss, rate), failed and why, or waiting.",
+        "Show the state of runs: done, running (progress, time left, loss, rate), failed (with reason), or waiting.",
         (
             PLANS,
             option(
                 "--watch",
-                "repeat every five seconds, until all runs are done, or none continues after a failure",
+                "repeat every five seconds until all runs are done, or none continues after a failure",
                 False,
                 action="store_true",
             ),
@@ -67,65 +67,69 @@ _OWN = {
     ),
     "why": Query(
         "dlscale.preflight.why",
-        "Say why jobs would run: which settings, sources, image or files changed.",
+        "Show why jobs would run: changed settings, sources, images or files.",
         (
             (
                 "targets",
-                {"nargs": "*", "metavar": "TARGET", "help": "a target of snakemake: plan_NAME, data_NAME, a file"},
+                {"nargs": "*", "metavar": "TARGET", "help": "targets of snakemake: plan_NAME, data_NAME, or a file"},
             ),
         ),
     ),
     "explain": Query(
         "dlscale.report.verdict",
-        "Say what holds runs back, how far they are from their device's limit, and what to try next.",
+        "Show what limits runs, how far they are from their device's limit, and what to try next.",
         (RUNS,),
     ),
     "compare": Query(
         "dlscale.report.compare",
-        "Compare runs of two results folders, or plans: speed with its noise, loss, settings. Or compare two profiles.",
+        "Compare two results folders, plans or runs: speed with its noise, loss, settings. Or compare two profiles.",
         (
             (
                 "results",
-                {"nargs": 2, "metavar": "RESULTS", "help": "before, after: plans, runs (PLAN.RUN), folders (./NAME)"},
+                {
+                    "nargs": 2,
+                    "metavar": "RESULTS",
+                    "help": "results before and after: plans, runs (PLAN.RUN) or folders (./NAME)",
+                },
             ),
             option("--profiles", "compare the profiles of two runs, or reports of nsys", False, action="store_true"),
             option("--force", "compare runs of different studies, too", False, action="store_true"),
-            option("--gate", "exit with 1 if a run became slower beyond noise", False, action="store_true"),
+            option("--gate", "exit with 1 if a run is slower by more than the noise", False, action="store_true"),
         ),
     ),
     "doctor": Query(
         "dlscale.preflight.doctor",
-        "Check what the workflow needs, before anything is submitted; exit with 1 if a check fails.",
+        "Check the requirements of the workflow before anything is submitted; exit with 1 if a check fails.",
         (PLANS,),
     ),
     "cost": Query(
         "dlscale.preflight.cost",
-        "Estimate the cost of the runs that lack results: node-hours, GPU-hours, charge.",
+        "Estimate the cost of runs without results: node-hours, GPU-hours, charge.",
         (PLANS,),
     ),
     "evaluate": Query(
         "dlscale.measure.evaluate",
-        "Score the weights of trained runs on their validation or test data; nothing trains.",
+        "Score the weights of trained runs on their validation or test data, without training.",
         (
             RUNS,
-            option("--weights", "last, best, or a file of weights", False, default="last", metavar="WHICH"),
-            option("--split", "part of the run's dataset", False, default="valid", choices=("valid", "test")),
-            option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
-            option("--threads", "CPU threads; as in training if absent", False, type=int, metavar="N"),
-            path("--manifest", "manifest.json of the dataset, if it is not in the results", required=False),
+            option("--weights", "weights to score: last, best, or a file", False, default="last", metavar="WHICH"),
+            option("--split", "split of the run's dataset", False, default="valid", choices=("valid", "test")),
+            option("--device", "device that computes", False, choices=("auto", "cpu", "cuda"), default="auto"),
+            option("--threads", "CPU threads (default: as in training)", False, type=int, metavar="N"),
+            path("--manifest", "manifest.json of the dataset, if it is not in the results folder", required=False),
             path("--out", "JSON file to write", required=False),
         ),
     ),
     "new-study": Query(
         "dlscale.studies.new_study",
-        "Write a study that runs, with tests and a configuration; put your network and arrays into it.",
+        "Write a new study that runs, with tests and a configuration; then add your network and arrays.",
         (
             ("name", {"metavar": "NAME", "help": "name of the study, and of its Python module"}),
-            option("--at", "folder to write into; NAME if absent", False, metavar="FOLDER"),
+            option("--at", "folder to write into (default: NAME)", False, metavar="FOLDER"),
             option("--images", "write a study of images, with metrics and a figure", False, action="store_true"),
             option(
                 "--inside",
-                "write a study of images into this repository, like the shipped ones",
+                "write a study of images into this repository, like the shipped studies",
                 False,
                 action="store_true",
             ),
@@ -140,18 +144,24 @@ _OWN = {
     ),
 }
 
-#: All commands: those of extensions come last.
+#: All commands; the commands of extensions are last.
 QUERIES = _OWN | registry.commands()
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (
-    option("--profile", "site: profiles/NAME/site.yaml, or its path", False, metavar="NAME"),
+    option("--profile", "profile with a site: NAME for profiles/NAME/site.yaml, or a path", False, metavar="NAME"),
     option(
-        "--configfile", "YAML files, over config.yaml", False, nargs="+", default=[], action="extend", metavar="FILE"
+        "--configfile",
+        "YAML files that override config.yaml",
+        False,
+        nargs="+",
+        default=[],
+        action="extend",
+        metavar="FILE",
     ),
     option(
         "--config",
-        "settings (YAML), over the files",
+        "settings (YAML) that override the files",
         False,
         nargs="+",
         default=[],
@@ -162,12 +172,12 @@ _CONFIGURED = (
 )
 
 
-#: Commands that `--help` lists first.
+#: Commands that `--help` lists first, in this order.
 EVERYDAY = ("init", "run", "status", "why", "explain", "compare", "doctor", "new-study")
 
 
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except that an option is absent."""
+    """Help formatter that shows defaults, except empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
@@ -181,12 +191,12 @@ def _overview(texts: Mapping[str, str]) -> str:
         for name in names:
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
         lines.append("")
-    stages = f"Stages, which the workflow calls; they also run by hand: {', '.join(STAGES)}."
+    stages = f"Stages, which the workflow calls; you can also run them by hand: {', '.join(STAGES)}."
     return "\n".join([*lines, textwrap.fill(stages, width)])
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the nearest command; takes a query's positional words before, between and after its options."""
+    """Parser that suggests the nearest command and, for a query, accepts positional words between its options."""
 
     reorders = False
 
@@ -201,7 +211,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._ordered(args) if self.reorders else args, namespace)
 
     def _ordered(self, words: Sequence[str]) -> list[str]:
-        """Return the options first, each with the words that fit it, then `--` and all other words."""
+        """Return the options first, each with its values, then `--` and all other words."""
         options, others, rest = list[str](), list[str](), deque(words)
         while rest and rest[0] != "--":
             word = rest.popleft()
@@ -226,7 +236,7 @@ def _is_option(word: str) -> bool:
 
 
 def _fits(action: argparse.Action, word: str) -> bool:
-    """Return whether a word is a further value of an option that takes several, rather than a positional one."""
+    """Return whether a word is another value of an option with several values, not a positional word."""
     if action.dest == "configfile":
         return word.endswith((".yaml", ".yml", ".json"))
     if action.dest == "config":
@@ -237,7 +247,7 @@ def _fits(action: argparse.Action, word: str) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands: `run`, the queries, and the stages, which `--help` names in its last line."""
+    """Return the parser of all commands: `run`, the queries, and the stages."""
     top = _Parser(
         prog="dlscale",
         description="Measured, reproducible scaling studies of PyTorch models.",
@@ -246,12 +256,12 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
     top.add_argument(
-        "--study", action="append", default=[], metavar="NAME=PATH", help="file of a study from outside of dlscale"
+        "--study", action="append", default=[], metavar="NAME=PATH", help="name and file of an outside study"
     )
     commands = top.add_subparsers(
         dest="stage", metavar="COMMAND", help="one of the commands below; COMMAND --help lists its options"
     )
-    # No word is an option of this parser: which are `run`'s own, and which Snakemake's, it says itself.
+    # This parser has no options: the command `run` separates its own options from Snakemake's options.
     run = commands.add_parser("run", prefix_chars="\0", add_help=False)
     run.add_argument("words", nargs=argparse.REMAINDER)
     run.set_defaults(log=None)
@@ -268,14 +278,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one stage and return the process's exit status: 0, or why it ended.
+    """Run one stage or query and return the exit status of the process.
 
-    2: a user's mistake; 1: a defect; 75: asked to end, all saved, try again; 130: interrupted; 141: nobody reads on.
+    0: success; 1: a defect; 2: a user's mistake; 75: ended on request after saving, try again; 76: another process of
+    the run failed; 130: interrupted; 141: the reader of the output has ended.
     """
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by who called
+        if getattr(sys, stream) is None:  # the caller closed it
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
-    if packages := os.environ.get("DLSCALE_PACKAGES"):  # `site.packages`: last, to hide nothing that is installed
+    # `site.packages` is added last, so that it does not hide installed packages.
+    if packages := os.environ.get("DLSCALE_PACKAGES"):
         site.addsitedir(packages)
     args = parser().parse_args(argv)
     if args.version:
@@ -287,33 +299,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help()
         return USER_ERROR
     terminal, name = sys.stderr, f"dlscale {args.stage}"
-    logging.raiseExceptions = False  # a line that the log's disk has no room for is no reason for a traceback
+    logging.raiseExceptions = False  # no traceback if the disk of the log is full
     let_threads_wait()
-    # A stage that is asked to end removes what it has half-written, as it does on Ctrl-C.
+    # SIGTERM raises SystemExit, so that a stage removes incomplete files, as on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    # Slurm's warning of the time limit, which only training heeds, would end any other process.
+    # Slurm's warning before the time limit would end a process; only training handles it.
     for warning in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
     try:
         if args.log:
-            log, rank = Path(args.log), ranks().rank  # of several processes all but the first have logs of their own
+            log, rank = Path(args.log), ranks().rank  # ranks other than 0 have separate logs
             terminal = process.redirect(log.with_name(f"{log.stem}.rank{rank}{log.suffix}") if rank else log)
         process.say = functools.partial(_fail, terminal, name, 0)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             hold_on()
-        # A mapped file that is cut, or whose disk fails, ends the process at once: the log shall say where.
+        # A truncated mapped file, or a failing disk, crashes the process: this writes a traceback to the log.
         faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         return _run(args)
     except (Stopped, PeerLost) as ended:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm asks more than once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm may send the signal more than once
         return _fail(terminal, name, STOPPED if isinstance(ended, Stopped) else process.LOST, ended)
     except KeyboardInterrupt:
-        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # the log alone, if there is one
+        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # only to the log, if there is one
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # as of `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
-            return 128 + signal.SIGPIPE  # as a shell has it of a program whose reader has ended
+        if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # such as `... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest at exit
+            return 128 + signal.SIGPIPE  # the status that a shell reports for a closed pipe
         expected = explained(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
             return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
@@ -321,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if mistake := registry.mistake(error):
             return _fail(terminal, name, USER_ERROR, mistake)
         outside = "".join(f"{study.file} or of " for study in registry.added().values())
-        where = f"; the log {args.log} has the traceback" if args.log else ""
+        where = f"; see the traceback in the log {args.log}" if args.log else ""
         what = redact(f"{type(error).__name__}: {error}")
         return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {what}{where}")
 
@@ -342,7 +354,7 @@ def _run(args: argparse.Namespace) -> int:
         return run.main(args.words)
     if query:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # of a locale that has no dash
+            sys.stdout.reconfigure(errors="replace")  # the locale may lack characters such as dashes
         configuration = _configuration(args) if query.configured else None
         module = importlib.import_module(query.module)
         interrupt.raise_again()
@@ -359,7 +371,8 @@ def _run(args: argparse.Namespace) -> int:
             write_yaml(args.record, redact_programs(read_settings(args.config)[0]))
         with _near(args):
             stage.main(args)
-        if getattr(args, "page", None):  # by its name: how a page looks decides nothing of what the stage made
+        # Loaded by name, so that the code of the page is not part of the stage's fingerprint.
+        if getattr(args, "page", None):
             registry.load("dlscale.report.report").write_live(args.page)
     if first and getattr(args, "telemetry", None):
         telemetry.show(Path(args.telemetry))
@@ -368,16 +381,19 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _module(args: argparse.Namespace) -> str:
-    """Return the module of a stage; another program than dlscale's training has its own."""
+    """Return the module of a stage, which differs for a run of an external program."""
     row = STAGES[args.stage]
     other = row.scope == "run" and read_settings(args.config)[0].get("program")
     if other and not row.program:
-        raise UserError(f"{args.stage}: a program goes through {', '.join(n for n, s in STAGES.items() if s.program)}")
+        raise UserError(
+            f"{args.stage}: a run of an external program only has the stages "
+            f"{', '.join(n for n, s in STAGES.items() if s.program)}"
+        )
     return str(row.program) if other else row.module
 
 
 def _imported(module: str) -> Any:
-    """Return a module, which takes a fifth longer where Python looks for garbage among all that it imports."""
+    """Import a module without garbage collection, which would take a fifth longer."""
     gc.disable()
     try:
         return importlib.import_module(module)
@@ -386,7 +402,7 @@ def _imported(module: str) -> Any:
 
 
 def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Return a context with telemetry beside the stage, if it is wanted: by the first process of each node."""
+    """Return a context that samples telemetry, if requested and if this is the first process of its node."""
     if not getattr(args, "telemetry", None):
         return contextlib.nullcontext()
     from dlscale.config.run import Geometry
@@ -394,21 +410,21 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
     settings, where = read_settings(args.config)
     geometry = validate(Geometry, settings.get("geometry") or {}, f"{where}: geometry")
     parallel = settings.get("parallel")
-    one = isinstance(parallel, dict) and parallel.get("kind") == "dp"  # process for all of them
+    one = isinstance(parallel, dict) and parallel.get("kind") == "dp"  # DataParallel has one process for all GPUs
     one = one or bool(settings.get("program"))
     here, several = geometry.gpus_per_node, geometry.world_size > 1 and not one
     rank, _, local_rank = ranks() if several else Ranks()
     if local_rank:
         return contextlib.nullcontext()
     file = telemetry.node_file(Path(args.telemetry), rank // here)
-    # The ranks of a node are children of one process, torchrun's or Slurm's.
+    # All ranks of a node are children of one process of torchrun or Slurm.
     root, processes = (os.getppid(), here) if several else (os.getpid(), 1)
     return telemetry.sampled(file, root, processes, 0 if args.device == "cpu" else here)
 
 
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
-    """Have a run, and the run that it is timed with, read data from copies here, where their loaders ask for it."""
+    """Let a run, and the run of its paired timing, read local copies of the data if their loaders request it."""
     with contextlib.ExitStack() as copies:
         if STAGES[args.stage].scope == "run" and not read_settings(args.config)[0].get("program"):
             original = args.manifest
@@ -419,9 +435,9 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
-    """Return the manifest of what a run's loader reads: of a copy on this node, if it asks for one."""
+    """Return the manifest of the data that a run's loader reads: of a copy on this node, if requested."""
     loader = read_settings(config)[0].get("loader")
-    loader = loader if isinstance(loader, dict) else {}  # what else stands there, by hand, the stage itself refuses
+    loader = loader if isinstance(loader, dict) else {}  # the stage itself refuses an invalid section
     if (place := loader.get("staging")) in ("memory", "local"):
         from dlscale.data.staging import staged
 
@@ -434,14 +450,14 @@ def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:
     for stream in dict.fromkeys((terminal, sys.stderr)):
         try:
             print(f"{name}: {message}", file=stream, flush=True)
-        except OSError:  # whoever read it ended first, or its disk is full: Python would fail at the rest as it ends
+        except OSError:  # the reader has ended or the disk is full; Python would fail again at exit
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status
 
 
 def _configuration(args: argparse.Namespace) -> Configuration | None:
-    """Return the configuration as the workflow merges it; None where there is none, as inside of an image."""
+    """Return the configuration as the workflow merges it; None if there is none, such as inside an image."""
     from dlscale.config.resolve import load_files
 
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *args.configfile]

@@ -1,1 +1,1 @@
-"""From YAML to validated datasets, plans and fully resolved runs."""
+"""Configuration: from YAML files to validated datasets, plans and fully resolved runs."""

@@ -1,4 +1,4 @@
-"""Blocks of plans that make their runs: trials of a sweep, numbers of devices, batch sizes and seeds."""
+"""Blocks of a plan that generate its runs: trials of a sweep, numbers of devices, batch sizes and seeds."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Number, Pos
 from dlscale.core.settings import holds
 from dlscale.core.text import many
 
-#: Changes of a run that a block makes, by the key of the block where they are written.
+#: Changes of a generated run, by the key of the block that sets them.
 Parts = dict[str, dict[str, Any]]
 
 
 class Scaling(Lawful):
-    """Runs of one computation on more and more devices."""
+    """Runs of one computation on increasing numbers of devices."""
 
-    devices: list[Devices] = Field(min_length=1, description="Numbers of devices; each is a run.")
+    devices: list[Devices] = Field(min_length=1, description="Numbers of devices; one run for each number.")
     per_node: Devices = Field(
         4,
-        description="Devices per node: fewer devices are on one node; more must be a multiple, and fill several nodes.",
+        description="Devices per node. Up to this number, all devices of a run are on one node; larger numbers must be "
+        "multiples of it and fill several nodes.",
     )
     batch_sizes: list[BatchSize] = Field(
         min_length=1,
-        description="Samples per step. weak_scaling: on each device (or group of devices that share a model); "
-        "strong_scaling: on all devices together.",
+        description="Samples per step. weak_scaling: per device, or per group of devices that share a model. "
+        "strong_scaling: over all devices.",
     )
     variants: dict[Name, Any] = Field(
         {"ddp": {}, "no_sync": {"parallel": {"sync": False}}},
         min_length=1,
-        description="Further settings by name: each variant runs on all numbers of devices. A variant with "
-        "parallel.sync: false is a twin that shows the cost of communication; on one device there is "
-        "none.",
+        description="Additional settings by name; each variant runs on all numbers of devices. A variant with "
+        "parallel.sync: false measures the cost of communication by leaving it out; it is skipped on one device.",
     )
 
     @field_validator("devices", "batch_sizes")
@@ -67,19 +67,22 @@ class Scaling(Lawful):
         return variants
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: all(map(_apart, its.variants.values())), "variants: none averages gradients; add one: ddp: {{}}"),
+        (
+            lambda its: all(map(_apart, its.variants.values())),
+            "variants: at least one must average gradients; add ddp: {{}}",
+        ),
         (
             lambda its: len(its.devices) * len(its.batch_sizes) * len(its.variants) > MOST_RUNS,
             f"devices x batch_sizes x variants: expected at most {MOST_RUNS} runs; give fewer",
         ),
         (
             lambda its: any(count > its.per_node and count % its.per_node for count in its.devices),
-            "devices {its.devices}: each number must fill its nodes of per_node {its.per_node}",
+            "devices {its.devices}: each number above per_node {its.per_node} must be a multiple of it",
         ),
     )
 
     def runs(self, kind: str) -> dict[str, Parts]:
-        """Return the runs by name, those of a variant and batch size together, from few devices to many."""
+        """Return the runs by name, ordered by batch size, variant and number of devices."""
         made, weak = {}, kind == "weak_scaling"
         for batch, (variant, settings), count in itertools.product(
             self.batch_sizes, self.variants.items(), self.devices
@@ -98,7 +101,7 @@ class Scaling(Lawful):
         return made
 
 
-#: Batch sizes: a list, or the further settings of each.
+#: Batch sizes as a list, or as a mapping to additional settings.
 BatchSizes = Annotated[
     dict[BatchSize, Any],
     BeforeValidator(
@@ -109,20 +112,20 @@ BatchSizes = Annotated[
 
 
 class Convergence(Lawful):
-    """Trainings with larger and larger batches, each several times."""
+    """Trainings with increasing batch sizes, each with several seeds."""
 
     batch_sizes: BatchSizes = Field(
         min_length=1,
-        description="Global batch sizes: a list, or further settings by batch size: `{64: {}, 256: {geometry: "
+        description="Global batch sizes: a list, or additional settings by batch size: `{64: {}, 256: {geometry: "
         "{gpus_per_node: 4}, training: {epochs: 20}}}`.",
     )
     scaling: list[Literal["none", "sqrt", "linear"]] = Field(
-        ["sqrt"], min_length=1, description="Rules by which the learning rate grows with the batch size; each is tried."
+        ["sqrt"], min_length=1, description="Rules for the growth of the learning rate with the batch size; all run."
     )
     base_batch_size: BatchSize | None = Field(
-        None, description="Batch size that optimizer.lr is meant for; the smallest of batch_sizes if absent."
+        None, description="Batch size for which optimizer.lr was chosen. Absent: the smallest of batch_sizes."
     )
-    seeds: list[Seed] = Field([0], min_length=1, description="Seeds: each training is repeated with each of them.")
+    seeds: list[Seed] = Field([0], min_length=1, description="Seeds; each training runs once per seed.")
 
     @field_validator("scaling", "seeds")
     @classmethod
@@ -145,7 +148,10 @@ class Convergence(Lawful):
     )
 
     def runs(self, kind: str) -> dict[str, Parts]:
-        """Return the runs by name. With the base batch size all rules are one, and it trains once."""
+        """Return the runs by name.
+
+        At the base batch size all rules give the same learning rate, so it trains with the first rule only.
+        """
         base, made = self.base_batch_size or min(self.batch_sizes), {}
         for (size, settings), rule, seed in itertools.product(self.batch_sizes.items(), self.scaling, self.seeds):
             if size == base and rule != self.scaling[0]:
@@ -165,18 +171,18 @@ class Convergence(Lawful):
 
 def _different(values: list[Any]) -> list[Any]:
     if twice := [value for value, times in Counter(map(str, values)).items() if times > 1]:
-        raise ValueError(f"{twice[0]} stands twice")
+        raise ValueError(f"{twice[0]} is listed twice; remove one")
     return values
 
 
 def _apart(settings: Any) -> bool:
-    """Return whether the devices of a variant keep their gradients to themselves."""
-    # As texts, which `--config` passes.
+    """Return whether a variant does not average gradients."""
+    # `--config` passes values as strings.
     return holds(settings, ("parallel", "sync")) and str(settings["parallel"]["sync"]).lower() == "false"
 
 
 def _leave(settings: Any, name: str, *keys: str) -> None:
-    """Refuse further settings that are none, or that the block itself decides on."""
+    """Refuse additional settings that are not a mapping, or that have one of `keys`, which the block sets."""
     if settings is not None and not isinstance(settings, dict):
         raise ValueError(f"{name}: expected settings (keys and values), got {cut(repr(settings))}")
     for key in keys:
@@ -186,26 +192,24 @@ def _leave(settings: Any, name: str, *keys: str) -> None:
 
 # ---- sweeps ------------------------------------------------------------------------------------------
 
-#: Values of a trial by dotted key, as `optimizer.lr`.
+#: Values of a trial by dotted key, such as `optimizer.lr`.
 Values = dict[str, Any]
 
-#: Letters of a trial's name, beside those that its rung may add.
+#: Maximum length of a trial's name, letters, without the suffix of its rung.
 LONGEST = 52
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Range(Lawful):
-    """Values between two ends; real numbers have three significant digits."""
+    """Range of values between two ends; real numbers are rounded to three significant digits."""
 
-    uniform: tuple[Number, Number] | None = Field(
-        None, description="Ends of a range in which all numbers are equally likely."
-    )
+    uniform: tuple[Number, Number] | None = Field(None, description="Ends of a uniform distribution of real numbers.")
     log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(
-        None, description="Ends of a range in which all orders of magnitude are equally likely."
+        None, description="Ends of a log-uniform distribution: all orders of magnitude are equally likely."
     )
     integers: tuple[Whole, Whole] | None = Field(
-        None, description="Ends, included, of a range of equally likely whole numbers."
+        None, description="First and last number of a uniform distribution of whole numbers."
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -225,11 +229,11 @@ class Range(Lawful):
 
     @property
     def count(self) -> float:
-        """Number of values; of real numbers there is no end."""
+        """Number of values; infinite for real numbers."""
         return self.integers[1] - self.integers[0] + 1 if self.integers else math.inf
 
     def at(self, share: float) -> float:
-        """Return the value that a `share` (0 ≤ share < 1) of the draws is below."""
+        """Return the quantile at `share` (0 ≤ share < 1)."""
         first, last = self.ends
         if self.integers is not None:
             return first + int(share * self.count)
@@ -238,32 +242,36 @@ class Range(Lawful):
 
 
 class Sweep(Lawful):
-    """Trials: runs of a plan that differ in some settings."""
+    """Trials of a sweep: runs that differ in some settings."""
 
     method: Literal["grid", "random", "halving"] = Field(
         "grid",
-        description="grid: all combinations; random: `trials` random combinations; halving: successive halving "
-        "(Jamieson and Talwalkar 2016, arXiv:1502.07943) of either, in which only the best trials of each "
-        "rung continue.",
+        description="Search method. grid: all combinations. random: `trials` random combinations. halving: successive "
+        "halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of all or of random combinations; only the best "
+        "trials of each rung continue.",
     )
     over: dict[str, list[Any] | Range] = Field(
         min_length=1,
-        description="For each setting, written like `optimizer.lr`: a list of values, or a range: `{log_uniform: "
+        description="Values by setting, written like `optimizer.lr`: a list, or a range: `{log_uniform: "
         "[1e-4, 1e-1]}`, `{uniform: [0, 0.5]}`, `{integers: [1, 8]}`.",
     )
     trials: PositiveInt | None = Field(
         None,
-        description="Number of trials to draw; a greater number keeps the earlier trials. For halving, all "
-        "combinations if absent.",
+        description="Number of trials to draw; a larger number keeps the trials drawn before. Absent, for halving: all "
+        "combinations.",
     )
-    seed: Seed = Field(0, description="Seed of the draws.")
+    seed: Seed = Field(0, description="Seed of the random draws.")
     metric: str = Field(
         "valid_loss",
         description="Metric that ranks the trials: valid_loss, a validation metric of the study, or "
         "samples_per_second.",
     )
     reduction_factor: int = Field(
-        3, ge=2, le=1_000, description="For halving: one of this many trials continues, this many times as long."
+        3,
+        ge=2,
+        le=1_000,
+        description="Reduction factor of successive halving: 1 of this many trials continues, and trains this many "
+        "times as long.",
     )
 
     @field_validator("over")
@@ -271,12 +279,12 @@ class Sweep(Lawful):
     def _numbers(cls, over: dict[str, Any]) -> dict[str, Any]:
         for key, values in over.items():
             if values == []:
-                raise ValueError(f"{key}: no values")
+                raise ValueError(f"{key}: no values; list at least one")
             if key.split(".")[0] in ("use", "needs", "label", "study"):
-                raise ValueError(f"{key}: no setting of a run that could be varied")
+                raise ValueError(f"{key}: a sweep cannot vary this key; remove it")
             if longer := next((other for other in over if other.startswith(f"{key}.")), None):
-                raise ValueError(f"{key}: {longer} is a part of it; vary one of them")
-        # YAML reads 1e-3, which has no dot, as a string.
+                raise ValueError(f"{key}: {longer} is a part of it; vary only one of them")
+        # YAML reads a number without a dot, such as 1e-3, as a string.
         return {
             key: [_number(v) for v in values] if isinstance(values, list) else values for key, values in over.items()
         }
@@ -288,11 +296,11 @@ class Sweep(Lawful):
         ),
         (
             lambda its: its.trials is None and any(isinstance(values, Range) for values in its.over.values()),
-            "over: of a range there are no combinations; give trials, with method random or halving, or a list",
+            "over: a range has no list of combinations; set trials with method random or halving, or write a list",
         ),
         (
             lambda its: its.method == "random" and its.trials is None,
-            "trials: how many to draw is missing; or use method grid",
+            "trials: method random needs the number of trials to draw; set it, or use method grid",
         ),
         (
             lambda its: its.trials is not None and its.trials > its.count,
@@ -300,13 +308,13 @@ class Sweep(Lawful):
         ),
         (
             lambda its: its.number > MOST_RUNS,
-            f"over, trials: {{its.number}} trials; expected at most {MOST_RUNS}, for each is a run with a folder and "
-            "jobs of its own; draw fewer: method random or halving, with trials",
+            f"over, trials: {{its.number}} trials; expected at most {MOST_RUNS}, since each trial is a run with its "
+            "own folder and jobs; draw fewer: set trials, with method random or halving",
         ),
-        (lambda its: its.twice, "over: {its.twice} stands twice"),
+        (lambda its: its.twice, "over: {its.twice} is listed twice; remove one"),
         (
             lambda its: its.trials is not None and its.different < its.trials,
-            "trials: {its.trials}; over has no more than {its.different} different ones",
+            "trials: {its.trials}; over has only {its.different} different trials; lower trials",
         ),
     )
 
@@ -324,21 +332,22 @@ class Sweep(Lawful):
 
     @property
     def twice(self) -> str | None:
-        """Name of a value that stands in its list twice."""
+        """Name of the first value that is listed twice; None if all values differ."""
         lists = {key: values for key, values in self.over.items() if isinstance(values, list)}
         names = Counter(_name({key: value}, self._words) for key, values in lists.items() for value in values)
         return next((name for name, number in names.items() if number > 1), None)
 
     @property
     def runs(self) -> dict[str, Values]:
-        """Changes of each trial by its name, which says their values."""
+        """Changes of each trial by the trial's name, which is made of the values."""
         if self.trials is None:
             combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
             return {_name(values, self._words): values for values in combinations}
         found: dict[str, Values] = {}
-        # Each setting has random numbers of its own: the first trials stay where more are drawn.
+        # Each setting has its own random numbers, so the first trials stay the same if more are drawn.
         shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
-        for drawn in itertools.islice(shares, 20 * self.trials):  # a narrow range has few values
+        # A narrow range has few values, so draws may repeat.
+        for drawn in itertools.islice(shares, 20 * self.trials):
             draw = {
                 key: values.at(share) if isinstance(values, Range) else values[int(share * len(values))]
                 for (key, values), share in zip(self.over.items(), drawn, strict=True)
@@ -354,7 +363,7 @@ class Sweep(Lawful):
         return {key: word if last[word := key.rpartition(".")[2]] == 1 else key.replace(".", "-") for key in self.over}
 
     def rungs(self, trials: int, epochs: int) -> list[tuple[int, int]]:
-        """Return epochs and number of trials of each rung; the last one trains all `epochs`."""
+        """Return epochs and number of trials of each rung; the last rung trains all `epochs`."""
         factor, sizes = self.reduction_factor, halved(trials, self.reduction_factor)
         longer = [factor**rung for rung in range(len(sizes)) if rung == 0 or epochs > factor ** (rung - 1)]
         until = [-(-epochs // times) for times in reversed(longer)]
@@ -362,13 +371,17 @@ class Sweep(Lawful):
 
 
 def label(values: Values) -> str:
-    """Return a trial's name in tables."""
+    """Return the name of a trial for tables."""
     return ", ".join(f"{key.rpartition('.')[2]} {_shown(value)}" for key, value in values.items())
 
 
 def _spread(seed: str) -> Iterator[float]:
-    """Yield random shares (0 ≤ share < 1): of the first 2, 4, 8, … each half, quarter, eighth has one."""
-    numbers, shares = random.Random(seed), list[float]()  # by the text's SHA-512: the same everywhere
+    """Yield stratified random numbers from 0 to 1.
+
+    Among the first 2, 4, 8, … numbers, each half, quarter, eighth, … of the interval has exactly one.
+    """
+    # Python seeds from the text's SHA-512, so all machines draw the same numbers.
+    numbers, shares = random.Random(seed), list[float]()
     for strata in (2**power for power in itertools.count()):
         free = sorted(set(range(strata)) - {int(share * strata) for share in shares})
         numbers.shuffle(free)
@@ -382,7 +395,7 @@ def _number(value: Any) -> Any:
 
 
 def _name(values: Values, words: dict[str, str]) -> str:
-    """Return a trial's name, which is a folder's: of 0.003 it has 0p003."""
+    """Return the name of a trial, which is also the name of its folder: 0.003 is written 0p003."""
     name = "_".join(f"{words[key]}-{_legal(_shown(value))}" for key, value in values.items())
     if len(name) <= LONGEST:
         return name
@@ -398,7 +411,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
     if isinstance(value, dict):
-        # With its keys, for others may have the same values; but a kind says itself what it is of.
+        # Keys are included, since other keys may have the same values; `kind` explains itself.
         return " ".join(_shown(each) if key == "kind" else f"{key} {_shown(each)}" for key, each in value.items())
     if isinstance(value, list):
         return "x".join(_shown(each) for each in value)

@@ -1,4 +1,4 @@
-"""What all datasets have in common. Each kind brings the settings of its own: `dlscale/datasets/KIND/kind.py`."""
+"""Settings that all datasets have in common; `dlscale/datasets/KIND/kind.py` adds the settings of a kind."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Written(str):
-    """A text in a file of settings, with the folder of that file."""
+    """String from a settings file, with the folder of that file."""
 
     folder: pathlib.Path
 
 
 def seen(text: Any) -> Any:
-    """Return a path that counts from the folder it was written in as it is called here; any other value as it is.
+    """Return a path of a settings file as seen from the working folder; return other values unchanged.
 
-    It is a path from the working folder, if it leads there, and else absolute.
+    The result is relative if it lies in the working folder, otherwise absolute.
     """
     here = pathlib.Path.cwd()
     if not isinstance(text, Written) or text.folder == here or "://" in text or text.startswith("~") or not text:
@@ -39,81 +39,84 @@ def seen(text: Any) -> Any:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-#: A file, a folder or a URL.
+#: Path of a file or folder, or a URL.
 Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):
-    """How preprocessed fields are stored on disk; prepared files stay as they are."""
+    """Storage of preprocessed fields on disk; prepared files are not changed."""
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
-        description="float16 stores (x - offset) / scale per channel; the greatest error is measured and recorded.",
+        description="Number format on disk. float16 stores (x - offset) / scale per channel; the maximum error is "
+        "measured and recorded.",
     )
     chunk: Extent | None = Field(
         32,
-        description="Edge of an HDF5 chunk in cells (volumes: a cube with all channels; null: none, rows of the whole "
-        "volume; rows lie one after the other).",
+        description="Edge of an HDF5 chunk, cells. A chunk of a volume is a cube with all channels. null: no chunks; "
+        "rows of the full volume are stored one after the other.",
     )
     channels: Literal["first", "last"] = Field(
         "first",
-        description="first: [C, D, H, W], the published layout; last: [D, H, W, C], whose rows are C times longer and "
-        "which loaders read faster (volumes only).",
+        description="Position of the channel axis. first: [C, D, H, W], the published layout. last (volumes only): "
+        "[D, H, W, C], which loaders read faster since rows are C times longer.",
     )
 
 
 class Shares(Strict):
-    """Shares of the rows of each file, cut in this order."""
+    """Fractions of the rows of each file for each split, taken in this order."""
 
-    train: float = Field(gt=0, lt=1, description="Share of the training part.")
-    valid: float = Field(gt=0, lt=1, description="Share of the validation part.")
-    test: float = Field(0, ge=0, lt=1, description="Share of the test part.")
+    train: float = Field(gt=0, lt=1, description="Fraction of rows for training.")
+    valid: float = Field(gt=0, lt=1, description="Fraction of rows for validation.")
+    test: float = Field(0, ge=0, lt=1, description="Fraction of rows for testing.")
 
     @model_validator(mode="after")
     def _sum(self) -> Shares:
         if self.train + self.valid + self.test > 1 + 1e-9:
-            raise ValueError(f"the shares add up to {self.train + self.valid + self.test:g}, expected at most 1")
+            raise ValueError(f"the fractions add up to {self.train + self.valid + self.test:g}, expected at most 1")
         return self
 
     def ranges(self) -> list[tuple[Split, tuple[float, float]]]:
-        """Return the splits that get anything, each with its share (from, to)."""
+        """Return the non-empty splits, each with its range of fractions (from, to)."""
         cuts = itertools.pairwise([0.0, *itertools.accumulate(getattr(self, split) for split in SPLITS)])
         return [(split, cut) for split, cut in zip(SPLITS, cuts, strict=True) if cut[1] > cut[0]]
 
 
 class DatasetSettings(Strict):
-    """Keys that every dataset has. A kind's own settings add `kind`, a Literal, and their `source`."""
+    """Settings that every dataset has; the settings of a kind add `kind`, a Literal, and `source`."""
 
     kind: str
     source: Any = None
 
-    downsample: Extent = Field(1, description="Average blocks of so many cells along each axis; not of prepared files.")
+    downsample: Extent = Field(
+        1, description="Edge of the blocks, cells, that are averaged along each axis; not for prepared files."
+    )
     storage: Storage = Storage()
-    pieces: Files = Field(1, description="Each file is preprocessed in this many independent, parallel pieces.")
+    pieces: Files = Field(1, description="Number of pieces per file; each piece is preprocessed by a parallel job.")
 
 
 def check_digests(sha256: dict[str, str], origins: list[str]) -> None:
-    """Refuse a digest of a file that is not fetched."""
+    """Refuse a SHA-256 digest for a file that is not fetched."""
     fetched = {urlsplit(origin).path.rsplit("/", 1)[-1] for origin in origins if origin.startswith(("http:", "https:"))}
     if wrong := [name for name in sha256 if name not in fetched]:
         raise ValueError(
-            f"sha256: no file called '{wrong[0]}' is fetched{nearest(wrong[0], fetched)}; digests are of URLs, by the "
-            "part after the last '/'"
+            f"sha256: no file called '{wrong[0]}' is fetched{nearest(wrong[0], fetched)}; expected the part of a URL "
+            "after its last '/'"
         )
 
 
 def refuse_shared(*splits: list[str]) -> None:
-    """Refuse a file that stands in two splits."""
+    """Refuse a file that is listed in two splits."""
     files = [file if "://" in file else posixpath.normpath(file) for split in splits for file in split]
     if repeated := sorted(file for file, times in Counter(files).items() if times > 1):
-        raise ValueError(f"'{repeated[0]}' stands in two splits: validation would see training data")
+        raise ValueError(f"'{repeated[0]}' is listed in two splits: validation would use training data; remove one")
 
 
 def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
-    """Refuse keys that decide how files are prepared, of prepared ones."""
+    """Refuse keys of the preprocessing for a dataset of prepared files."""
     for key in keys:
         if getattr(dataset, key) != type(dataset).model_fields[key].default:
-            raise ValueError(f"{key}: prepared files are used as they are; leave it out")
+            raise ValueError(f"{key}: prepared files are used without changes; leave it out")
 
 
 def dataset_type() -> Any:

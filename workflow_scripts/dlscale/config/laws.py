@@ -1,6 +1,6 @@
-"""Settings that do not go together: tables of rows, each with the message that refuses it.
+"""Tables of settings that exclude each other, each row with the message that refuses them.
 
-A message begins with the keys at fault, by which their place is found; `{its}` in it are the settings.
+A message begins with the keys at fault, from which the file and section are found. `{its}` stands for the settings.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pydantic import model_validator
 from dlscale.core import registry
 from dlscale.core.schema import Strict
 
-#: Whether settings break a law, and the message.
+#: Function that returns whether settings break a law, and the message.
 Law = tuple[Callable[[Any], Any], str]
 
 
 class Lawful(Strict):
-    """Settings with laws over several of their keys."""
+    """Settings with rules (`LAWS`) that involve several of their keys."""
 
     LAWS: ClassVar[tuple[Law, ...]] = ()
 
@@ -44,33 +44,33 @@ def _draws(run: Any) -> bool:
     return run.geometry.model_size > 1 and registry.study(run.study).draws(run)
 
 
-#: Those of a run: what no model, optimiser or graph can do.
+#: Laws of a run.
 OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.batch_size % run.geometry.dp,
-        "batch_size {its.batch_size} does not divide by geometry.nodes x geometry.gpus_per_node / (tp "
+        "batch_size {its.batch_size} is not divisible by geometry.nodes x geometry.gpus_per_node / (tp "
         "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}",
     ),
     (
         lambda run: run.accumulation_steps > run.local_batch_size,
-        "accumulation_steps {its.accumulation_steps} is more than the {its.local_batch_size} samples that a device has "
-        "of batch_size",
+        "accumulation_steps {its.accumulation_steps} is more than the {its.local_batch_size} samples per device of "
+        "batch_size",
     ),
     (
         lambda run: run.accumulation_steps > 1 and _captures(run),
-        "accumulation_steps and compile.mode {its.compile.mode}: its graphs write each part's gradients over those of "
-        "the part before; use compile.mode default, with cuda_graph on a GPU",
+        "accumulation_steps and compile.mode {its.compile.mode}: the graphs of this mode overwrite the gradients of "
+        "the previous micro-batch; use compile.mode default, with cuda_graph on a GPU",
     ),
     (
         lambda run: run.attention != "default" and not _supports(run, "attention"),
-        "attention: the model of study {its.study} has no such thing; leave it at default",
+        "attention: the model of study {its.study} does not support this setting; leave it at default",
     ),
     (
         lambda run: run.activation_checkpointing and not _supports(run, "activation_checkpointing"),
-        "activation_checkpointing: the model of study {its.study} has no such thing; leave it at False",
+        "activation_checkpointing: the model of study {its.study} does not support this setting; leave it at False",
     ),
     (
-        # 2^-24 is the smallest number of float16; below, Adam divides by zero.
+        # 2^-24 is the smallest positive number in float16; with a smaller eps Adam divides by zero.
         lambda run: run.precision == "fp16_pure" and "adam" in run.optimizer.kind and run.optimizer.eps < 2**-24,
         "precision fp16_pure: optimizer.eps {its.optimizer.eps:g} is zero in 16 bits; use 1e-4, or optimizer.kind sgd, "
         "or precision fp16_master",
@@ -78,30 +78,30 @@ OF_RUNS: tuple[Law, ...] = (
     # ---- CUDA graphs
     (
         lambda run: run.cuda_graph and _captures(run),
-        "cuda_graph and compile.mode {its.compile.mode}: the mode captures graphs itself; leave one of them out, or "
+        "cuda_graph and compile.mode {its.compile.mode}: this mode captures graphs itself; leave one of them out, or "
         "use compile.mode default",
     ),
     (
         lambda run: run.cuda_graph and run.precision in ("fp16", "fp16_master") and not run.optimizer.fused,
-        "cuda_graph and precision {its.precision} need optimizer.fused: the loss is scaled, and only a fused update "
-        "(adam, adamw, sgd) is skipped on the device where gradients overflow; or use bf16, bf16_master",
+        "cuda_graph and precision {its.precision} need optimizer.fused: this precision scales the loss, and only a "
+        "fused update (adam, adamw, sgd) can be skipped on the device if gradients overflow; or use bf16, bf16_master",
     ),
     (
         lambda run: run.cuda_graph and run.optimizer.kind == "sgd" and not run.optimizer.fused,
-        "cuda_graph and optimizer.kind sgd need optimizer.fused, which has its rate on the device",
+        "cuda_graph and optimizer.kind sgd need optimizer.fused, which keeps the learning rate on the device",
     ),
     # ---- devices that share a model
     *(
         (
             lambda run, axis=axis: getattr(run.geometry, axis) > 1 and not _supports(run, axis),
-            f"geometry.{axis}: the model of study {{its.study}} has no plan for it; leave it at 1 (fsdp shares the "
-            "weights of any model)",
+            f"geometry.{axis}: the model of study {{its.study}} does not support it; leave it at 1 (parallel.kind fsdp "
+            "shards the weights of any model)",
         )
         for axis in ("tp", "cp")
     ),
     (
         lambda run: run.geometry.model_size > 1 and run.parallel.kind == "dp",
-        "parallel.kind dp and geometry.tp, cp: one process drives all devices; use ddp or fsdp",
+        "parallel.kind dp and geometry.tp, cp: dp has one process for all devices; use ddp or fsdp",
     ),
     (
         lambda run: run.geometry.model_size > 1 and run.parallel.kind == "ddp" and run.parallel.sync_batchnorm,
@@ -110,33 +110,33 @@ OF_RUNS: tuple[Law, ...] = (
     *(
         (
             lambda run, broken=broken: broken(run) and _draws(run),
-            f"{key} and geometry.tp, cp: no graph can change the random state with which devices that share a model "
-            "drop out; set drop-out to 0, or leave one of them out",
+            f"{key} and geometry.tp, cp: a graph cannot change the random state of drop-out on devices that share a "
+            "model; set drop-out to 0, or leave one of them out",
         )
         for key, broken in (("cuda_graph", lambda run: run.cuda_graph), ("compile.mode {its.compile.mode}", _captures))
     ),
     # ---- DataParallel
     (
         lambda run: run.parallel.kind == "dp" and run.geometry.nodes > 1,
-        "parallel.kind dp and geometry.nodes {its.geometry.nodes}: one process drives the GPUs of one node; use ddp",
+        "parallel.kind dp and geometry.nodes {its.geometry.nodes}: dp has one process, on one node; use ddp",
     ),
     (
         lambda run: run.parallel.kind == "dp" and run.cuda_graph,
-        "cuda_graph and parallel.kind dp: the model is copied anew at every step; use ddp",
+        "cuda_graph and parallel.kind dp: dp copies the model again at every step; use ddp",
     ),
     (
         lambda run: run.parallel.kind == "dp" and run.compile.mode != "none",
-        "compile.mode and parallel.kind dp: the model is copied anew at every step; use ddp",
+        "compile.mode and parallel.kind dp: dp copies the model again at every step; use ddp",
     ),
     # ---- FSDP
     (
         lambda run: run.parallel.kind == "fsdp" and run.geometry.replicas % (run.parallel.shard or 1),
-        "parallel.shard {its.parallel.shard}: the {its.geometry.replicas} devices that hold the same weights (all, by "
-        "tp) do not divide by it",
+        "parallel.shard {its.parallel.shard}: expected a divisor of {its.geometry.replicas}, the number of devices "
+        "with the same weights (all devices / tp)",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.precision.endswith("_master"),
-        "precision {its.precision} and parallel.kind fsdp: it keeps float32 weights itself; use precision bf16 with "
+        "precision {its.precision} and parallel.kind fsdp: fsdp keeps float32 weights itself; use precision bf16 with "
         "parallel.param_dtype bf16",
     ),
     (
@@ -145,29 +145,29 @@ OF_RUNS: tuple[Law, ...] = (
             and run.geometry.replicas == 1
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
-        "parallel.param_dtype and reduce_dtype: one device, or one for each part of a model, shares no weights and "
-        "computes as precision says; leave them out, and use precision bf16",
+        "parallel.param_dtype and reduce_dtype: without a second device for the same weights, fsdp has no effect and "
+        "precision alone decides; leave them out, and use precision bf16",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.geometry.tp > 1,
-        "parallel.cpu_offload and geometry.tp: gradients are summed on the devices; leave one out",
+        "parallel.cpu_offload and geometry.tp: tp sums gradients on the devices; leave one out",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.geometry.replicas == 1 and run.parallel.cpu_offload,
-        "parallel.cpu_offload: one device shares no weights, and keeps them where it computes; leave it out, or use "
-        "more devices",
+        "parallel.cpu_offload: with one device the weights are not sharded, and stay on the device; leave it out, or "
+        "use more devices",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.precision == "fp16",
-        "parallel.cpu_offload and precision fp16: its loss is scaled on the device; use bf16",
+        "parallel.cpu_offload and precision fp16: fp16 scales the loss on the device; use bf16",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.cuda_graph,
-        "cuda_graph and parallel.kind fsdp: weights move in memory at every step; leave one out",
+        "cuda_graph and parallel.kind fsdp: fsdp moves weights in memory at every step; leave one out",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.memory_format != "contiguous",
-        "memory_format channels_last and parallel.kind fsdp: weights move in memory at every step; leave one out",
+        "memory_format channels_last and parallel.kind fsdp: fsdp moves weights in memory at every step; leave one out",
     ),
     # ---- DistributedDataParallel
     (
@@ -180,7 +180,7 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and run.accumulation_steps > 1,
-        "parallel.sync_batchnorm and accumulation_steps: of a small last batch processes have unequal numbers of "
-        "parts, and would wait for statistics that do not come; leave one out",
+        "parallel.sync_batchnorm and accumulation_steps: a small last batch gives processes different numbers of "
+        "micro-batches, so that some would wait forever for statistics; leave one out",
     ),
 )

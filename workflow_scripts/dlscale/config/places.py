@@ -1,4 +1,4 @@
-"""Plans and runs: which there are (stage `configure`), and the folders of those that a user names."""
+"""Stage `configure`, which writes the list of a plan's runs; and the folders of plans and runs by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
 
-#: Plan of `dlscale measure`: no plan of a configuration has this name.
+#: Name of the plan of `dlscale measure`; no plan of a configuration may have this name.
 MEASURED = "measured"
 
 
@@ -25,14 +25,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 def results_of(configuration: Configuration | None) -> Path:
-    """Return the folder of results."""
+    """Return the results folder."""
     return Path(configuration.workflow.results if configuration else "results")
 
 
 def check_plans(names: Sequence[str], configuration: Configuration | None) -> list[str]:
-    """Return plans that are named, or else the targets; an unknown one is a `UserError`."""
+    """Return the named plans, or the targets if none is named; an unknown plan is a `UserError`."""
     if configuration is None:
-        raise UserError("config.yaml: no such file here; name one with --configfile")
+        raise UserError("config.yaml: no such file in this folder; name one with --configfile")
     for name in names:
         if name not in configuration.plans:
             other = of_another(Path(Results(results_of(configuration)).plan(name)))
@@ -41,7 +41,7 @@ def check_plans(names: Sequence[str], configuration: Configuration | None) -> li
 
 
 def run_folder(name: str, configuration: Configuration | None) -> Path:
-    """Return the folder of a run that is named PLAN.RUN, or by its folder."""
+    """Return the folder of a run that is given as PLAN.RUN or as its folder."""
     results = results_of(configuration)
     plan, _, run = name.partition(".")
     known = configuration.plans.get(plan, {}) if configuration else {}
@@ -52,5 +52,5 @@ def run_folder(name: str, configuration: Configuration | None) -> Path:
     if run in known:
         raise UserError(f"{name} has no results yet: snakemake plan_{owner[0]}")
     made = sorted(".".join(each.parts[-3:-1]) for each in results.glob("plans/[!.]*/[!.]*/config.yaml"))
-    there = f"there are: {', '.join(made)}" if made else f"{results} holds no run yet: snakemake makes them"
+    there = f"there are: {', '.join(made)}" if made else f"{results} has no runs yet: start them with snakemake"
     raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder; {there}")

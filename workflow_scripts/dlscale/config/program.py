@@ -1,4 +1,4 @@
-"""A program that a run runs in place of dlscale's training: its command, and how its speed and losses are read."""
+"""External program that runs instead of dlscale's training: its command, and how its speed and losses are read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dlscale.core.schema import Number, Whole
 from dlscale.core.settings import flat
 from dlscale.core.urls import hidden
 
-#: A placeholder in a command; `{{` and `}}` stand for braces.
+#: Pattern of a placeholder in a command; `{{` and `}}` stand for braces.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
 
-#: Placeholders with a name shorter than their key in a run's settings.
+#: Keys of a run's settings, by the shorter name of their placeholder.
 SHORT = {
     "workers": "loader.workers",
     "prefetch": "loader.prefetch",
@@ -32,17 +32,17 @@ SHORT = {
     "gpus_per_node": "geometry.gpus_per_node",
 }
 
-#: Those that no key holds, and those that are known when the program starts.
+#: Placeholders whose values are known only when the program starts (`LATER`), and all that are not keys (`MADE`).
 LATER = ("out", "resume")
 MADE = ("gpus", "local_batch_size", *LATER)
 
-#: Patterns of what published programs print, by name: samples/s of all processes.
+#: Patterns of the rate in the output of published programs, samples/s over all processes, by name.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
-#: Steps that a program's rate needs: two warm up, and their neighbours may be cut.
+#: Minimum number of steps for a program's rate: two warm up, and their neighbours may be discarded.
 MIN_STEPS = 5
 
-#: Our names of what a program logs.
+#: dlscale's names of the values that a program logs.
 OURS = re.compile(r"loss/(train|valid)|learning_rate|valid/.+")
 
 Scalar = bool | Whole | Number | str
@@ -50,64 +50,72 @@ Value = Scalar | list[Scalar]
 
 
 class Program(Lawful):
-    """Another program in place of dlscale's training."""
+    """External program that runs instead of dlscale's training."""
 
     command: list[str] = Field(
         min_length=1,
-        description="Words of the command. {batch_size}, {workers}, {optimizer.lr} and the like become the run's "
-        "settings, {gpus} its devices, {out} a folder of its own, and names of `values` those.",
+        description="Words of the command, with placeholders. {batch_size}, {workers}, {optimizer.lr} and others are "
+        "replaced by the run's settings, {gpus} by its number of devices, {out} by a folder for its files, and names "
+        "of `values` by these values.",
     )
     values: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]{0,63}$")], Value] = Field(
         {},
-        description="Own placeholders, for runs to change. A list stands for several words, or none: "
-        "`amp: [--amp_mode, bf16]`.",
+        description="Values of additional placeholders, which runs may change. A list becomes several words, or none "
+        "if empty: `amp: [--amp_mode, bf16]`.",
     )
-    environment: dict[str, str] = Field({}, description="Variables of its environment; placeholders are replaced.")
-    folder: str = Field(".", min_length=1, description="Its working folder.")
+    environment: dict[str, str] = Field(
+        {}, description="Environment variables of the program; placeholders are replaced."
+    )
+    folder: str = Field(".", min_length=1, description="Working folder of the program.")
     revision: str | None = Field(
         None,
         pattern=r"^[0-9a-f]{40}$",
-        description="Git commit of `folder`, or of `repository`: each start has a fresh checkout of it, in which "
-        "`folder` is looked up. Relative paths are those of the checkout.",
+        description="Git commit (40 hexadecimal digits) of `folder` or of `repository`. Each start gets a fresh "
+        "checkout; `folder` and relative paths are resolved in it.",
     )
     repository: str | None = Field(
         None,
         pattern=r"^((https://|file:///)\S+|/.+)$",
-        description="Git repository from which `revision` is fetched, by the controller; `folder` is then in it.",
+        description="Git repository from which the controller fetches `revision`; `folder` is then a folder in it.",
     )
     image: str | None = Field(
-        None, min_length=1, description="Container image that it runs in, by `site.engine`; the stages' own if absent."
+        None,
+        min_length=1,
+        description="Container image of the program, started by `site.engine`. Absent: the image of the stages.",
     )
     start: Literal["site", "itself"] = Field(
         "site",
-        description="Of several devices: site: `site.starter` starts a process for each; itself: the command, such as "
-        "`srun --nodes={nodes} ...`, to which a job does not tell its nodes.",
+        description="Launcher of a program on several devices. site: `site.starter` starts one process per device. "
+        "itself: the command starts them, such as `srun --nodes={nodes} ...`; it must state the number of nodes, which "
+        "is not in the environment of a job.",
     )
     rate: str | None = Field(
         None,
-        description="How its speed is read, instead of from its steps: a regular expression whose group is the "
-        f"samples/s that it prints, or one of {', '.join(RATES)}.",
+        description="Regular expression for the printed speed, with one group for the samples/s, or one of "
+        f"{', '.join(RATES)}. Absent: the speed is measured from the steps.",
     )
     log: str | None = Field(
         None,
-        description="TensorBoard's files of its own, or their folder, or a file of JSON lines with `step` and `time`; "
-        "speed is read there, if `rate` is absent and nothing else tells, and losses.",
+        description="Log of the program: event files of TensorBoard or their folder, or a file of JSON lines with "
+        "`step` and `time`. Losses are read from it, and the speed if `rate` is absent and the steps cannot be "
+        "detected.",
     )
     losses: dict[str, str] = Field(
         {},
-        description="Tags of that log, each with ours: `Loss/valid: loss/valid`; also loss/train, learning_rate, and "
-        "valid/NAME for metrics. Without a log they are regular expressions of what it prints, whose group is the "
-        "number; before a % sign it is a share.",
+        description="Tags of the log with dlscale's names: `Loss/valid: loss/valid`; other names are loss/train, "
+        "learning_rate, and valid/NAME for metrics. Without a log, keys are regular expressions for the printed "
+        "output, with one group for the number; a number before a % sign is divided by 100.",
     )
     resume: list[str] = Field(
-        [], description="Words that stand for {resume} when an earlier try left something in {out}."
+        [], description="Words that replace {resume} if an earlier try left files in {out}; otherwise it is removed."
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: its.repository and not its.revision, "repository needs revision: the commit to fetch"),
         (
             lambda its: "://" in (its.repository or "") and hidden(its.repository) != its.repository,
-            "repository: an address with a login or a query, which pages and logs would show; put it into ~/.netrc",
+            "repository: the address contains a login or a query, which pages and logs would show; put the login into "
+            "~/.netrc",
         ),
         (
             lambda its: its.rate and not _one_group(RATES.get(its.rate, its.rate)),
@@ -116,8 +124,8 @@ class Program(Lawful):
         ),
         (
             lambda its: not its.log and [each for each in its.losses if not _one_group(each)],
-            "losses: without a log, expected regular expressions of what it prints, each with one group for the "
-            "number; or say where its log is: log",
+            "losses: without a log, expected regular expressions for the printed output, each with one group for the "
+            "number; or set log to the path of the log",
         ),
         (
             lambda its: (
@@ -127,31 +135,31 @@ class Program(Lawful):
                     or any(not OURS.fullmatch(ours) for ours in its.losses.values())
                 )
             ),
-            "losses: expected one of ours for each, loss/valid among them: loss/valid, loss/train, learning_rate, "
-            "valid/NAME",
+            "losses: expected one of dlscale's names for each key, loss/valid among them: loss/valid, loss/train, "
+            "learning_rate, valid/NAME",
         ),
         (
             lambda its: len(set(its.losses.values())) < len(its.losses),
-            "losses: two of them are the same one of ours; expected another for each",
+            "losses: two keys have the same name of dlscale; expected a different name for each",
         ),
         (
             lambda its: its.resume and "resume" not in set(its.placeholders()),
-            "resume: the command has no {{resume}}, where these words would stand",
+            "resume: the command has no {{resume}} to replace by these words; add it, or remove resume",
         ),
         (
             lambda its: "/" in its.command[0] and its.command[0].endswith("/"),
-            "command {its.command[0]}: a folder; expected a program and its words",
+            "command {its.command[0]}: a folder; expected a program and its arguments",
         ),
     )
 
     def texts(self) -> Iterator[str]:
-        """Yield all texts that may have placeholders."""
+        """Yield all texts that may contain placeholders."""
         yield from (*self.command, *self.environment.values(), self.folder, *filter(None, [self.log]), *self.resume)
         for value in self.values.values():
             yield from map(str, value if isinstance(value, list) else [value])
 
     def secret_variables(self) -> list[str]:
-        """Return the names of variables with secrets, which no command line may show."""
+        """Return the names of variables with secrets, which must not appear on a command line."""
         return [name for name, value in self.environment.items() if has_marker(value)]
 
     def placeholders(self) -> Iterator[str]:
@@ -168,14 +176,14 @@ def _one_group(text: str) -> bool:
 
 
 def settings_of(run: Any) -> dict[str, Any]:
-    """Return the settings of a run that placeholders stand for, by name."""
+    """Return the values of a run's placeholders by name, without those of `program.values`."""
     found = flat(run.model_dump(mode="json", exclude={"program"}))
     found |= {name: found[key] for name, key in SHORT.items() if key in found}
     return {**found, "gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
 
 
 def check_trials(run: Any) -> str | None:
-    """Return the message for trials that are too short for a program's rate; None if they are not."""
+    """Return the message for trials that are too short for a program's rate; None if they are long enough."""
     timed = run.throughput
     if run.program.rate or (steps := (timed.warmup + timed.trials) * timed.batches) >= MIN_STEPS:
         return None
@@ -186,38 +194,38 @@ def check_trials(run: Any) -> str | None:
 
 
 def check(run: Any) -> str | None:
-    """Return what is wrong with the placeholders of a run's program, its key first; None if nothing is."""
+    """Return an error message for the placeholders of a run's program, its key first; None if they are valid."""
     settings, used = settings_of(run), set(run.program.placeholders())
     if run.program.repository and run.program.folder.startswith("/"):
-        return f"program.folder: {run.program.folder}: with a repository, expected a folder in it"
+        return f"program.folder: {run.program.folder}: with a repository, expected a relative path in it"
     for name in run.program.values:
         if name in settings or name in LATER:
-            return f"program.values.{name}: a setting has this name; choose another"
+            return f"program.values.{name}: a setting has this name; choose another name"
         if name == "kind":
             return "program.values.kind: another `kind` replaces a whole section of settings; choose another name"
         if "." in name:
-            return f"program.values.{name}: dots are those of settings; choose another name"
+            return f"program.values.{name}: names with dots are for settings; choose another name"
         if name not in used:
-            return f"program.values.{name}: nothing in the command, environment or log has {{{name}}}"
+            return f"program.values.{name}: the command, environment and log do not contain {{{name}}}; add it"
     known = {**settings, **run.program.values}
     for name in sorted(used - set(LATER)):
         if name not in known:
-            return f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; {{{{ is a brace"
+            return f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; write {{{{ for a brace"
         if known[name] is None:
             return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
     try:
         filled(run)
     except RecursionError:
-        return "program.values: their placeholders go in a circle"
-    except ValidationError as error:  # a list that stands for no word, say
+        return "program.values: placeholders refer to each other in a circle; remove one reference"
+    except ValidationError as error:  # such as an empty list in place of a required word
         first = error.errors()[0]
         key = ".".join(map(str, ("program", *first["loc"])))
-        return f"{key}: {first['msg'].removeprefix('Value error, ')}, once its placeholders are replaced"
+        return f"{key}: {first['msg'].removeprefix('Value error, ')}, after its placeholders are replaced"
     return None
 
 
 def _script(command: list[str]) -> str | None:
-    """Return the script that a command starts: of python, sh, bash and torchrun, or its first word; None for others."""
+    """Return the script that a command starts by python, sh, bash or torchrun, or a path as first word; else None."""
     first, *rest = command
     program = Path(first).name
     if re.fullmatch(r"python[\d.]*", program):
@@ -236,9 +244,9 @@ def _script(command: list[str]) -> str | None:
 
 
 def missing_script(program: Program, contained: bool = False) -> str | None:
-    """Return the path of a command's script if it is missing; None if it exists or cannot be known yet.
+    """Return the path of a command's script if it is missing; None if it exists or cannot be checked yet.
 
-    `contained`: whether the program runs in a container, whose own files are not visible here.
+    `contained` means that the program runs in a container, whose files are not visible here.
     """
     folder = Path(program.folder)
     script = _script(Words(program, "{out}").command)
@@ -251,16 +259,16 @@ def missing_script(program: Program, contained: bool = False) -> str | None:
 
 
 def filled(run: Any) -> Program:
-    """Return a run's program with all placeholders replaced but those of its folder and of resuming.
+    """Return a run's program with all placeholders replaced except {out} and {resume}.
 
-    `values` are those that were used.
+    `values` of the result are the values that were used.
     """
     program, known = run.program, {**settings_of(run), **run.program.values}
     used = {name: known[name] for name in program.placeholders() if name in known}
 
     def value(name: str) -> str | list[str] | None:
         found = used.get(name)
-        own = name in program.values  # which may have placeholders themselves
+        own = name in program.values  # such values may contain placeholders
         if isinstance(found, list):
             return [_text(str(each), value) if own else str(each) for each in found]
         return _text(found, value) if own and isinstance(found, str) else _written(found)
@@ -277,11 +285,11 @@ def filled(run: Any) -> Program:
 
 
 def untuned(run: Any) -> str | None:
-    """Return why the stage tune can do nothing with a run's program, its key first; None if it can."""
+    """Return why the stage tune cannot run for a run's program, its key first; None if it can."""
     if run.geometry.world_size > 1:
-        return "tune: programs are tuned on one device; lower geometry"
+        return "tune: programs are tuned on one device; set nodes and gpus_per_node in geometry to 1"
     if run.program.image or run.program.rate:
-        return "tune: a program in an image of its own, or with a rate of its own clock, cannot be timed in turns"
+        return "tune: paired timing is impossible for a program with image or rate; remove tune or these keys"
     if wrong := [name for name in run.tune.values if name not in run.program.values]:
         return f"tune.values.{wrong[0]}: {unknown('value of the program', wrong[0], run.program.values)}"
     try:
@@ -289,15 +297,15 @@ def untuned(run: Any) -> str | None:
     except (ValidationError, RecursionError) as error:
         return f"tune: {brief(error)}"
     if len(found) < 2:
-        return "tune: the command has no place for what is tried: {workers}, {batch_size}, {threads}, names of values"
+        return "tune: the command has none of the placeholders {workers}, {batch_size}, {threads}, names of values"
     return None
 
 
 def candidates(run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
-    """Return the settings that the stage tune tries of a run's program, its own first.
+    """Return the candidates of the stage tune for a run's program, the run's own settings first.
 
-    Each is what it changes of the run, by dotted key, and the run with its program filled. Only what the command has a
-    place for is varied. `cores` are those of a process.
+    A candidate is a pair: changes of the run by dotted key, and the run with its program filled. Only settings with a
+    placeholder in the command are varied. `cores` is the number of cores per process.
     """
     tried, used = run.tune, set(run.program.placeholders())
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
@@ -335,7 +343,7 @@ def _changed(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 
 
 class Words:
-    """The words of a filled program that starts, with its folder `{out}`."""
+    """Words of a filled program at its start, with {out} and {resume} replaced."""
 
     def __init__(self, program: Program, out: str, resumed: bool = False) -> None:
         def value(name: str) -> str | list[str] | None:
@@ -351,14 +359,14 @@ class Words:
 
 
 def _words(text: str, value: Callable[[str], str | list[str] | None]) -> list[str]:
-    """Return the words that a word becomes: a placeholder alone may stand for several, or none."""
+    """Return the words for one word of a command; a single placeholder may become several words, or none."""
     match = PLACEHOLDER.fullmatch(text)
     found = value(match[1]) if match and match[1] else None
     return found if isinstance(found, list) else [_text(text, value)]
 
 
 def _text(text: str, value: Callable[[str], str | list[str] | None]) -> str:
-    """Return a text with the values of its placeholders; those without a value, and double braces, stay."""
+    """Return a text with its placeholders replaced; placeholders without a value, and double braces, stay."""
 
     def put(match: re.Match[str]) -> str:
         found = value(match[1]) if match[1] else None
@@ -368,7 +376,7 @@ def _text(text: str, value: Callable[[str], str | list[str] | None]) -> str:
 
 
 def _written(value: Any) -> str | None:
-    """Return how a setting stands in a command."""
+    """Return a setting as written in a command; None stays None."""
     if value is None:
         return None
     return (str(value).lower() if isinstance(value, bool) else str(value)).replace("{", "{{").replace("}", "}}")

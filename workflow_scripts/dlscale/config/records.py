@@ -1,4 +1,4 @@
-"""Records of plans and sweeps, and the published figures beside them."""
+"""Records of plans and sweeps, and published figures to compare with."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dlscale.core.text import NONE
 
 
 class Published(Record):
-    """A published figure of a study: a throughput, or the value of something else."""
+    """A published figure of a study: a throughput, or the value of a metric."""
 
     label: str = NONE
     hardware: str = NONE
-    gpus: int = Field(1, ge=1)  #: That made the figure together: samples/s are of all of them, memory is of one.
-    batch_size: int | None = Field(None, ge=1)  #: Samples a step over all GPUs.
+    gpus: int = Field(1, ge=1)  #: Number of GPUs of the measurement; samples/s are over all of them, memory is per GPU.
+    batch_size: int | None = Field(None, ge=1)  #: Samples per step over all GPUs.
     source: str = NONE
-    runs: list[str] = []  #: `PLAN.RUN` of the runs that do what was measured.
-    like: list[str] = []  #: `PLAN.RUN` of those that take the same step from elsewhere, or at another size.
-    kind: str = "FULL"  #: Of a throughput: one of `MODES`.
+    runs: list[str] = []  #: `PLAN.RUN` of the runs that repeat the published measurement.
+    like: list[str] = []  #: `PLAN.RUN` of runs with the same step, but other data or another size.
+    kind: str = "FULL"  #: Mode of a throughput, one of `MODES`.
     samples_per_second: float | None = Field(None, gt=0)
-    std: float | None = Field(None, ge=0)  #: Of a throughput: standard deviation over its trials.
-    metric: str = ""  #: Where the figure is no throughput: a key of `PUBLISHED_KINDS`, or else a validation metric.
+    std: float | None = Field(None, ge=0)  #: Standard deviation of a throughput over its trials, samples/s.
+    metric: str = ""  #: Key of `PUBLISHED_KINDS` or a validation metric; empty for a throughput.
     value: float | None = None
-    by_epoch: list[float] = []  #: In place of `value`: after each epoch from the first on.
+    by_epoch: list[float] = []  #: Values [epochs] after each epoch; alternative to `value`.
     unit: str = "1"
-    series: list[Name] = []  #: Of the study's series, those that it is a point of.
-    #: Training samples of the epochs, or samples of the validation, that it was measured over: the wait for the first
-    #: batch is in it. None: steps alone.
+    series: list[Name] = []  #: Series of the study to which the figure belongs.
+    #: Training samples of the measured epochs, or samples of the measured validation; the time then includes the wait
+    #: for the first batch. None: the figure is about steps only.
     samples: int | None = Field(None, ge=1)
-    epochs: int | None = Field(None, ge=1)  #: Of a time: so many epochs, each with a validation.
+    epochs: int | None = Field(None, ge=1)  #: Number of epochs, each with a validation, if the figure is a time.
     tp: int = Field(1, ge=1)  #: Devices that shared the model's weights, as in `geometry`.
     cp: int = Field(1, ge=1)
 
@@ -45,11 +45,11 @@ class Published(Record):
 
     @property
     def speed(self) -> float:
-        """FULL samples/s of all GPUs together; 0 if the figure is another one."""
+        """FULL throughput over all GPUs, samples/s; 0 for other figures."""
         return (self.samples_per_second or 0.0) if self.kind == "FULL" else 0.0
 
     def speed_of(self, run: str) -> bool:
-        """Return whether it is the FULL throughput of the run PLAN.RUN, or of one that takes the same step."""
+        """Return whether the figure is a FULL throughput of PLAN.RUN or of a run with the same step."""
         return bool(self.speed) and run in (*self.runs, *self.like)
 
     @property
@@ -58,21 +58,21 @@ class Published(Record):
 
 
 class Series(Record):
-    """Published figures of one program on one machine: they hold the model of scaling."""
+    """Published figures of one program on one machine, for fitting the model of scaling."""
 
     title: str
-    machine: Name  #: As in `extensions/predict/machines.yaml`.
+    machine: Name  #: Name of the machine in `extensions/predict/machines.yaml`.
     parameters: int = Field(ge=1)
-    gradient_bytes: int = Field(4, ge=1)  #: Of a gradient when it is sent.
-    collectives: int | None = Field(None, ge=1)  #: A step, if that was published; else as PyTorch cuts its buckets.
-    fit: int = Field(8, ge=1)  #: The model sees figures of at most so many GPUs; the others it must predict.
-    valid_samples: int | None = Field(None, ge=1)  #: Of a validation.
-    workers: int = Field(1, ge=1)  #: Of a device's loader that make batches of their own; 1 for DALI's threads.
-    loaded: float | None = Field(None, gt=0)  #: Samples/s that a device's loader kept up with, if with another model.
-    tokens: tuple[int, int, int] | None = None  #: Tokens of a sample, their width, blocks.
+    gradient_bytes: int = Field(4, ge=1)  #: Bytes per element of a gradient in communication.
+    collectives: int | None = Field(None, ge=1)  #: Collectives per step, if published; None: from PyTorch's buckets.
+    fit: int = Field(8, ge=1)  #: Maximum number of GPUs of the figures that are fitted; larger ones are predicted.
+    valid_samples: int | None = Field(None, ge=1)  #: Number of samples of a validation.
+    workers: int = Field(1, ge=1)  #: Workers of a device's loader that load separate batches; 1 for DALI's threads.
+    loaded: float | None = Field(None, gt=0)  #: Rate that a device's loader reached with another model, samples/s.
+    tokens: tuple[int, int, int] | None = None  #: Tokens of a sample, width of a token, number of blocks.
 
 
-#: What a published figure may be of, beside throughput and validation metrics; in words.
+#: Names of published figures that are neither a throughput nor a validation metric, by key of `metric`.
 PUBLISHED_KINDS = {
     "train_loss": "training loss",
     "valid_loss": "validation loss",
@@ -88,49 +88,49 @@ PUBLISHED_KINDS = {
 }
 
 
-#: What plans ask: their runs stand alone, build on each other, or are made from a block of settings.
+#: Kinds of plans: independent runs, runs that build on each other, or runs generated from a block of settings.
 PlanKind = Literal["set", "ladder", "tune", "sweep", "weak_scaling", "strong_scaling", "convergence", "parallelism"]
 
 
 class RunReference(Record):
-    """A run of a plan, and the folder `PLAN/RUN` that holds its results."""
+    """A run of a plan, and the folder `PLAN/RUN` of its results."""
 
     name: Name
     label: str | None = None
     plan: Name
     run: Name
-    measure: list[str]  #: The stages that it goes through.
-    repeats: list[Name] = []  #: Runs of the same plan that train it once more, each with another seed.
+    measure: list[str]  #: Stages of the run.
+    repeats: list[Name] = []  #: Runs of the same plan that repeat its training with other seeds.
 
 
 class SweepRecord(Record):
-    """What a plan of kind `sweep` tries."""
+    """Trials of a plan of kind `sweep`, and the metric that ranks them."""
 
     method: Literal["grid", "random", "halving"]
-    metric: str  #: What the best trial is best in: `valid_loss`, a validation metric, `samples_per_second`.
-    trials: dict[Name, dict[str, Any]]  #: By trial: its values by dotted key.
-    rungs: list[tuple[int, int]] = []  #: Of halving: epochs after which each rung ends, and its number of trials.
+    metric: str  #: Metric that ranks the trials: `valid_loss`, a validation metric, or `samples_per_second`.
+    trials: dict[Name, dict[str, Any]]  #: Values by dotted key, by trial.
+    rungs: list[tuple[int, int]] = []  #: Last epoch and number of trials of each rung; empty without halving.
 
 
 class Rung(Record):
-    """`rungN.json`: the trials of successive halving that come to rung N, from 1 on."""
+    """`rungN.json`: the trials of successive halving that are promoted to rung N (N ≥ 1)."""
 
     metric: str
-    scores: dict[Name, Number]  #: Of the trials of the rung before, the best first.
-    trials: list[Name]  #: The first of these.
+    scores: dict[Name, Number]  #: Scores of the trials of the previous rung, best first.
+    trials: list[Name]  #: Trials promoted to this rung.
 
 
 class PlanRecord(Record):
-    """`plan.yaml`: the runs of a plan, and the words of its study that the report needs."""
+    """`plan.yaml`: the runs of a plan, and the titles and published figures that the report needs."""
 
     plan: Name
     title: str | None = None
     study: Name
     study_title: str | None = None
     kind: PlanKind = "set"
-    measure: list[str]  #: The stages that its runs go through, each those of its own reference.
-    runs: list[RunReference] = Field(min_length=1)  #: Of successive halving each trial, with its run of the first rung.
-    sweep: SweepRecord | None = None  #: Of kind sweep.
-    left_out: dict[str, str] = {}  #: Runs that the machine cannot do, and what it lacks.
-    grams_per_kwh: float | None = None  #: CO₂ of the site's electricity.
+    measure: list[str]  #: Stages of the plan; the stages of a single run are in its reference.
+    runs: list[RunReference] = Field(min_length=1)  #: Runs; for successive halving, each trial's run of the first rung.
+    sweep: SweepRecord | None = None  #: Record of the sweep, for kind sweep.
+    left_out: dict[str, str] = {}  #: Requirements that the machine lacks, by skipped run.
+    grams_per_kwh: float | None = None  #: CO₂ emission of the site's electricity, g/kWh.
     published: list[Published] = []

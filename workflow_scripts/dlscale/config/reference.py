@@ -1,4 +1,4 @@
-"""The JSON schema of `config.yaml`, and its reference in Markdown: each key, its values, its default."""
+"""JSON schema of `config.yaml`, and its reference in Markdown: keys, values and defaults."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Node = dict[str, Any]
 
 HEAD = f"""# Every key of `config.yaml`
 
-`dlscale schema --markdown` makes this page; `dlscale schema` prints the same as a JSON schema, with which editors
-complete and check keys. No key is required. An absent key has the value of the study's file (`study.yaml`), or the
+`dlscale schema --markdown` prints this page. `dlscale schema` prints the same keys as a JSON schema, with which editors
+complete and check them. No key is required. An absent key has the value of the study's file (`study.yaml`), or the
 default below.
 
 **Names** of datasets, plans and runs become folders.
 They have {NAME_IN_WORDS}.
 
-If a `--configfile` is not valid YAML (a tab, an open bracket, an anchor within itself), Snakemake names neither file
-nor line; `dlscale why --configfile FILE` names both."""
+If a `--configfile` is not valid YAML (a tab, an open bracket, an anchor within itself), Snakemake's message does not
+name the file and the line; `dlscale why --configfile FILE` names both."""
 
 
 class _Overrides(GenerateJsonSchema):
-    """Requires no key, not even the `kind` by which one of several is chosen: a file may change a part of another."""
+    """Schema generator that requires no key, not even `kind`, since a file may change only a part of another."""
 
     def field_is_required(self, field: Any, total: bool) -> bool:
         return False
@@ -49,13 +49,13 @@ def schema() -> Node:
     for model in [of_workflow, *models.values()]:
         for node in model.get("properties", {}).values():
             said = [models[name].get("description", "").split("\n\n")[0] for name in _held(node)]
-            if "description" not in node and any(said):  # a key that holds others is described as they are
+            if "description" not in node and any(said):  # a key with a model has the description of the model
                 node["description"] = " Or: ".join(" ".join(text.split()) for text in dict.fromkeys(said) if text)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
 
 
 def reference() -> str:
-    """Return the reference: the keys of the file, then those of each section by name."""
+    """Return the reference: the keys of the file, then the keys of each section by name."""
     found = schema()
     lines = [HEAD, "", "## The file", "", *_table(found)]
     for name, model in found["$defs"].items():
@@ -65,12 +65,12 @@ def reference() -> str:
 
 
 def _table(model: Node) -> Iterator[str]:
-    yield "| key | may be | default | what it is |"
+    yield "| key | values | default | description |"
     yield "|---|---|---|---|"
     for key, node in model.get("properties", {}).items():
         default = node.get("default", node.get("const"))
         told = "" if default is None or isinstance(default, dict) else json.dumps(default)
-        # An override has no default; that of the key it overrides stands at its description's end.
+        # An override has no default of its own; its description ends with the default of the key.
         said, _, usual = node.get("description", "").partition("Default: ")
         told = told or usual.removesuffix(".")
         cells = [f"`{key}`", _may_be(node), f"`{told}`" if told else "", said.strip().replace("|", "\\|")]
@@ -78,7 +78,7 @@ def _table(model: Node) -> Iterator[str]:
 
 
 def _may_be(node: Node) -> str:
-    """Return in words what a key may have."""
+    """Return the allowed values of a key in words."""
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(text for each in node["anyOf"] if (text := _may_be(each)) not in ("", "null")))
     if "$ref" in node:
@@ -100,17 +100,17 @@ def _may_be(node: Node) -> str:
 def _bounds(node: Node) -> Iterator[str]:
     for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")):
         tighter = key == "exclusiveMinimum" and "minimum" in node
-        if key in node and not tighter and abs(node[key]) < 2**31:  # beyond, the number alone says nothing
+        if key in node and not tighter and abs(node[key]) < 2**31:  # larger bounds do not help a reader
             yield f"{sign} {node[key]:,}"
 
 
 def _held(node: Node) -> list[str]:
-    """Return the names of the models that a key may hold."""
+    """Return the names of the models that are allowed as a key's value."""
     held = [name for each in node.get("anyOf", ()) for name in _held(each)]
     return [*held, *([node["$ref"].rpartition("/")[2]] if "$ref" in node else [])]
 
 
 def main(args: argparse.Namespace, configuration: None) -> int:
-    """Print the schema, or the reference."""
+    """Print the JSON schema, or the reference with `--markdown`."""
     print(reference() if args.markdown else json.dumps(schema(), indent=2))
     return 0

@@ -1,7 +1,8 @@
-"""From the user's configuration to validated datasets and fully resolved runs.
+"""Resolve the user's configuration into validated datasets and complete runs.
 
-The user's configuration is merged over the studies' YAML files, so any shipped dataset or plan changes by name. A
-run's settings are layered: the study's, those of the plan's `from`, the plan's, of a ladder the rungs' before, its own.
+The user's configuration is merged over the YAML files of the studies, so it can change any shipped dataset or plan by
+name. The settings of a run are merged from layers: the study (or the run that the plan's `from` names), the plan, for
+a ladder the earlier rungs, and the run itself.
 """
 
 from __future__ import annotations
@@ -33,54 +34,54 @@ from dlscale.core.settings import Raw, flat, holds, read_yaml, validate
 from dlscale.core.stages import STAGES
 from dlscale.core.urls import hide
 
-#: Keys of which one gives a plan its runs.
+#: Keys that define the runs of a plan; a plan needs one of them.
 MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
 #: Mutually exclusive settings.
 EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
-#: Kinds of a run's sections that do not say theirs.
+#: Default `kind` of each section of a run that has one.
 KINDS = {key: field.default.kind for key, field in Run.model_fields.items() if hasattr(field.default, "kind")}
-#: Settings of a program's run that need no place in its command: they say what it is, and how it is measured.
+#: Settings that need no placeholder in a program's command: they describe the run, or how it is measured.
 DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
-#: Settings, and the place where they were written.
+#: Key path where settings were written, and the settings.
 Layer = tuple[str, Raw]
-#: A plan's name and a run's.
+#: Name of a plan, and name of a run in it.
 Place = tuple[str, str]
 
 
 class StudyFile(Strict):
-    """A study's YAML file; its settings are validated once the user's are merged over them."""
+    """YAML file of a study; its settings are validated after the user's settings are merged over them."""
 
     title: str | None = None
     settings: dict[str, Any]
     datasets: dict[str, Any] = {}
     plans: dict[str, Any] = {}
-    plans_need: dict[str, list[str]] = {}  #: Plans that are left out without an extension, by its name.
+    plans_need: dict[str, list[str]] = {}  #: Plans that are skipped if an extension is missing, by its name.
     published: list[Published] = []
     series: dict[Name, Series] = {}
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run of a plan: its settings, and the plan and name under which its results are (see `use`)."""
+    """A run of a plan: its settings, and the plan and name of its results folder (which `use` may change)."""
 
     plan: str
     name: str
     run: Run
-    trial: str | None = None  #: Trial of successive halving that it trains on, from the end of the rung before.
+    trial: str | None = None  #: Trial of successive halving; the run continues it from the end of the previous rung.
     rung: int = 0
-    rung_size: int = 0  #: Number of trials of its rung; which ones shows when the rung before is done.
-    repeats: str | None = None  #: Run of the plan that it trains once more, with another seed.
-    asked: Run | None = None  #: Of another program: the run with the placeholders in its command.
+    rung_size: int = 0  #: Number of trials in its rung; the previous rung decides which trials.
+    repeats: str | None = None  #: Run of the plan that this run repeats with another seed.
+    asked: Run | None = None  #: Run with the placeholders in its command, for an external program.
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The validated configuration."""
+    """Validated configuration."""
 
-    workflow: Workflow  #: The configuration file, the shipped datasets and plans merged in.
-    plans: dict[str, dict[str, ResolvedRun]]  #: By plan and run name, in order.
-    left_out: dict[str, dict[str, str]]  #: By plan and run name: needs of the run that this machine lacks.
-    #: Whole addresses of datasets by hidden ones, and secrets of programs by their markers.
+    workflow: Workflow  #: Configuration file, merged with the shipped datasets and plans.
+    plans: dict[str, dict[str, ResolvedRun]]  #: Runs by plan and run name, in order.
+    left_out: dict[str, dict[str, str]]  #: Requirements that this machine lacks, by plan and name of the skipped run.
+    #: Full addresses of datasets by redacted address, and secrets of programs by their markers.
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def stages(self, plan: str, run: str) -> list[str]:
@@ -97,7 +98,7 @@ class Configuration:
 def load(raw: Mapping[str, Any]) -> Configuration:
     """Validate the user's configuration as Snakemake merged it, and resolve all runs.
 
-    A `UserError` has the key's path, what was expected and the nearest valid name.
+    Invalid settings raise a `UserError` with the path of the key, the expected value and the nearest valid name.
     """
     user, secrets = _plain(raw), dict[str, str]()
     for section in ("datasets", "plans", "studies"):
@@ -105,7 +106,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
             raise UserError(f"configuration: {section}: expected names and their settings")
     user["datasets"] = hide(user["datasets"], "configuration: datasets", secrets)
     for name, study in user["studies"].items():
-        if isinstance(study, str):  # the path of one from outside
+        if isinstance(study, str):  # the path of an outside study
             registry.add(name, study)
             user["studies"][name] = {}
     files, there = study_files(), registry.extensions()
@@ -123,7 +124,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         if twice := [
             f"{each}.{key}" for each in own for key, value in own[each].items() if merged[each].get(key, value) != value
         ]:
-            raise UserError(f"configuration: studies.{name}: {twice[0]}: another study has one of this name; rename it")
+            raise UserError(f"configuration: studies.{name}: {twice[0]}: another study uses this name; rename it")
         merge(merged, own)
     _check_names(user, merged)
     merge(merged, user)
@@ -131,28 +132,28 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     try:
         workflow = validate(workflow_class(of_runs=False), merged)
     except UserError:
-        workflow = validate(workflow_class(), merged)  # its message names the nearest of all keys
+        workflow = validate(workflow_class(), merged)  # a message of this class can suggest any key of a run
     _check_references(workflow, files)
     resolver = _Resolver(workflow, files)
     left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
     plans = dict[str, dict[str, ResolvedRun]]()
     for name, plan in workflow.plans.items():
-        # Those that are left out are checked like the others: a mistake does not depend on the machine.
+        # Skipped runs are checked, too: an error in the configuration does not depend on the machine.
         resolved = {run: resolver.run(name, run) for run in plan.runs}
         resolver.check_settings(name, plan, resolved)
         runs = {run: each for run, each in resolved.items() if run not in left_out[name]}
         if name in workflow.targets and not runs:
             lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
-            raise UserError(f"configuration: targets: plan {name} has no run for this machine ({lacking})")
+            raise UserError(f"configuration: targets: plan {name} has no run that this machine can do ({lacking})")
         plans[name] = _filled(_repeated(name, plan, _rungs(name, plan, runs)))
     return Configuration(workflow, plans, left_out, secrets)
 
 
 def _targets(merged: Raw) -> Any:
-    """Return the targets with each pattern, such as `*_demo`, replaced by the plans that fit it, in their order."""
+    """Return the targets with each pattern, such as `*_demo`, replaced by the matching plans in their order."""
     targets = merged.get("targets")
     if not isinstance(targets, list):
-        return targets  # absent, or a mistake that is found later
+        return targets  # absent, or invalid and refused later
     found = list[Any]()
     for target in targets:
         if not (isinstance(target, str) and "*" in target):
@@ -160,12 +161,12 @@ def _targets(merged: Raw) -> Any:
         elif fits := fnmatch.filter(merged["plans"], target):
             found += fits
         else:
-            raise UserError(f"configuration: targets: no plan fits the pattern '{target}'")
+            raise UserError(f"configuration: targets: no plan matches the pattern '{target}'")
     return list(dict.fromkeys(found)) if len(found) != len(targets) else found
 
 
 def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return a plan's runs, each program with the run's settings in its command."""
+    """Return a plan's runs with the placeholders of external programs replaced by the run's settings."""
     return {
         name: replace(each, run=each.run.model_copy(update={"program": program.filled(each.run)}), asked=each.run)
         if each.run.program
@@ -175,22 +176,22 @@ def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
 
 
 def of_program(stages: Iterable[str]) -> list[str]:
-    """Return the stages that another program goes through, of those of a plan."""
+    """Return the stages of a plan that apply to an external program; `program` replaces `train`."""
     if "program" not in STAGES:
-        raise UserError("a run has a program, and the extension `programs` is not there")
+        raise UserError("a run has the key program, but the extension `programs` is not installed")
     there = ("program" if stage == "train" else stage for stage in stages)
     return [stage for stage in there if STAGES[stage].program]
 
 
 def _check_names(user: Raw, shipped: Raw) -> None:
-    """Refuse a misspelt name of a shipped dataset or plan: it lacks a key that a new one needs."""
+    """Refuse a misspelt name of a shipped dataset or plan, which lacks a key that a new entry needs."""
     if MEASURED in user["plans"]:
         raise UserError(f"configuration: plans.{MEASURED}: `dlscale measure` uses this name; choose another")
-    for section, key in {"datasets": "kind", "plans": "study"}.items():  # what a new one needs
+    for section, key in {"datasets": "kind", "plans": "study"}.items():  # the key that a new entry needs
         known = shipped[section].keys() | user[section].keys()
         for name, settings in user[section].items():
             new = name not in shipped[section] and isinstance(settings, dict)
-            if new and not nearest(key, settings):  # a misspelt key has a message of its own
+            if new and not nearest(key, settings):  # a misspelt key is reported elsewhere
                 needed = key + " and runs" * (section == "plans" and not settings.keys() & MAKING)
                 what = f"a new {section[:-1]} needs {needed}{nearest(name, known - {name})}"
                 raise UserError(f"configuration: {section}.{name}: {what}")
@@ -208,25 +209,25 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
             part for part, times in parts.items() if times > 1 or not re.fullmatch(r"\w+/[A-Za-z0-9_-]+", part)
         ]:
             raise UserError(
-                f"configuration: datasets.{name}: {wrong[0]}: expected letters, digits, _ and - in a part's name, each "
-                "name once in a split"
+                f"configuration: datasets.{name}: {wrong[0]}: expected a part's name of letters, digits, _ and -, "
+                "unique within its split"
             )
         for origin in kind.origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
-                what = f"{origin!r}: braces are wildcards to Snakemake, and a path is one line; rename it"
+                what = f"{origin!r}: braces are wildcards to Snakemake, and line breaks are not allowed; rename it"
                 raise UserError(f"configuration: datasets.{name}.source: {what}")
 
 
 def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return a plan's runs: of successive halving one for each trial in each rung."""
+    """Return a plan's runs; for successive halving, one run per trial and rung."""
     if not (plan.sweep and plan.halves and trials):
         return trials
     lengths = {each.run.training.epochs for each in trials.values()}
     epochs = lengths.pop()
     if lengths or epochs is None:
         raise UserError(
-            f"configuration: plans.{plan_name}.sweep: halving needs training.epochs, the same for all trials; "
-            "leave steps out, and do not vary epochs"
+            f"configuration: plans.{plan_name}.sweep: halving needs training.epochs, the same for all trials; set it "
+            "instead of steps, and do not vary it"
         )
     runs = {}
     for rung, (until, size) in enumerate(plan.sweep.rungs(len(trials), epochs)):
@@ -239,17 +240,18 @@ def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[s
 
 
 def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
-    """Return a plan's runs, each followed by those with the next seeds."""
+    """Return a plan's runs, each followed by its repetitions with the next seeds."""
     found = {}
     for name, resolved in runs.items():
         found[name] = resolved
-        own = resolved.plan == plan_name and "train" in plan.stages(name)  # else another plan repeats it
+        # A run of another plan is repeated there.
+        own = resolved.plan == plan_name and "train" in plan.stages(name)
         for seed in range(resolved.run.seed + 1, resolved.run.seed + plan.repeat) if own else ():
             again = f"{name}-seed{seed}"
             if again in runs or len(again) > 64 or seed > MOST_SEED:
                 raise UserError(
-                    f"configuration: plans.{plan_name}.repeat: no run can be called {again}: it is there already, has "
-                    f"a name of more than 64 letters, or a seed above {MOST_SEED}; rename {name}, or lower its seed"
+                    f"configuration: plans.{plan_name}.repeat: no run can be called {again}: the name exists already, "
+                    f"has more than 64 letters, or its seed is above {MOST_SEED}; rename {name}, or lower its seed"
                 )
             label = f"{resolved.run.label or name}, seed {seed}"
             run = resolved.run.model_copy(update={"seed": seed, "label": label})
@@ -258,7 +260,7 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
-    """Load YAML files over a site (`site_settings`), later over earlier ones, and `over` last."""
+    """Load a configuration: a site (`site_settings`), YAML files in order, then `over`; later values win."""
     raw = site_settings(site)
     for settings in [*(placed(read_yaml(path), Path(path).parent) for path in paths), *over]:
         merge(raw, settings)
@@ -266,7 +268,7 @@ def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterabl
 
 
 def placed(raw: Raw, folder: str | Path) -> Raw:
-    """Return the settings of a file in `folder`, from where its paths count: of studies, and of datasets' sources."""
+    """Return a file's settings with its paths resolved from `folder`: paths of studies, and sources of datasets."""
 
     def written(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -291,9 +293,9 @@ def placed(raw: Raw, folder: str | Path) -> Raw:
 
 
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
-    """Return a profile's site as configuration, to merge the user's over it.
+    """Return the site of a profile as the base of a configuration.
 
-    `site` names a folder in `profiles` with a `site.yaml`, or is a path (with a slash).
+    `site` is the name of a folder in `profiles` with a `site.yaml`, or a path (with a slash).
     """
     if not site:
         return {}
@@ -303,7 +305,7 @@ def site_settings(site: str | Path | None, profiles: str | Path = "profiles") ->
         raw = read_yaml(path)
         validate(Site, raw, where=str(path))
         return {"site": raw}
-    if path.with_name("profile.yaml").is_file():  # Snakemake's settings alone: of this machine
+    if path.with_name("profile.yaml").is_file():  # a profile with Snakemake's settings only, for this machine
         return {}
     known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
     raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
@@ -315,7 +317,7 @@ def study_files() -> dict[str, StudyFile]:
 
 
 def written_in(study: str) -> str:
-    """Return the place of a study's own settings as messages name it: the path of a file from outside."""
+    """Return the name of a study's settings for messages: `(shipped) NAME`, or the file of an outside study."""
     outside = registry.added().get(study)
     return str(outside.yaml) if outside else f"(shipped) {study}"
 
@@ -328,7 +330,8 @@ def _study_file(path: Path) -> StudyFile:
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
     """Merge `over` into `base` in place, key by key, and return it.
 
-    A section of another `kind` replaces as a whole, but for plans; of two `EXCLUSIVE` settings the later one stays.
+    A section with a different `kind` replaces the old section completely, except in plans. A later setting removes the
+    earlier one that excludes it (`EXCLUSIVE`).
     """
     for key, value in over.items():
         old = base.get(key)
@@ -341,16 +344,16 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
         else:
             base[key] = copy.deepcopy(dict(value))
     for one, other in [*EXCLUSIVE, *((other, one) for one, other in EXCLUSIVE)]:
-        # Mappings are no settings but, say, runs of these names.
+        # A mapping under such a key is not a setting, but for example a run of this name.
         if not isinstance(over.get(one), Mapping | None) and other not in over:
             base.pop(other, None)
     return base
 
 
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
-    """Return the page of the targets, inside the folder of results; later `layers` over earlier ones.
+    """Return the path of the targets' page in the results folder; later `layers` override earlier ones.
 
-    `report/index.html` is for the targets of the layer that names the folder of results; other targets have their own.
+    The targets of the layer that sets the results folder have `report/index.html`; other targets have their own page.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -368,7 +371,7 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]) -> Configuration:
-    """Set the title of the targets' page: the one set with the targets or later, or else the targets' own."""
+    """Set the title of the targets' page: a title set with the targets or later, otherwise the plans' titles."""
     title, targets = None, None
     for layer in layers:
         if layer.get("targets", targets) != targets:
@@ -382,7 +385,7 @@ def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]
 
 
 def _plain(value: Any, where: str = "configuration") -> Any:
-    """Copy nested mappings to dicts; refuse NUL characters. `--config` passes strings, and its null is one."""
+    """Copy nested mappings to dicts; refuse NUL characters, and read the string `null` of `--config` as None."""
     if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, Mapping) else [value])):
         raise UserError(f"{where}: a NUL character; remove it")
     if isinstance(value, Mapping):
@@ -393,7 +396,7 @@ def _plain(value: Any, where: str = "configuration") -> Any:
 
 
 class _Resolver:
-    """Resolves runs on demand, since `use` and `from` may point anywhere."""
+    """Resolves runs on demand, since `use` and `from` may refer to any plan."""
 
     def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
         self.workflow, self.files = workflow, files
@@ -403,7 +406,7 @@ class _Resolver:
         self._left_out: dict[str, dict[str, str]] = {}
         site = workflow.site
         self._provided = site.provides if site.engine != "none" else None
-        #: GPUs of this machine, where runs start on it.
+        #: Number of GPUs of this machine; 0 (not checked) if runs start on other nodes.
         self._here = 0 if site.scheduler or site.start else gpus()
 
     def run(self, plan: str, name: str) -> ResolvedRun:
@@ -417,9 +420,9 @@ class _Resolver:
         return ResolvedRun(*owner, self._runs[owner])
 
     def left_out(self, plan: str) -> dict[str, str]:
-        """Return the runs that need what this machine lacks, and what that is."""
+        """Return the runs that this machine cannot do, with the requirements that it lacks."""
         if plan not in self._left_out:
-            self._left_out[plan] = {}  # a circle of names is found, and reported, when the runs are resolved
+            self._left_out[plan] = {}  # circular names are reported when the runs are resolved
             for name in self.workflow.plans[plan].runs:
                 parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
                 written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}
@@ -436,21 +439,21 @@ class _Resolver:
         return self._left_out[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return the GPUs that a run asks for, if this machine has fewer."""
+        """Return a description of the GPUs that a run needs, if this machine has fewer; else an empty list."""
         if not self._here:
             return []
         sections = [layer["geometry"] for _, layer in self.layers(plan, name)[1] if "geometry" in layer]
         geometry = functools.reduce(merge, filter(lambda section: isinstance(section, dict), sections), Raw())
-        asked = str(geometry.get("gpus_per_node", 1))  # a text where it was typed
+        asked = str(geometry.get("gpus_per_node", 1))  # `--config` passes a string
         return [f"{asked} GPUs (it has {self._here})"] if asked.isdecimal() and int(asked) > self._here else []
 
     def layers(self, plan: str, name: str) -> tuple[Place, list[Layer]]:
-        """Return the run that holds the results, and the settings it is merged from."""
+        """Return the run under which the results are, and the layers of its settings."""
         key = (plan, name)
-        self.left_out(plan)  # which asks for layers itself, and would find this run open
+        self.left_out(plan)  # called before the run is open, since it calls `layers`, too
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
-            raise UserError(f"configuration: plans: 'use' and 'from' go in a circle: {chain}")
+            raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of them")
         if key not in self._layers:
             self._open.append(key)
             self._layers[key] = self._collect(plan, name)
@@ -466,9 +469,9 @@ class _Resolver:
         where, last = own[-1]
         if "use" in last:
             if len(last) > 1:
-                raise UserError(f"configuration: {where}: 'use' stands alone, with no other key")
+                raise UserError(f"configuration: {where}: 'use' excludes all other keys; remove them")
             return self.layers(*self._reference(f"{where}.use", last["use"], plan))
-        left_out = self.left_out(plan_name)  # a rung that is not there changes nothing for those after it
+        left_out = self.left_out(plan_name)  # a skipped rung does not affect the later rungs
         before = [run for run in plan.runs if run == name or run not in left_out]
         before = before[: before.index(name)] if plan.kind == "ladder" else []
         layers = self.layers(plan_name, before[-1])[1] if before else self._base(plan_name, plan)
@@ -485,52 +488,55 @@ class _Resolver:
                 (f"{written_in(plan.study)}: settings", self.files[plan.study].settings),
                 (f"studies.{plan.study}", user),
             ]
-        if plan.kind in ("sweep", "convergence"):  # the others go on where one diverges
+        if plan.kind in ("sweep", "convergence"):  # a run that diverges must not stop the other runs
             layers = [*layers, (f"{here}.kind", {"training": {"on_divergence": "stop"}})]
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
     def check_settings(self, name: str, plan: Plan, resolved: Mapping[str, ResolvedRun]) -> None:
-        """Refuse a training without averaged gradients, and settings that reach no run."""
+        """Refuse a training without averaged gradients, and plan settings that no run uses."""
         for run, found in resolved.items():
             if "train" in plan.stages(run) and not found.run.averages:
                 raise UserError(
                     f"configuration: plans.{name}.runs.{run}.parallel.sync: false: without averaged gradients every "
-                    f"process would train a model of its own; leave train out for this run (measure, or only: "
+                    f"process would train a different model; leave train out for this run (measure, or only: "
                     f"{{train: [...]}} of plans.{name})"
                 )
             if found.run.program:
                 self._check_program(f"plans.{name}", plan, run, found)
             elif found.run.tune.values:
-                raise UserError(f"configuration: plans.{name}.runs.{run}.tune.values: of other programs; this is ours")
+                raise UserError(
+                    f"configuration: plans.{name}.runs.{run}.tune.values: only for external programs; leave it out"
+                )
         where = f"plans.{name}.settings"
         if plan.settings and all(where not in dict(self.layers(name, run)[1]) for run in plan.runs):
             used = next(iter(plan.runs.values()))["use"]
             raise UserError(
-                f"configuration: {where}: no run takes them: its runs are those of other plans, or stand on {used}; "
-                f"change plans.{used.partition('.')[0]}, or write plans.{name}.from: {used} and a run of another name"
+                f"configuration: {where}: no run uses these settings, since its runs belong to other plans or are "
+                f"based on {used}; change plans.{used.partition('.')[0]}, or write plans.{name}.from: {used} and a run "
+                "of another name"
             )
 
     def _check_program(self, here: str, plan: Plan, run: str, found: ResolvedRun) -> None:
-        """Refuse what a program cannot be asked, and settings that its command has no place for."""
+        """Refuse stages that an external program lacks, and settings without a placeholder in its command."""
         wrong = ""
         if not of_program(plan.stages(run)):
-            wrong = f"measure: a program goes through train and throughput alone; add one of these, or leave {run} out"
+            wrong = f"measure: a program only has the stages train and throughput; add one of them, or remove {run}"
         elif (problem := program.check(found.run)) or (
             "tune" in plan.stages(run) and (problem := program.untuned(found.run))
         ):
             wrong = f"runs.{run}.{problem}"
         elif here.removeprefix("plans.") in self.workflow.targets and (problem := program.check_trials(found.run)):
-            wrong = f"runs.{run}.{problem}"  # of other plans once they would run
+            wrong = f"runs.{run}.{problem}"  # plans that are not targets are checked when they run
         elif plan.halves:
-            wrong = "sweep.method halving: a program trains to its end; use grid or random"
+            wrong = "sweep.method halving: an external program always trains to its end; use grid or random"
         elif found.run.program and found.run.program.image and self.workflow.site.engine == "none":
-            wrong = f"runs.{run}.program.image: this site starts no containers; set site.engine, or leave it out"
+            wrong = f"runs.{run}.program.image: site.engine is none; set an engine, or leave the image out"
         if wrong:
             raise UserError(f"configuration: {here}.{wrong}")
         if plan.repeat > 1 and "seed" not in set(found.run.program.placeholders() if found.run.program else ()):
-            raise UserError(f"configuration: {here}.repeat: the program would not know of its seed; give it {{seed}}")
+            raise UserError(f"configuration: {here}.repeat: the program's command has no {{seed}}; add it")
         if not registry.study(plan.study).programs:
-            return  # its settings say what the program does itself
+            return  # the settings of a study with its own model describe what the program does
         assert found.run.program
         used = {program.SHORT.get(name, name) for name in found.run.program.placeholders()}
         used |= {"batch_size", "local_batch_size"} if used & {"batch_size", "local_batch_size"} else set()
@@ -539,7 +545,7 @@ class _Resolver:
                 said = key.split(".")[0] in DESCRIBING or key.endswith((".kind", ".on_divergence"))
                 if not said and key not in used:
                     raise UserError(
-                        f"configuration: {where}.{key}: the program would not know of it; put {{{key}}} into "
+                        f"configuration: {where}.{key}: the program does not get this setting; put {{{key}}} into "
                         "program.command, or leave it out"
                     )
 
@@ -551,9 +557,9 @@ class _Resolver:
         elif run not in other.runs:
             what = unknown(f"run of plan {target}", run, other.runs)
         elif other.halves and where.endswith(".use"):
-            what = f"{text} is a trial of successive halving, in parts; write from"
+            what = f"{text} is a trial of successive halving, which trains in parts; write from instead"
         elif other.study != plan.study:
-            what = f"{text} is of study {other.study}, this plan of {plan.study}"
+            what = f"{text} belongs to study {other.study}, this plan to {plan.study}; both must be the same"
         if what:
             raise UserError(f"configuration: {where}: {what}")
         return target, run
@@ -564,11 +570,11 @@ class _Resolver:
         if not isinstance(value, dict):
             raise UserError(f"configuration: {where}: expected settings (keys and values), got {cut(repr(value))}")
         if "study" in value:
-            raise UserError(f"configuration: {where}.study: a plan is of one study; name it in the plan's own `study`")
+            raise UserError(f"configuration: {where}.study: a plan has one study; set the key `study` of the plan")
         return value
 
     def _check_dataset(self, run: Run, where: str, layers: list[Layer]) -> None:
-        """Refuse a run that does not fit its dataset, at the place where the key at fault was written."""
+        """Refuse a run that does not fit its dataset; the message names the layer of the key at fault."""
         dataset, study, key, what = self.workflow.datasets.get(run.dataset), registry.study(run.study), "dataset", ""
         if dataset is None:
             what = unknown("dataset", run.dataset, self.workflow.datasets)

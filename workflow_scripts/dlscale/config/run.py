@@ -1,7 +1,7 @@
 """A fully resolved run of one study.
 
-Its class depends on the study, which brings the settings of its model, loss and samples. A stage sees the common keys
-(`RunCore`) and those of its row in the table of stages, and runs again where one of these changes.
+The class of a run depends on its study, which defines the settings of model, loss and samples. A stage reads the common
+keys (`RunCore`) and the keys in its row of the table of stages. It runs again if one of these keys changes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dlscale.core.schema import (
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
-#: Names of experiment trackers, and of profilers; extensions bring some.
+#: Names of experiment trackers (`Tracker`) and of profilers (`Tool`), including extensions.
 Tracker: Any = one_of(registry.trackers())
 Tool: Any = one_of(["torch", *registry.profilers(), "lines"])
 
@@ -60,12 +60,12 @@ class _Optimizer(Lawful):
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
     weight_decay: NonNegativeFloat = Field(
         0.0,
-        description="This factor times the weights is added to the gradient (adamw: this times lr times the weights "
-        "is subtracted from them).",
+        description="Factor of the weight decay: weight_decay x weights is added to the gradient. With adamw, "
+        "lr x weight_decay x weights is subtracted from the weights instead.",
     )
-    fused: bool = Field(False, description="One kernel for the whole update.")
+    fused: bool = Field(False, description="Compute the complete update in one kernel.")
     clip_norm: PositiveFloat | None = Field(
-        None, description="Greatest norm of all gradients together; greater ones are scaled down to it."
+        None, description="Maximum norm of all gradients together; larger gradients are scaled down to it."
     )
 
 
@@ -74,7 +74,7 @@ class Adam(_Optimizer):
 
     kind: Literal["adam", "adamw"] = "adam"
     betas: tuple[float, float] = Field(
-        (0.9, 0.999), description="Decay of the running means of gradients and of their squares."
+        (0.9, 0.999), description="Decay factors of the running means: of the gradients, and of their squares."
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
@@ -90,7 +90,7 @@ class SGD(_Optimizer):
     """Stochastic gradient descent."""
 
     kind: Literal["sgd"]
-    momentum: float = Field(0.0, ge=0, lt=1, description="Share of the last update that is repeated.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="Fraction of the previous update that is added again.")
 
 
 class Adadelta(_Optimizer):
@@ -109,26 +109,27 @@ Optimizer = Annotated[Adam | SGD | Adadelta, Field(discriminator="kind"), Before
 
 
 class Schedule(Lawful):
-    """The learning-rate schedule: linear warm-up, then one of these forms."""
+    """Learning-rate schedule: a linear warm-up, then the form that `kind` names."""
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
-        description="cosine, linear, polynomial (quadratic): reach end_lr at the last step; exponential: times gamma "
-        "per epoch, a part of it at each step; step: times gamma after every step_epochs epochs, or after "
-        "the epochs in milestones.",
+        description="Form of the schedule. cosine, linear, polynomial (quadratic): fall to end_lr at the last step. "
+        "exponential: multiply by gamma per epoch, spread evenly over its steps. step: multiply by gamma after every "
+        "step_epochs epochs, or after the epochs in milestones. constant: keep the rate.",
     )
     warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from 0.")
-    warmup_epochs: NonNegativeInt = Field(0, description="Epochs of the warm-up, instead of warmup_steps.")
-    end_lr: NonNegativeFloat = Field(0.0, description="Last learning rate of cosine, linear, polynomial.")
-    gamma: float = Field(0.1, gt=0, le=1, description="Factor of exponential and step.")
-    step_epochs: PositiveInt = Field(1, description="Epochs between changes of kind step.")
+    warmup_epochs: NonNegativeInt = Field(0, description="Epochs of the linear warm-up; alternative to warmup_steps.")
+    end_lr: NonNegativeFloat = Field(0.0, description="Final learning rate of kinds cosine, linear and polynomial.")
+    gamma: float = Field(0.1, gt=0, le=1, description="Factor of kinds exponential and step.")
+    step_epochs: PositiveInt = Field(1, description="Epochs between two changes of the rate, for kind step.")
     milestones: list[PositiveInt] = Field(
-        [], description="Epochs after which kind step changes the rate, instead of every step_epochs."
+        [], description="Epochs after which kind step changes the rate; alternative to step_epochs."
     )
     scaling: Literal["none", "sqrt", "linear"] = Field(
-        "none", description="How lr grows with batch_size / base_batch_size."
+        "none",
+        description="Growth of lr with batch_size / base_batch_size: none, with the square root, or linear.",
     )
-    base_batch_size: BatchSize | None = Field(None, description="Batch size that optimizer.lr is meant for.")
+    base_batch_size: BatchSize | None = Field(None, description="Global batch size for which optimizer.lr was chosen.")
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
@@ -144,43 +145,55 @@ class Schedule(Lawful):
 
 
 class Target(Strict):
-    """Aim of a training."""
+    """Value of a metric that a training must reach."""
 
-    metric: str = Field(VALID_LOSS.name, description="valid_loss, or the name of a metric of the study.")
-    value: Number = Field(description="The target is reached when the metric is this good, or better, after an epoch.")
-    stop: bool = Field(True, description="End the training then; false: only report when that was.")
+    metric: str = Field(
+        VALID_LOSS.name, description="Metric of the target: valid_loss, or the name of a metric of the study."
+    )
+    value: Number = Field(
+        description="Value of the metric; the target is reached if an epoch ends with this value or a better one."
+    )
+    stop: bool = Field(
+        True, description="End the training when the target is reached; false: only report the epoch in which it was."
+    )
 
 
 class Training(Lawful):
-    """Length of a training, its start, and its results."""
+    """Length of a training, its initial weights, and the results that it keeps."""
 
-    epochs: PositiveInt | None = Field(None, description="Passes over the training samples; alternatively, give steps.")
-    steps: PositiveInt | None = Field(None, description="Optimiser steps; the last epoch may be cut short.")
-    checkpoint_epochs: PositiveInt = Field(1, description="Epochs between checkpoints; there is also one at the end.")
+    epochs: PositiveInt | None = Field(None, description="Passes over the training samples; alternative to steps.")
+    steps: PositiveInt | None = Field(
+        None, description="Optimiser steps; alternative to epochs. The last epoch may be shorter."
+    )
+    checkpoint_epochs: PositiveInt = Field(
+        1, description="Epochs between two checkpoints; another checkpoint is written at the end."
+    )
     stop_after: PositiveInt | None = Field(
         None,
-        description="End after this many epochs. Schedule and checkpoints are those of the whole training, which can "
-        "continue as if it had not ended: bitwise on a CPU; on a GPU, libraries choose kernels again.",
+        description="Number of epochs after which the training pauses. Schedule and checkpoints do not change, so the "
+        "training can continue later as if without a pause: with identical bits on a CPU; on a GPU, libraries choose "
+        "their kernels again.",
     )
     on_divergence: Literal["fail", "stop"] = Field(
         "fail",
-        description="What happens if a loss is not a number: fail, or stop, so that the run counts as the worst (as "
-        "trials of a sweep do).",
+        description="Reaction to a loss of NaN or infinity. fail: the stage fails. stop: the training ends and the run "
+        "ranks last, as for trials of a sweep.",
     )
     keep_best: str | None = Field(
         VALID_LOSS.name,
-        description="Also keep the weights of the epoch that was best in this metric (model_best.pt): valid_loss, or "
-        "the name of a metric of the study; null: do not.",
+        description="Metric whose best epoch is kept, too, as model_best.pt: valid_loss, or the name of a metric of "
+        "the study; null: keep only the final weights.",
     )
-    target: Target | None = Field(None, description="Value of a metric that the training is to reach.")
+    target: Target | None = Field(None, description="Value of a metric that the training must reach.")
     weights: str | None = Field(
         None,
-        description="Weights to start from: another run's model.pt, a checkpoint's folder, or a published state dict.",
+        description="Path of the initial weights: the model.pt of another run, the folder of a checkpoint, or a "
+        "published state dict.",
     )
     trackers: list[Tracker] = Field(
         [],
-        description="Experiment trackers beside TensorBoard. wandb: Weights & Biases, in the run's folder, offline "
-        "unless WANDB_MODE says otherwise. mlflow: MLflow, in mlflow.db of the plan's folder, or at "
+        description="Experiment trackers in addition to TensorBoard. wandb: Weights & Biases, in the run's folder, "
+        "offline unless WANDB_MODE is set. mlflow: MLflow, in mlflow.db of the plan's folder, or at "
         "MLFLOW_TRACKING_URI. Both need dlscale[trackers].",
     )
 
@@ -194,61 +207,64 @@ class _Several(Strict):
     kind: str
     selftest: bool = Field(
         True,
-        description="Before the run, test the values that the processes exchange, and latency and bandwidth of their "
-        "links. Wrong values end the run.",
+        description="Test the communication before the run: the exchanged values, and the latency and bandwidth of "
+        "the links. Wrong values end the run.",
     )
 
 
 class DDP(_Several):
-    """DistributedDataParallel: one process per device; gradients are averaged in buckets."""
+    """DistributedDataParallel: one process per device, which averages gradients in buckets."""
 
     kind: Literal["ddp"] = "ddp"
     bucket_mb: PositiveFloat | None = Field(
-        None, description="MiB of gradients that one call averages; PyTorch's 25 if absent."
+        None, description="Size of a bucket, MiB: the gradients that one call averages. Absent: PyTorch's 25."
     )
     first_bucket_mb: PositiveFloat | None = Field(
         None,
-        description="MiB of the first bucket: a small one lets the averaging begin early. Absent: bucket_mb, or "
-        "PyTorch's 1 if that is absent, too.",
+        description="Size of the first bucket, MiB; averaging starts earlier with a small one. Absent: bucket_mb, or "
+        "PyTorch's 1 if bucket_mb is absent, too.",
     )
     broadcast_buffers: bool = Field(
-        True, description="Before each step all processes copy the first one's buffers, such as running means."
+        True, description="Copy the buffers of rank 0, such as running means, to all ranks before each step."
     )
-    bucket_view: bool = Field(True, description="Gradients lie in the buckets; false: they are copied there and back.")
+    bucket_view: bool = Field(
+        True, description="Store gradients in the buckets; false: copy them into the buckets and back."
+    )
     sync_batchnorm: bool = Field(
         False,
-        description="Batch normalisation over the samples of all processes; false: each normalises its own samples.",
+        description="Batch normalisation over the samples of all processes; false: each process normalises its own "
+        "samples.",
     )
     compression: Literal["none", "bf16", "fp16"] = Field(
-        "none", description="Number format in which gradients are averaged; none: the gradients' own."
+        "none", description="Number format in which gradients are averaged; none: the format of the gradients."
     )
     sync: bool = Field(
         True,
-        description="false: gradients are not averaged, which shows the cost of averaging. Such a run can be measured "
-        "and profiled, but not trained.",
+        description="Average gradients over the processes; false: do not, to measure the cost of averaging. A run "
+        "with false can be measured and profiled, but not trained.",
     )
 
 
 class FSDP(_Several):
-    """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277): devices share weights."""
+    """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277): each device stores a shard."""
 
     kind: Literal["fsdp"]
     shard: PositiveInt | None = Field(
         None,
-        description="Number of neighbouring devices that share one copy of the weights; such groups average their "
-        "gradients (hybrid sharding). All devices if absent.",
+        description="Number of neighbouring devices over which one copy of the weights is sharded; the groups average "
+        "their gradients (hybrid sharding). Absent: all devices.",
     )
     reshard: bool = Field(
         True,
-        description="Free a layer's weights after its forward pass, and gather them again for the backward pass; "
-        "false: keep them, which needs more memory and sends less.",
+        description="Free the gathered weights of a layer after its forward pass, and gather them again for the "
+        "backward pass; false: keep them, which needs more memory and less communication.",
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Number format for gathering weights and computing with them; updates are in float32."
+        "fp32", description="Number format in which weights are gathered and used; updates are computed in float32."
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Number format in which gradients are averaged.")
     cpu_offload: bool = Field(
-        False, description="Keep weights, gradients and optimiser in the host's memory, and make the update there."
+        False, description="Keep weights, gradients and optimiser state in the host's memory, and update them there."
     )
 
 
@@ -270,40 +286,44 @@ class Compile(Strict):
 
     mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
         "none",
-        description="Mode of torch.compile: default; reduce-overhead: with CUDA graphs; max-autotune: tries kernels "
-        "first; none: not compiled.",
+        description="Mode of torch.compile. none: do not compile; default: PyTorch's default; reduce-overhead: with "
+        "CUDA graphs; max-autotune: with CUDA graphs, and the fastest of several kernels.",
     )
 
 
-#: Orders of the axes along which devices share work; in each, the ranks of the first axis are neighbours.
+#: Orders of the axes of the device mesh; the ranks of the first axis are neighbours.
 Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-cp-tp"]
 
 
 class Geometry(Lawful):
-    """Nodes and devices; tp x cp of them share a model and see the same samples."""
+    """Nodes and devices; each group of tp x cp devices shares a model and computes the same samples."""
 
     nodes: Devices = Field(1, description="Nodes of the run.")
-    gpus_per_node: Devices = Field(1, description="Devices used per node (a CPU counts as one).")
+    gpus_per_node: Devices = Field(1, description="Devices per node; a CPU counts as one device.")
     tp: Devices = Field(
-        1, description="Tensor parallel: devices that share each layer's weights, and its tokens between the layers."
+        1,
+        description="Tensor-parallel size: number of devices over which the weights of each layer are sharded, and its "
+        "tokens between the layers.",
     )
     cp: Devices = Field(
-        1, description="Context parallel: devices that share a sample's tokens; each has all of the weights."
+        1,
+        description="Context-parallel size: number of devices over which the tokens of a sample are split; each device "
+        "has all weights.",
     )
     order: Order = Field(
         "tp-cp-dp",
-        description="Order of the axes of devices: devices along the first axis are neighbours, within a node if they "
-        "fit.",
+        description="Order of the axes of the device mesh: devices along the first axis are neighbours, on one node if "
+        "they fit.",
     )
     cpus: PositiveInt | None = Field(
         None,
-        description="CPUs of each device: sbatch --cpus-per-task. A process and its loader's workers stay on as many. "
-        "Absent: under Slurm the device's share of its node, else all.",
+        description="CPUs per device (sbatch --cpus-per-task); a process and the workers of its loader run on these "
+        "only. Absent: under Slurm the CPUs of the node divided by its devices, otherwise all CPUs.",
     )
     memory_mb: PositiveInt | None = Field(
         None,
-        description="Memory of the run on each node: sbatch --mem. Absent: as the site says. Without Slurm nothing "
-        "holds a run to it.",
+        description="Memory of the run on each node, MB (sbatch --mem). Absent: derived from the site. Without "
+        "Slurm the limit is not enforced.",
     )
 
     @property
@@ -316,12 +336,12 @@ class Geometry(Lawful):
 
     @property
     def dp(self) -> int:
-        """Groups of devices that see different samples."""
+        """Number of device groups that compute different samples."""
         return self.world_size // self.model_size
 
     @property
     def replicas(self) -> int:
-        """Devices that hold the same weights."""
+        """Number of devices with the same weights."""
         return self.dp * self.cp
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -334,45 +354,47 @@ class Geometry(Lawful):
 
 
 class Throughput(Strict):
-    """Trials of the throughput stage, as `benchy` defined them, and turns with the plan's first run."""
+    """Trials of the throughput stage, as in `benchy`, and the paired timing with the plan's first run."""
 
-    warmup: Repeats = Field(3, description="Uncounted trials before the counted ones.")
-    trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Counted trials.")
-    batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Least number of batches per trial.")
+    warmup: Repeats = Field(3, description="Number of warm-up trials, which do not count.")
+    trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials that count.")
+    batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Minimum number of batches per trial.")
     seconds: Seconds = Field(
         1.0,
-        description="Least seconds of a trial, which has more batches if these take less. 0: only `batches` counts.",
+        description="Minimum duration of a trial, seconds: a trial has more batches if `batches` take less time. "
+        "0: no minimum.",
     )
     beside: Seconds = Field(
         30.0,
-        description="Most seconds for which a run of one process is timed in turn with the plan's first run, which "
-        "gives its speed-up; up to three times as many on a busy machine; 0: none. With ten seconds or "
-        "more, the first run is timed with a copy of itself.",
+        description="Maximum duration of the paired timing, seconds: a run of one process and the plan's first run are "
+        "timed alternately to measure the speed-up. A busy machine may need up to three times as long. 0: no paired "
+        "timing. From ten seconds on, the first run is also timed against a copy of itself.",
     )
     error: PositiveFloat = Field(
         0.01,
-        description="Turns end early when the ratio of each opening is known to this share (95 %), and go on if it is "
-        "not known to three times that.",
+        description="Relative half-width of the 95 % interval at which the paired timing ends early: each time that "
+        "the two runs are opened, their ratio must be known this well. If it is not known to three times this value, "
+        "the timing continues.",
     )
 
 
 class Profile(Lawful):
-    """Steps of the profile stage, and its tools."""
+    """Steps and tools of the profile stage."""
 
     tools: list[Tool] = Field(
         ["torch"],
         min_length=1,
-        description="torch: PyTorch's profiler, with a trace for Perfetto; nsys: NVIDIA Nsight Systems, if installed; "
-        "lines: the time of each line of the hot functions (line_profiler).",
+        description="Profilers. torch: PyTorch's profiler, with a trace for Perfetto; nsys: NVIDIA Nsight Systems, if "
+        "installed; lines: time of each source line of the hot functions (line_profiler).",
     )
-    epoch: PositiveInt = Field(2, description="Epoch whose samples the profiled steps use.")
-    skip: Repeats = Field(5, description="Steps before the profiled ones, as warm-up.")
-    steps: Annotated[Repeats, Field(ge=1)] = Field(10, description="Steps that each profiler sees.")
+    epoch: PositiveInt = Field(2, description="Epoch whose samples the profiled steps use, from 1.")
+    skip: Repeats = Field(5, description="Warm-up steps before the profiled steps.")
+    steps: Annotated[Repeats, Field(ge=1)] = Field(10, description="Steps that each profiler records.")
     ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Ranks of the profiled processes.")
     functions: list[str] = Field(
         [],
-        description="Further functions for lines, as MODULE:NAME or MODULE:CLASS.NAME. Functions of the step, the "
-        "study's model and loss, its samples and the loader are always included.",
+        description="Additional functions for the tool lines, as MODULE:NAME or MODULE:CLASS.NAME. The functions of "
+        "the step, of the study's model, loss and samples, and of the loader are always included.",
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -382,27 +404,29 @@ class Profile(Lawful):
 
 
 class Tune(Strict):
-    """Settings that the tune stage tries, in all combinations; empty: its own choice."""
+    """Settings that the tune stage tries in all combinations; an empty list means the stage's own choice."""
 
     workers: list[Workers] = Field(
-        [], description="Workers of the loader; if empty 0, 1, 2, 4, … up to a process's cores."
+        [], description="Numbers of loader workers. Empty: 0, 1, 2, 4, … up to the cores of a process."
     )
-    prefetch: list[Few] = Field([2, 4], description="Batches that the loader keeps ready.")
-    loaders: list[str] = Field([], description="Kinds of loaders; if empty the run's own.")
+    prefetch: list[Few] = Field([2, 4], description="Numbers of batches that the loader prepares in advance.")
+    loaders: list[str] = Field([], description="Kinds of loaders. Empty: the loader of the run.")
     threads: list[Threads] = Field(
-        [], description="CPU threads of a process; if empty, on a CPU, all of its cores and half of them."
+        [], description="Numbers of CPU threads per process. Empty: on a CPU, all of its cores and half of them."
     )
     batch_size: list[BatchSize] = Field(
-        [], description="Global batch sizes; if empty the run's own. Another one changes what is learnt."
+        [],
+        description="Global batch sizes. Empty: the batch size of the run. Another batch size changes the training "
+        "result.",
     )
     values: dict[str, Annotated[list[Value], Field(min_length=1)]] = Field(
-        {}, description="Of another program: values to try of its own placeholders (`program.values`)."
+        {}, description="Values to try by placeholder of an external program (`program.values`)."
     )
     seconds: float = Field(
         120.0,
         gt=0,
         le=604_800,
-        description="Seconds of measuring, half of them in the duel; start and warm-up are additional.",
+        description="Duration of measuring, seconds; half of it is for the duel. Start and warm-up are additional.",
     )
     rounds: Annotated[Repeats, Field(ge=3)] = Field(
         8, description="Rounds of the duel (the final comparison of two settings); each measures both."
@@ -411,7 +435,7 @@ class Tune(Strict):
     @field_validator("loaders")
     @classmethod
     def _known(cls, kinds: list[str]) -> list[str]:
-        known = set(loader_classes()) - {"synthetic"}  # which delivers no data, and so would win
+        known = set(loader_classes()) - {"synthetic"}  # synthetic loads no data, so it would always win
         if wrong := [kind for kind in kinds if kind not in known]:
             raise ValueError(unknown("loader with data", wrong[0], known))
         return kinds
@@ -433,14 +457,14 @@ LOCAL_BATCH_SIZE = (
 
 
 class RunCore(Lawful):
-    """Settings that training and measuring share; readers of a run see the global batch size."""
+    """Settings that training and measuring share; `batch_size` is always the global batch size."""
 
     LAWS: ClassVar[tuple[Law, ...]] = laws.OF_RUNS
 
     study: Name
     dataset: Name = Field(description="Name of the dataset.")
-    seed: Seed = Field(0, description="Seed of weights, samples and drop-out.")
-    batch_size: BatchSize = Field(64, description="Global batch size in samples: over all devices.")
+    seed: Seed = Field(0, description="Seed of initial weights, sample order and drop-out.")
+    batch_size: BatchSize = Field(64, description="Global batch size, in samples over all devices.")
     model: SerializeAsAny[Strict]
     loss: SerializeAsAny[Strict]
     samples: SerializeAsAny[Strict]
@@ -448,36 +472,34 @@ class RunCore(Lawful):
     optimizer: Optimizer = Adam()
     precision: Precision = Field(
         "fp32",
-        description="fp32 switches TensorFloat-32 off, all others switch it on. fp16, bf16: autocast (Apex O1). "
-        "fp16_master, bf16_master: weights and computation in 16 bits, updates on float32 copies (O2). "
-        "fp16_pure, bf16_pure: all in 16 bits (O3). fp16 and fp16_master scale the loss.",
+        description="Number format of the computation. fp32: without TensorFloat-32; every other value enables it. "
+        "fp16, bf16: autocast (Apex O1). fp16_master, bf16_master: weights and computation in 16 bits, updates on "
+        "float32 copies (O2). fp16_pure, bf16_pure: everything in 16 bits (O3). fp16 and fp16_master scale the loss.",
     )
     compile: Compile = Compile()
-    cuda_graph: bool = Field(False, description="Record the whole step as a CUDA graph and replay it; needs a GPU.")
+    cuda_graph: bool = Field(False, description="Record the complete step as a CUDA graph and replay it; needs a GPU.")
     memory_format: Literal["contiguous", "channels_last"] = Field(
-        "contiguous", description="Memory layout of convolutions' inputs and weights."
+        "contiguous", description="Memory layout of the inputs and weights of convolutions."
     )
     attention: Literal["default", "auto", "flash", "fa3", "efficient", "cudnn", "math"] = Field(
         "default",
-        description="Attention kernel; default: PyTorch's own choice; auto: the fastest in a short trial; fa3: "
-        "FlashAttention-3 (Hopper GPUs), which needs its package flash_attn_interface.",
+        description="Attention kernel. default: PyTorch's choice; auto: the fastest kernel in a short test; fa3: "
+        "FlashAttention-3 (Hopper GPUs), which needs the package flash_attn_interface.",
     )
     accumulation_steps: PositiveInt = Field(
-        1, description="Number of parts of the local batch, computed one after the other; the gradient stays the same."
+        1, description="Number of micro-batches per local batch, computed one after the other for the same gradient."
     )
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass instead of keeping them: less memory, more time."
     )
     threads: Threads | None = Field(
         None,
-        description="CPU threads of each process; its share of the job's if absent. On one machine without a GPU, "
-        "trainings with this key run side by side, as many as the cores allow.",
+        description="CPU threads per process. Absent: the job's threads divided by its processes. On one machine "
+        "without a GPU, trainings with this key run in parallel, as many as the cores allow.",
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()
-    program: Program | None = Field(
-        None, description="Another program that runs in place of dlscale's training, with these settings."
-    )
+    program: Program | None = Field(None, description="External program that runs instead of dlscale's training.")
 
     @classmethod
     def _keys(cls) -> list[str]:
@@ -494,16 +516,16 @@ class RunCore(Lawful):
         if data["local_batch_size"] is None:
             return rest
         if "batch_size" in rest:
-            raise ValueError("give either batch_size, of all devices together, or local_batch_size, of each")
+            raise ValueError("give either batch_size (over all devices) or local_batch_size (per device)")
         given, geometry = data["local_batch_size"], Geometry()
-        with contextlib.suppress(ValidationError):  # its own mistake is reported
+        with contextlib.suppress(ValidationError):  # validation of the key `geometry` reports this error
             geometry = TypeAdapter(Geometry).validate_python(rest.get("geometry") or {})
         try:
             whole = TypeAdapter(BatchSize).validate_python(given) * geometry.dp
             TypeAdapter(BatchSize).validate_python(whole)
         except ValidationError:
             raise ValueError(
-                f"local_batch_size: got {given!r}; expected a whole number, that times {geometry.dp} is from 1 to "
+                f"local_batch_size: got {given!r}; expected a whole number; times {geometry.dp}, it must be from 1 to "
                 "1000000000"
             ) from None
         return {**rest, "batch_size": whole}
@@ -519,7 +541,7 @@ class RunCore(Lawful):
 
     @property
     def cpus(self) -> int | None:
-        """CPUs of each process, if the run says."""
+        """CPUs per process; None if the run does not set them."""
         its = self.geometry
         return its.cpus and its.cpus * its.gpus_per_node // self.processes.gpus_per_node
 
@@ -533,13 +555,13 @@ class RunCore(Lawful):
 
     @property
     def arithmetic(self) -> Precision:
-        """The precision that a step computes in: FSDP may cast weights and inputs of 32 bits to its `param_dtype`."""
+        """Precision in which a step computes: FSDP may cast 32-bit weights and inputs to its `param_dtype`."""
         cast = self.precision in ("fp32", "tf32") and getattr(self.parallel, "param_dtype", "fp32") == "bf16"
         return "bf16_pure" if cast else self.precision
 
     @property
     def can_step_alone(self) -> bool:
-        """Whether a process can leave out the exchange of a step."""
+        """Whether a process can compute a step without communication."""
         parallel = self.parallel
         return isinstance(parallel, DDP) and parallel.sync and not parallel.sync_batchnorm and not self.cuda_graph
 
@@ -554,14 +576,14 @@ class RunCore(Lawful):
 
 
 class Run(RunCore):
-    """A run as `results/plans/PLAN/RUN/config.yaml` holds it."""
+    """A run as written to `results/plans/PLAN/RUN/config.yaml`."""
 
     training: Training
     schedule: Schedule = Schedule()
     throughput: Throughput = Throughput()
     profile: Profile = Profile()
     tune: Tune = Tune()
-    label: str | None = Field(None, description="What tables and figures call the run; its name if absent.")
+    label: str | None = Field(None, description="Name of the run in tables and figures. Absent: its key.")
 
     def slice(self, stage: str) -> dict[str, Any]:
         return self.model_dump(mode="json", include={*RunCore.model_fields, *STAGES[stage].settings})
@@ -588,7 +610,7 @@ def run_class(study: str) -> type[Run]:
 
 @functools.cache
 def stage_class(study: str, stage: str) -> type[RunCore]:
-    """Return the class of a stage's view of a study's runs."""
+    """Return the class of a study's runs with the keys that a stage reads."""
     own: dict[str, Any] = {
         name: (Run.model_fields[name].annotation, Run.model_fields[name]) for name in STAGES[stage].settings
     }
@@ -596,11 +618,11 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read a run's settings (`config.yaml`, or JSON itself) as a stage sees them."""
+    """Read a run's settings, from `config.yaml` or a JSON text, with the keys that a stage reads."""
     raw, where = read_settings(config)
     study = raw.get("study")
     if study not in registry.studies():
         raise UserError(f"{where}: study: {unknown('study', study, registry.studies())}")
-    # Of a key that no run has the stage's class complains; what other stages see is left out.
+    # Keys of other stages are removed here; the stage's class refuses keys that no run has.
     others = set(Run.model_fields) - set(RunCore.model_fields) - set(STAGES[stage].settings)
     return validate(stage_class(study, stage), {k: v for k, v in raw.items() if k not in others}, where=where)

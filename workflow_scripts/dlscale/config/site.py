@@ -1,4 +1,4 @@
-"""Where and how commands run (a profile's `site.yaml`): engine, starter, nodes, queues."""
+"""Settings of a site (a profile's `site.yaml`): container engine, starter, nodes and queues."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from dlscale.core.urls import has_secret
 Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 Starter = Literal["auto", "direct", "torchrun", "srun", "mpirun"]
 
-#: What a job does: a stage of a run, or one of the stages that make a dataset.
+#: Kind of a job: a stage of a run, or `data` for the stages that make a dataset.
 if TYPE_CHECKING:
     Job: TypeAlias = str
 else:
     Job = Literal[("data", *RUN_STAGES)]
 
-#: What an engine's options can carry: no engine's separators, no line ends.
+#: Path that is safe in the options of every engine: without separators and line ends.
 Path_ = Annotated[str, StringConstraints(pattern=r"^/[^:;,\n\r]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Value = Annotated[str, StringConstraints(pattern=r"^[^\n\r]+$")]  # Shifter takes no empty ones
+Value = Annotated[str, StringConstraints(pattern=r"^[^\n\r]+$")]  # Shifter does not accept empty values
 
 
 def _target(path: str) -> str:
     if re.match(r"^/(etc|var)(/|$)", path) or path.rstrip("/") in ("", "/opt"):
-        raise ValueError(f"{path}: nothing may be mounted at /, /opt, /etc or /var of a container")
+        raise ValueError(f"{path}: a container does not allow mounts at /, /opt, /etc or /var; choose another path")
     return path
 
 
 class Limits(Strict):
-    """When the watchdog ends a run of several processes, one of which is gone or hangs."""
+    """Timeouts after which the watchdog ends a run of several processes because one is gone or hangs."""
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
-        25.0, description="Seconds without a sign of life of a process that its node reports as gone or stopped."
+        25.0,
+        description="Timeout, seconds, without a heartbeat of a process that its node reports as gone or stopped.",
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
-        description="Least seconds without progress in a loop of steps, or without a sign of life of a process that "
-        "no other process can see.",
+        description="Minimum timeout, seconds, without progress in a loop of steps, or without a heartbeat of a "
+        "process that no other process can observe.",
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        description="Seconds without progress between epochs, while results and checkpoints are written.",
+        description="Timeout, seconds, without progress between epochs, while results and checkpoints are written.",
     )
 
     def __str__(self) -> str:
@@ -57,7 +58,7 @@ class Limits(Strict):
 
     @classmethod
     def told(cls) -> Limits | None:
-        """Return the limits of the environment; None: the watchdog is off."""
+        """Return the limits from the environment; None if the watchdog is off."""
         text = os.environ.get(WATCHDOG, "")
         if text == "off":
             return None
@@ -66,39 +67,39 @@ class Limits(Strict):
 
 
 class Qos(Strict):
-    """What a quality of service allows and costs; absent limits are not checked."""
+    """Limits and charge of a quality of service (QOS); absent limits are not checked."""
 
-    max_nodes: PositiveInt | None = Field(None, description="Most nodes of a job.")
-    max_gpus: PositiveInt | None = Field(None, description="Most GPUs of a job.")
-    max_minutes: PositiveInt | None = Field(None, description="Most minutes of a job.")
+    max_nodes: PositiveInt | None = Field(None, description="Maximum number of nodes per job.")
+    max_gpus: PositiveInt | None = Field(None, description="Maximum number of GPUs per job.")
+    max_minutes: PositiveInt | None = Field(None, description="Maximum time limit of a job, minutes.")
     charge: NonNegativeFloat = Field(1.0, description="Factor on the cost of a node-hour.")
 
 
 class Nodes(Strict):
-    """One kind of node."""
+    """Resources of one kind of node."""
 
     partition: Annotated[str, StringConstraints(pattern=r"^[^\s:;|]+$")] | None = Field(
-        None, description="Partition of these nodes (sbatch -p), or several: a,b; Slurm's default if absent."
+        None, description="Partition of these nodes (sbatch -p), or several: a,b. Absent: Slurm's default."
     )
     constraint: str | None = Field(None, description="Features that select these nodes (sbatch -C).")
-    account_suffix: str = Field("", description="End of the account's name for jobs on these nodes.")
+    account_suffix: str = Field("", description="Suffix that is appended to the account for jobs on these nodes.")
     cpus: PositiveInt = Field(description="CPUs of a node, as Slurm counts them (hardware threads).")
     memory_mb: PositiveInt | None = Field(
         None,
-        description="Memory of a node that jobs may ask for: each asks for a share equal to its share of the GPUs or "
-        "CPUs (sbatch --mem). Absent: jobs ask for none, and Slurm's default holds.",
+        description="Memory of a node for jobs, MB: a job requests the same fraction of it as of the node's GPUs or "
+        "CPUs (sbatch --mem). Absent: jobs request no memory, and Slurm's default applies.",
     )
     gpus: NonNegativeInt = Field(0, description="GPUs of a node.")
-    gres: str = Field("gpu", description="Name of a GPU in --gres, such as gpu or gpu:a100.")
+    gres: str = Field("gpu", description="Name of the GPUs in --gres, such as gpu or gpu:a100.")
     gpu: str | None = Field(
         None,
-        description="Part of the GPUs' name, such as A100: rates measured on other GPUs do not count here. If absent, "
-        "the name in `gres`.",
+        description="Part of the GPUs' name, such as A100; rates measured on other GPUs are not used for this site. "
+        "Absent: the name in `gres`.",
     )
 
     @property
     def gpu_name(self) -> str:
-        """Part of the GPUs' name, as the driver has it; empty where the site does not say."""
+        """Part of the GPUs' name as the driver reports it; empty if the site does not set it."""
         if not self.gpus:
             return ""
         known = re.search(r"[a-z]+\d+", self.gres.partition(":")[2].lower())
@@ -106,26 +107,30 @@ class Nodes(Strict):
 
 
 class Scheduler(Strict):
-    """Slurm: what to ask for."""
+    """Resources that jobs request from Slurm."""
 
-    account: str | None = Field(None, description="Project to charge; $SBATCH_ACCOUNT if absent.")
-    cpu_nodes: Nodes = Field(description="Nodes of data stages.")
-    gpu_nodes: Nodes = Field(description="Nodes of runs.")
-    data_cpus: PositiveInt = Field(32, description="CPUs of a data stage.")
+    account: str | None = Field(None, description="Project that is charged. Absent: $SBATCH_ACCOUNT.")
+    cpu_nodes: Nodes = Field(description="Nodes for data stages.")
+    gpu_nodes: Nodes = Field(description="Nodes for runs.")
+    data_cpus: PositiveInt = Field(32, description="CPUs per job of a data stage.")
     data_qos: str | None = Field(None, description="QOS of data stages.")
     part_qos: str | None = Field(None, description="QOS of runs on part of a node.")
-    whole_qos: str | None = Field(None, description="QOS of runs on whole nodes, and of parts too large for part_qos.")
+    whole_qos: str | None = Field(
+        None, description="QOS of runs on full nodes, and of runs on a part that is too large for part_qos."
+    )
     qos: dict[str, Qos] = Field({}, description="Limits and charges by QOS.")
     minutes: dict[Job, PositiveInt] = Field(
         {},
-        description="Greatest time limits, in minutes, of stages whose speed is unknown; `data`: of all data stages.",
+        description="Time limits, minutes, of stages whose speed is unknown; the key `data` is for all data stages.",
     )
     warning_seconds: PositiveInt = Field(
-        120, description="Seconds before its time limit at which training is told to save (sbatch --signal)."
+        120,
+        description="Time before the job's limit, seconds, at which training gets a signal to save (sbatch --signal).",
     )
     acquire: Literal["here", "job"] = Field(
         "here",
-        description="Where files are fetched: beside Snakemake (for compute nodes without a network), or in a job.",
+        description="Node on which files are fetched. here: the node of the controller, for compute nodes without a "
+        "network; job: a compute node.",
     )
 
     def limit(self, job: Job) -> int:
@@ -134,78 +139,81 @@ class Scheduler(Strict):
 
 
 class Build(Strict):
-    """How `snakemake image` builds a local image."""
+    """Options with which `snakemake image` builds a local image."""
 
-    target: Literal["cpu", "gpu"] = Field("cpu", description="Target of docker/Dockerfile.")
+    target: Literal["cpu", "gpu"] = Field("cpu", description="Build target in docker/Dockerfile.")
     arguments: dict[Variable, Annotated[str, StringConstraints(pattern=r"^[^\n\r]*$")]] = Field(
         {}, description="Build arguments, such as BASE_IMAGE."
     )
 
 
 class Site(Lawful):
-    """Where and how commands run."""
+    """Machine and launcher of all stages: containers, processes, nodes and queues."""
 
-    engine: Engine = Field("none", description="Container engine; auto: the first that works here.")
+    engine: Engine = Field("none", description="Container engine; auto: the first one that works on this machine.")
     image: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/:@+-]*$",
-        description="Image of the stages; `snakemake image` builds (localhost/…) or pulls it.",
+        description="Container image of the stages; `snakemake image` builds it (localhost/…) or pulls it.",
     )
     build: Build = Build()
     starter: Starter = Field(
-        "auto", description="What starts several processes; auto: srun with a scheduler, else torchrun."
+        "auto", description="Launcher of runs with several processes; auto: srun with a scheduler, otherwise torchrun."
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
-        description="For mpirun: the words that start all processes of a run; mpirun -n {ranks} if absent. For "
-        "torchrun on several nodes: the words that start it on each node. {ranks}, {ranks_per_node} and "
-        "{nodes} are replaced.",
+        description="Command words of the starter. mpirun: the words that start all processes of a run; absent: "
+        "mpirun -n {ranks}. torchrun on several nodes: the words that start torchrun on each node. {ranks}, "
+        "{ranks_per_node} and {nodes} are replaced.",
     )
     rendezvous: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_.\[\]:-]+:[0-9]+$",
-        description="For torchrun on several nodes: name and a free port of the first node, where they meet.",
+        description="Host name and free port of the first node (HOST:PORT), for torchrun on several nodes.",
     )
     local_disk: str | None = Field(
         None,
         pattern=r"^[/$][^:;,\n\r]*$",
-        description="Folder on each node's own disk, for loader.staging local; may contain variables of the job.",
+        description="Folder on each node's local disk, for loader.staging local; may contain variables of the job.",
     )
     watchdog: Limits | None = Field(
         Limits(),
-        description="When a run ends one of whose processes is gone or hangs; null: it waits.",
+        description="Timeouts after which a run ends because one of its processes is gone or hangs; null: no "
+        "watchdog, the run waits.",
     )
     gpu: bool | None = Field(
         None,
-        description="Whether runs are on GPUs: their containers get them, and a stage that sees none ends. Absent: "
-        "true if the nodes, or without a scheduler this machine, have any.",
+        description="Run on GPUs: containers get access to them, and a stage without a visible GPU fails. Absent: true "
+        "if the nodes have GPUs, or this machine if there is no scheduler.",
     )
     gpu_order: list[NonNegativeInt] | None = Field(
         None,
-        description="Numbers of a node's GPUs, the one nearest to the first CPUs first: local ranks of runs on whole "
-        "nodes take them in this order. Absent: in the order of their numbers.",
+        description="Numbers of a node's GPUs in the order of local ranks, for runs on full nodes; first the GPU "
+        "closest to the first CPUs. Absent: in the order of their numbers.",
     )
     grams_per_kwh: NonNegativeFloat | None = Field(
-        None, description="CO₂ of the site's electricity, g/kWh: pages tell it beside the energy of scaling."
+        None,
+        description="CO₂ emission of the site's electricity, g/kWh; pages show emissions next to the energy of "
+        "scaling.",
     )
     modules: list[Name] = Field(
-        [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b), for containers with GPUs."
+        [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b) for containers with GPUs."
     )
     provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
         None,
-        description="Which of runs' `needs` the containers have, from the image or the node; absent: those of this "
-        "machine.",
+        description="Requirements (`needs` of runs) that the containers meet, from the image or the node. Absent: "
+        "those that this machine meets.",
     )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
         {},
-        description="Further folders for containers, beside the working folder and the data: path here -> path in the "
-        "container.",
+        description="Additional folders for containers, path on the host -> path in the container. The working folder "
+        "and the data are always mounted.",
     )
     environment: dict[Variable, Value] = Field({}, description="Environment variables of every stage.")
     packages: Annotated[Path_, AfterValidator(_target)] | None = Field(
         None,
-        description="Folder of further Python packages for all stages (pip install --target FOLDER NAME). They hide "
-        "no package of the image or environment.",
+        description="Folder with additional Python packages for all stages (pip install --target FOLDER NAME). "
+        "Packages of the image or environment take precedence.",
     )
     scheduler: Scheduler | None = None
 
@@ -219,36 +227,36 @@ class Site(Lawful):
         for name, value in self.environment.items():
             if has_secret(value) or re.search("(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$", name, re.IGNORECASE):
                 raise ValueError(
-                    f"environment.{name}: a secret, or an address with a login, which every command line would show; "
-                    "export it before the call"
+                    f"environment.{name}: looks like a secret or an address with a login, which every command line "
+                    "would show; export it before the call"
                 )
         return self
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            # The executor takes from a job's command the variables by which mpirun would know the job's nodes.
+            # The executor removes the variables from a job's command that would inform mpirun of the job's nodes.
             lambda its: its.scheduler and its.starter in ("torchrun", "mpirun"),
             "starter: {its.starter} is for machines without a scheduler; use srun",
         ),
         (
             lambda its: its.scheduler and its.engine == "auto",
-            "engine: auto may mean another engine on each node; name one",
+            "engine: auto may choose different engines on different nodes; name one engine",
         ),
         (
             lambda its: its.start and its.starter not in ("mpirun", "torchrun"),
-            "start: these words are those of starter mpirun or torchrun; it is {its.starter}",
+            "start: only for starter mpirun or torchrun, but starter is {its.starter}; remove start or change starter",
         ),
         (
             lambda its: its.rendezvous and its.starter != "torchrun",
-            "rendezvous: only torchrun meets there; the starter is {its.starter}",
+            "rendezvous: only for starter torchrun, but starter is {its.starter}; remove it or change starter",
         ),
         (
             lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),
-            "local_disk: {its.local_disk}: a container of {its.engine} has none of the job's variables",
+            "local_disk: {its.local_disk}: containers of {its.engine} do not get the job's variables; write the path",
         ),
         (
             lambda its: {*re.findall(r"\{\w+\}", " ".join(its.start))} - {"{ranks}", "{ranks_per_node}", "{nodes}"},
-            "start: {its.start}: in braces expected {{ranks}}, {{ranks_per_node}} or {{nodes}}",
+            "start: {its.start}: expected only {{ranks}}, {{ranks_per_node}} or {{nodes}} in braces",
         ),
         (
             lambda its: sorted(its.gpu_order or []) != [*range(its.ordered)],

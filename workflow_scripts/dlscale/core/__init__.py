@@ -1,1 +1,1 @@
-"""The base of every layer: errors, files, locks, progress, the table of stages, the registry."""
+"""Core modules that all layers use: errors, files, locks, progress, the table of stages, the registry."""

@@ -1,4 +1,4 @@
-"""TensorBoard's event files: writers of a run's, and a reader of any program's."""
+"""TensorBoard event files: writers for the files of a run, and a reader for files of any program."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
-NAME = "tensorboard"  #: Folder in a run's folder.
-LAST = ".last"  #: Suffix of the file that is written once, at a run's end.
+NAME = "tensorboard"  #: Name of the folder for event files in a run's folder.
+LAST = ".last"  #: Suffix of the event file that is written once, at the end of a run.
 
 
 def writer(folder: Path, step: int = -1) -> SummaryWriter:
-    """Return a writer of event files in `folder`, in place of older ones, or going on after a step."""
+    """Return a writer of event files in `folder`.
+
+    Without `step`, the writer replaces older files. With a `step`, it continues them after this step.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
-    for each in (folder, *folder.parents):  # up to the run's folder of all event files
+    for each in (folder, *folder.parents):  # up to the run's `tensorboard` folder
         make_folder(each)
         if each.name == NAME or NAME not in folder.parts:
             break
@@ -37,7 +40,7 @@ def writer(folder: Path, step: int = -1) -> SummaryWriter:
 
 
 def last_writer(folder: Path) -> SummaryWriter:
-    """Return a writer of what is known at a run's end, in a file of its own beside the others."""
+    """Return a writer for values that are known only at the end of a run, in a separate event file."""
     from torch.utils.tensorboard import SummaryWriter
 
     _print_no_traceback()
@@ -46,7 +49,7 @@ def last_writer(folder: Path) -> SummaryWriter:
 
 @functools.cache
 def _print_no_traceback() -> None:
-    """Keep quiet when TensorBoard's thread fails: the writer raises the same error where it is used or closed."""
+    """Suppress the traceback of TensorBoard's thread: the writer raises the same error when it is used or closed."""
     before = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
@@ -62,7 +65,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
-    """Show these scalars in `folder`, in place of older ones; None is left out."""
+    """Write scalars to `folder`, replacing older files; values of None are skipped."""
     with writer(folder) as board:
         for name, value in scalars.items():
             if value is not None:
@@ -70,9 +73,10 @@ def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
 
 
 def events(path: Path) -> Iterator[Event]:
-    """Yield a file's events, one at a time in memory; half a record at its end, of a killed writer, is left out.
+    """Yield the events of a file, one at a time in memory.
 
-    A `UserError` is raised for a file that is damaged, holds no event, or is no event file.
+    An incomplete last record, from a killed writer, is ignored. A file that is damaged, empty or not an event file
+    raises a `UserError`.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
@@ -80,7 +84,7 @@ def events(path: Path) -> Iterator[Event]:
 
     expected, read = "expected an event file of TensorBoard, events.out.tfevents.*", 0
     with open(path, "rb", opener=open_regular) as file:
-        while len(head := file.read(12)) == 12:  # length and its checksum, as many bytes and theirs
+        while len(head := file.read(12)) == 12:  # a record: length, its checksum, data, their checksum
             length, mark = struct.unpack("<QI", head)
             whole = masked_crc32c(head[:8]) == mark
             data, checksum = file.read(length if whole else 0), file.read(4)
@@ -93,25 +97,25 @@ def events(path: Path) -> Iterator[Event]:
                     "of a CSV or JSON file with PyTorch's SummaryWriter.add_scalar(tag, value, step)"
                 )
             if not whole or masked_crc32c(data) != struct.unpack("<I", checksum)[0]:
-                raise UserError(f"{path}: record {read} is damaged: copy the file again; {expected}")
+                raise UserError(f"{path}: record {read} is damaged; copy the file again; {expected}")
             try:
                 event = Event.FromString(data)
             except DecodeError:
-                raise UserError(f"{path}: record {read} is no event; {expected}") from None
-            yield event  # of a tensor nothing is made: it may claim to be larger than memory
+                raise UserError(f"{path}: record {read} is not an event; {expected}") from None
+            yield event  # tensors are not decoded here, since a header may claim more than the memory
     if not read and head:
         raise UserError(f"{path}: not an event file of TensorBoard, or cut short ({head!r}); {expected}")
     if not read:
-        raise UserError(f"{path}: holds no event; {expected}")
+        raise UserError(f"{path}: has no events; {expected}")
 
 
 def is_restart(event: Event) -> bool:
-    """Return whether earlier points of the folder from the event's step on are void, as TensorBoard has it."""
+    """Return whether an event makes earlier points of the folder from its step on void, as in TensorBoard."""
     return event.HasField("session_log") and event.session_log.status == event.session_log.START
 
 
 def scalar(value: Summary.Value) -> float | None:
-    """Return the number in a summary's value, written by either generation of programs; None if it is none."""
+    """Return the number in a summary's value, from `simple_value` or a scalar tensor; None for other values."""
     from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -1,4 +1,4 @@
-"""Commands of users, as tables; their modules are imported only when they run."""
+"""Table rows of the commands for users; the module of a command is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dlscale.core.stage import Option
 
 @dataclass(frozen=True)
 class Query:
-    """A command of users that no rule calls: `main(args, configuration)` prints, and returns the exit status."""
+    """A command for users that no rule calls; its `main(args, configuration)` returns the exit status."""
 
     module: str
     text: str
     options: tuple[Option, ...] = ()
-    configured: bool = True  #: Whether it reads the configuration, and so takes its files.
+    configured: bool = True  #: Whether the command reads the configuration, and so has the options for it.
 
 
-#: Plans that a command is about.
+#: Argument: plans.
 PLANS: Option = (
     "plans",
-    {"nargs": "*", "metavar": "PLAN", "help": "plans; the targets of the configuration if absent"},
+    {"nargs": "*", "metavar": "PLAN", "help": "plans (default: the targets of the configuration)"},
 )
-#: Runs that a command is about.
-RUNS: Option = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or a run's folder"})
+#: Argument: runs.
+RUNS: Option = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or the folder of a run"})

@@ -1,6 +1,6 @@
-"""The software and the hardware that a stage of a run met: their record, and what differs between two.
+"""Record of the software and hardware of a run's stage, and the differences between two records.
 
-The command line writes it beside the telemetry, as `telemetry/STAGE.json`, when the stage is done.
+The command line writes the record next to the telemetry, as `telemetry/STAGE.json`, when the stage is done.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from dlscale.core.record import Record, Time
 from dlscale.core.redact import is_secret_name, redact
 from dlscale.core.urls import hidden_in
 
-#: Beginnings of the names of environment variables that are kept; no others are.
+#: Prefixes of the environment variables that are recorded.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "FI_", "UCX_", "PYTORCH_")
 
-#: Most packages, or variables, that one line of differences names.
+#: Maximum number of packages, or variables, that a list of differences names.
 NAMED = 3
 
 
 class Gpu(Record):
-    """One GPU as it was set."""
+    """A GPU and its settings."""
 
     name: str
     memory_bytes: int | None = None
-    watts: float | None = None  #: Power limit.
-    sm_mhz: int | None = None  #: Highest clock of its processors.
-    memory_mhz: int | None = None  #: Highest clock of its memory.
+    watts: float | None = None  #: Power limit, W.
+    sm_mhz: int | None = None  #: Maximum clock of the processors, MHz.
+    memory_mhz: int | None = None  #: Maximum clock of the memory, MHz.
     ecc: bool | None = None
     mig: bool | None = None
 
 
 class Environment(Record):
-    """`telemetry/STAGE.json`: the first process of a stage, and its node."""
+    """`telemetry/STAGE.json`: environment of the first process of a stage, and its node."""
 
-    time: Time  #: When the stage was done.
+    time: Time  #: End time of the stage.
     host: str
     kernel: str
     processor: str
     python: str
-    versions: dict[str, str] = {}  #: Of dlscale, torch, and what stands below it: CUDA, cuDNN, NCCL, driver, Triton.
+    versions: dict[str, str] = {}  #: Versions of dlscale, torch, CUDA, cuDNN, NCCL, the driver, Triton and DALI.
     gpus: list[Gpu] = []
     image: dict[str, str] | None = None  #: Engine, name and digest of the container's image.
-    git: dict[str, Any] | None = None  #: Commit of the sources' checkout, and whether it is dirty.
+    git: dict[str, Any] | None = None  #: Commit of dlscale's checkout, and whether it is dirty.
     packages: list[str] = []  #: All installed distributions, as `pip freeze` names them.
-    variables: dict[str, str] = {}  #: Without what is secret.
+    variables: dict[str, str] = {}  #: Environment variables with secrets redacted.
 
     def commit(self) -> str:
-        """Return the commit, and whether it had changes."""
+        """Return the commit, marked if the checkout had local changes; an empty string without a checkout."""
         return f"{self.git['commit']}{' with local changes' * bool(self.git['dirty'])}" if self.git else ""
 
 
 def environment() -> Environment:
-    """Return what this process runs in; CUDA is asked only where PyTorch has begun to use it."""
+    """Return the environment of this process; GPUs are queried only if PyTorch has initialised CUDA."""
     image = Image.read()
     return Environment(
         time=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -83,39 +83,40 @@ def environment() -> Environment:
 
 
 def record(path: Path) -> None:
-    """Write what this process runs in; a warning, and no record, where that fails: the stage itself is done."""
+    """Write the environment of this process; a failure only logs a warning, since the stage itself is done."""
     try:
-        path.unlink(missing_ok=True)  # of an earlier try
+        path.unlink(missing_ok=True)  # from an earlier try
         environment().write(path)
-    except Exception as error:  # whatever drivers and packages of a machine come up with
-        logging.warning("%s is not written: %s", path, brief(error))
+    except Exception as error:  # drivers and packages may raise any exception
+        logging.warning("cannot write %s: %s", path, brief(error))
 
 
 def _is_kept(name: str) -> bool:
-    """Return whether a variable tells how a stage ran; `dlscale.parallel.rendezvous` sets one on a single node."""
+    """Return whether a variable is recorded; `dlscale.parallel.rendezvous` sets the exception on a single node."""
     return name.startswith(VARIABLES) and (name, os.environ[name]) != ("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _shown(name: str) -> str:
-    value = os.environ[name].encode(errors="replace").decode()  # which may be no text
+    value = os.environ[name].encode(errors="replace").decode()  # the value may have bytes that are not UTF-8
     return "***" if is_secret_name(name) else redact(hidden_in(value))
 
 
 def _packages() -> list[str]:
     found = set[str]()
     for each in metadata.distributions():
-        with contextlib.suppress(Exception):  # metadata that is damaged, or may not be read
+        with contextlib.suppress(Exception):  # metadata may be damaged or unreadable
             if (name := each.metadata["Name"]) and (version := each.version):
                 found.add(f"{name}=={version}")
     return sorted(found, key=str.lower)
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return the commit of the checkout that this file is part of, and whether it is dirty; None outside of one."""
-    # The checkout may be another user's: nothing that its configuration names is run.
+    """Return the commit of the checkout that contains this file, and whether it is dirty; None without a checkout."""
+    # The checkout may belong to another user, so programs in its git configuration must not run.
     off = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).resolve().parent), *off]
-    if answer([*git, "ls-files", "--error-unmatch", Path(__file__).name], 10) is None:  # installed, below another one
+    # An installed package may lie inside the checkout of another project.
+    if answer([*git, "ls-files", "--error-unmatch", Path(__file__).name], 10) is None:
         return None
     commit = answer([*git, "rev-parse", "HEAD"], 10)
     filters = answer([*git, "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$"], 10)
@@ -177,11 +178,11 @@ def _gpu(device: Any) -> Gpu:
     )
 
 
-# ---- what differs --------------------------------------------------------------------------------------
+# ---- differences ---------------------------------------------------------------------------------------
 
 
 def differences(before: Environment, after: Environment) -> list[str]:
-    """Return what differs between two machines and their software, as `driver 570 → 580`; not host and time."""
+    """Return the differences of two environments, such as `driver 570 → 580`; host and time are ignored."""
     sides = [_facts(each) for each in (before, after)]
     found = [_pair(name, *(side.get(name) for side in sides)) for name in dict.fromkeys([*sides[0], *sides[1]])]
     for what in ("variables", "packages"):

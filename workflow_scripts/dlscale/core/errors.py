@@ -1,4 +1,4 @@
-"""Exceptions, and the words of messages."""
+"""Exceptions, and helpers for error messages."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A user's mistake in configuration, arguments or data: one line, printed without a traceback, with exit status 2.
+    """A user's mistake in configuration, arguments or data; exit status 2.
 
-    The message names the fault and its place, what was expected, and what to do. Any other exception is a defect.
+    The message is printed without a traceback. It states the fault and where it is, the expected value, and the remedy.
+    Any other exception is a defect.
     """
 
 
 class Refused(ValueError):
-    """Settings that do not go together; the message begins with the key at fault."""
+    """Settings that exclude each other; the message begins with the key at fault."""
 
 
 class Stopped(Exception):
-    """A stage ended on request, with all saved; the same command goes on from there."""
+    """A stage that ended on request after saving its state; the same command continues it."""
 
 
 class PeerLost(Exception):
-    """Another process of the run ended, hangs, or sends wrong values."""
+    """Another process of the run that ended, hangs, or sends wrong values."""
 
 
 def brief(error: BaseException) -> str:
-    """Return an exception's message in one line of some 300 characters at most."""
+    """Return an exception's message in one line, cut to about 300 characters."""
     return cut(" ".join(str(error).split()), 300)
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Return a text of at most `most` characters, without its middle: a message's end says what to do."""
+    """Cut the middle of a text that is longer than `most` characters; the end of a message has the remedy."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the closest of `known` names, or an empty string."""
+    """Return ` (did you mean 'x'?)` for the closest of `known` names, or an empty string if none is close."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def of_another(file: Path) -> str:
-    """Return advice where an unknown name has results in `file`; nothing where that does not exist."""
+    """Return advice for an unknown name that has results in `file`; an empty string if the file does not exist."""
     return f"; {file} was made from another configuration: name its file with --configfile" if file.exists() else ""
 
 

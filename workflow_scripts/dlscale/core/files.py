@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes, temporary folders, safe reads, and messages for file errors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.urls import hidden_in
 
 _HOST = socket.gethostname().split(".")[0]
-#: Advice about most files that cannot be read.
-TORN = "the file may be torn or damaged: fetch or make it again"
+#: Default advice for a file that cannot be read.
+TORN = "the file may be incomplete or damaged; fetch or make it again"
 
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary sibling of `path`, file or folder, that takes its place when the block succeeds.
+    """Yield a temporary path next to `path` that replaces it when the block succeeds (atomic write).
 
-    On an exception it is removed and `path` stays. Lack of space or of permission becomes a `UserError`.
+    `path` may be a file or a folder. If the block raises, the temporary one is removed and `path` stays. Missing space
+    or permission becomes a `UserError`.
     """
     path = Path(path)
-    # A token, since processes of different containers may have the same number.
+    # The token is needed because processes in different containers may have the same number.
     stem, owner = f".{path.name[:150]}.{_HOST}", f"{os.getpid()}.{secrets.token_hex(4)}"
     temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")
     try:
@@ -41,7 +42,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         _remove_left(path.parent, stem, f".part{path.suffix}")
         yield temporary
         former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
-        if former:  # a folder cannot be written over; at no time is there neither
+        if former:  # a folder cannot be replaced in one step, so the old one is renamed first
             os.replace(path, former)
         os.replace(temporary, path)
         if former:
@@ -55,9 +56,9 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in `parent` (default: that of temporary files) that is removed when its context ends.
+    """Make a folder in `parent` (default: the system's temporary folder) that is removed when its context ends.
 
-    Folders of that name are removed whose processes were killed.
+    Folders of the same name that killed processes left are removed, too.
     """
     parent, stem = Path(parent or tempfile.gettempdir()), f"{name}.{_HOST}"
     _remove_left(parent, stem)
@@ -65,7 +66,7 @@ def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) ->
 
 
 def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
-    """Remove what processes of this machine that were killed left: `STEM.PID.*SUFFIX`."""
+    """Remove files `STEM.PID.*SUFFIX` that killed processes of this machine left."""
     for left in parent.glob(f"{glob.escape(stem)}.*{glob.escape(suffix)}"):
         with contextlib.suppress(OSError):
             dead = not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists()
@@ -74,9 +75,9 @@ def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
 
 
 class Forgiving(io.FileIO):
-    """A new file for libraries that crash when a write fails, as HDF5 does while it closes a file.
+    """A new file that defers write errors, for libraries that crash on them, such as HDF5 when it closes a file.
 
-    After a failure writes do nothing; leaving the context raises it, once the library has closed the file.
+    After an error, writes do nothing. Leaving the context raises the error, after the library has closed the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -106,22 +107,22 @@ class Forgiving(io.FileIO):
             raise self._error
 
 
-#: How libraries that keep no error number report a lack of space; the last is PyTorch's: what it wrote is not there.
+#: Messages for a full disk from libraries without error numbers; the last one is PyTorch's, about lost bytes.
 FULL = ("no space left", "quota exceeded", "file too large", "unexpected pos")
 
-#: What to say of an error by its number.
+#: Problem and remedy, by error number.
 PROBLEMS = {
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-        "no space left for this file; free some, or choose a larger place for `results`",
+        "no space left for this file; free some, or choose a larger disk for `results`",
     ),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
-        "no permission to read or write; change its mode, or choose another place for `results`",
+        "no permission to read or write; change its mode, or choose another folder for `results`",
     ),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
-        "a file stands where a folder is needed, or a folder where a file is; move it away",
+        "a file exists in place of a folder, or a folder in place of a file; move it away",
     ),
     errno.ENOENT: "no such file or directory",
     errno.ELOOP: "a link, expected a file or folder; remove it",
@@ -130,31 +131,31 @@ PROBLEMS = {
 
 
 def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
-    """Return a `UserError` for a full disk, a read-only place or a missing file, else `error`."""
+    """Return a `UserError` for a full disk, a read-only folder or a missing file; return other errors unchanged."""
     number, named = getattr(error, "errno", None), getattr(error, "filename", None)
     if any(words in str(error).lower() for words in FULL):
         number = errno.ENOSPC
     if number not in PROBLEMS:
         return error
     if link := _dangling(named or path):
-        return UserError(f"{link}: a link to {link.readlink()}, which does not exist; make that, or remove the link")
+        return UserError(f"{link}: a link to {link.readlink()}, which does not exist; create it, or remove the link")
     place = named or path if number in (errno.ENOENT, errno.ELOOP) else path or named
     return UserError(f"{place or ''}: {PROBLEMS[number]}")
 
 
 def _dangling(path: Any) -> Path | None:
-    """Return the part of a path that is a link to nowhere, if there is one."""
+    """Return the first broken link in a path; None if there is none."""
     if not isinstance(path, (str, os.PathLike)):
         return None
     try:
         parts = (Path(path), *Path(path).parents)
         return next((each for each in parts if each.is_symlink() and not each.exists()), None)
-    except OSError:  # a folder above may not be looked into
+    except OSError:  # a parent folder may be unreadable
         return None
 
 
 def save_png(figure: Any, path: Path, dpi: int) -> None:
-    """Write a matplotlib figure as PNG, whole or not at all, in 256 colours, which halves its size."""
+    """Write a matplotlib figure atomically as PNG with 256 colours, which halves its size."""
     from PIL import Image
 
     drawn = io.BytesIO()
@@ -165,22 +166,22 @@ def save_png(figure: Any, path: Path, dpi: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(OSError):  # in place of a folder there may be a file; the first error is told
+        with contextlib.suppress(OSError):  # the caller reports its own, earlier error
             path.unlink()
 
 
 def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
-    """Read a text file (UTF-8) of a folder that other users may write; see `open_regular`."""
+    """Read a text file (UTF-8) from a folder that other users may write to; see `open_regular`."""
     with open(path, encoding="utf-8", errors=errors, opener=open_regular) as file:
         return file.read()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` (UTF-8) to `path`, whole or not at all."""
+    """Write `text` (UTF-8) to `path` atomically."""
     with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -191,10 +192,10 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read JSON; a missing or torn file, NaN and infinities are a `UserError`."""
+    """Read a JSON file; raise a `UserError` if it is missing or invalid, or has NaN or infinities."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number of JSON")
+        raise ValueError(f"{constant} is not a valid JSON number")
 
     try:
         no_pipe(path)
@@ -207,7 +208,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, as `opener` of `open`; refuse links, pipes and devices, which other users may have made."""
+    """Open a regular file, as the `opener` of `open`; refuse links, pipes and devices, which may be malicious."""
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -224,7 +225,7 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, unless it exists; refuse a link in its place."""
+    """Make a folder and its parents if missing; refuse a link."""
     if path.is_symlink():
         raise irregular(path, "a folder")
     try:
@@ -245,7 +246,7 @@ def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> None:
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TORN) -> UserError:
-    """Return the message for an exception of a library that read a user's file."""
+    """Return the error for a user's file that a library failed to read."""
     if isinstance(error, FileNotFoundError) and not Path(path).exists():
         return UserError(f"{path}: no such file")
     return UserError(f"{path}: cannot be read ({hidden_in(brief(error)) or type(error).__name__}); {advice}")
@@ -255,7 +256,7 @@ def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TOR
 def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
     """Turn any exception of a library that reads a user's file into a `UserError`; refuse a pipe first.
 
-    The block does little but call the library: a defect of ours would be reported as one of the file.
+    The block should contain only the library call, since a defect of dlscale in it would be blamed on the file.
     """
     no_pipe(path)
     try:
@@ -269,12 +270,12 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return a file's size and time of modification, ns, by which a change shows."""
+    """Return size (bytes) and modification time (ns) of a file, to detect changes."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits, in bounded memory."""
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory use is bounded."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,8 @@
-"""Digests of the source code that each stage reaches; Snakemake does not follow imports.
+"""Fingerprints of the source code that each stage imports, since Snakemake does not follow imports.
 
-As a rule's parameter, a digest makes an edited module run exactly its stages again. Comments, docstrings, formatting
-and modification times do not count; messages and descriptions of settings count where pages are made.
+A fingerprint is a parameter of a rule, so an edited module makes exactly its stages run again. Comments, docstrings,
+formatting and modification times do not count. Messages and descriptions of settings count only for stages that make
+pages.
 """
 
 from __future__ import annotations
@@ -22,54 +23,54 @@ from dlscale.core.files import write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  #: Folder of the package.
-WORKFLOW = ROOT / "workflow"  #: In a checkout these are links to its files.
-#: Where the documents are, which are no part of the package.
+WORKFLOW = ROOT / "workflow"  #: Folder with the files of the workflow; in a checkout they are links.
+#: Base URL of the documentation, which is not part of the package.
 DOCS = "https://github.com/dlscale/dlscale/blob/main/docs/"
-#: The repository, where the package is not installed but lies in one.
+#: Folder of the repository; None for an installed package.
 CHECKOUT = ROOT.parents[1] if (ROOT.parents[1] / "Snakefile").is_file() else None
-#: Digest of each source file, by fingerprint of this process.
+#: Digest of each source file, by fingerprint, for all fingerprints that this process computed.
 TABLES: dict[str, dict[str, str]] = {}
 
-#: Modules that read, write, wait or report, and decide none of a stage's numbers. An import of one does not count, and
-#: what it imports only where that is reached otherwise; but for `SHOWN`.
+#: Modules that read, write, wait or report, and so do not affect a stage's numbers, each with the reason. Their code is
+#: not part of a fingerprint, and their imports are not followed, except for `SHOWN`.
 GUARDS = {
-    # settings and names: what these come to is among a job's params
-    "dlscale.config.laws": "settings that go together, or a message",
-    "dlscale.config.program": "settings of another program; its own stages name this module",
-    "dlscale.core.registry": "modules by name; which are reached is what counts",
-    "dlscale.core.schema": "types of settings, and what to say where they do not fit",
+    # settings and names: their resolved values are in the params of a job
+    "dlscale.config.laws": "checks of settings that exclude each other",
+    "dlscale.config.program": "settings of an external program; its own stages name this module",
+    "dlscale.core.registry": "modules by name; the modules themselves are part of a fingerprint",
+    "dlscale.core.schema": "types of settings, and messages for wrong values",
     "dlscale.core.settings": "settings from files, or a message",
-    # files: as they were, whole, or a message
-    "dlscale.core.files": "outputs that appear whole or not at all",
+    # files: they are complete and unchanged, or there is a message
+    "dlscale.core.files": "atomic writes of outputs",
     "dlscale.data.reads": "files that a study's own code may read, or a message",
-    "dlscale.data.staging": "whole data files, near their readers, or a message",
-    # processes that meet, are watched, and end
+    "dlscale.data.staging": "copies of data files near their readers, or a message",
+    # start, supervision and end of processes
     "dlscale.core.process": "rank, log, locks and last message of a process",
-    "dlscale.parallel.rendezvous": "processes that meet, or a message",
-    "dlscale.train.around": "processes that meet, right exchanges, whole data files, enough memory; or a message",
-    # what is told
+    "dlscale.parallel.rendezvous": "connection of processes, or a message",
+    "dlscale.train.around": "connected processes, correct exchanges, complete data, enough memory; or a message",
+    # output
     "dlscale.core.errors": "messages",
-    "dlscale.core.progress": "how far a stage is",
-    "dlscale.core.ranges": "names of what is at work, for profilers and the watchdog",
-    "dlscale.core.text": "numbers as messages have them",
-    "dlscale.core.redact": "secrets of programs, which decide no number",
-    "dlscale.core.urls": "addresses as messages have them; a job's params hold them so",
+    "dlscale.core.progress": "progress of a stage",
+    "dlscale.core.ranges": "names of a step's phases, for profilers and the watchdog",
+    "dlscale.core.text": "format of numbers in messages",
+    "dlscale.core.redact": "redaction of secrets of programs, which affects no number",
+    "dlscale.core.urls": "redacted addresses in messages; the params of a job have the same",
 }
 
-#: Guards that count where pages and pictures are made: words are a result there.
+#: Guards that count for stages that make pages and pictures, since their results are texts.
 SHOWN = {"dlscale.core.text"}
 
-#: Keywords that hold words alone, by the function called.
+#: Keyword arguments that are only words, by name of the function.
 WORDS = {"Field": {"description", "title"}, "Metric": {"title", "meaning"}, "LossInfo": {"title"}}
 
-#: Functions whose arguments are messages, as `logging.info`.
+#: Functions whose arguments are messages, such as `logging.info`.
 MESSAGES = {("logging", name) for name in ("debug", "info", "warning", "error", "exception")} | {("warnings", "warn")}
 
 
 @functools.cache
 def _file(module: str) -> Path | None:
-    """Return the source file of a module of this package or of an outside study; None for others."""
-    if module in ("dlscale.core.stage", "dlscale.core.stages"):  # entry and settings are among the params of jobs
+    """Return the source file of a module of this package or of an outside study; None for other modules."""
+    if module in ("dlscale.core.stage", "dlscale.core.stages"):  # the params of jobs have entry module and settings
         return None
     words = module.split(".")
     if words[0] != ROOT.name:
@@ -78,19 +79,19 @@ def _file(module: str) -> Path | None:
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
-#: Digests with and without words, and imports, of parsed sources by their content.
+#: Digest with words, digest without words, and imports of each parsed source, by digest of its content.
 _PARSED: dict[str, tuple[str, str, list[str]]] = {}
 
 
 def remember(path: Path) -> None:
-    """Load digests of parsed sources from an earlier call's file, and update that at exit.
+    """Load the cache of parsed sources from `path`, and update the file at exit.
 
-    Parsing all sources takes seconds. A file that cannot be used is ignored.
+    Parsing all sources takes seconds. An invalid or outdated cache file is ignored.
     """
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + json.dumps(registry.PLACES) + sys.version
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["version"] == version and len(kept["parsed"]) < 10_000:  # of 0.8 kB each
+        if kept["version"] == version and len(kept["parsed"]) < 10_000:  # an entry has 0.8 kB
             _PARSED.update(kept["parsed"])
     before = len(_PARSED)
 
@@ -104,7 +105,7 @@ def remember(path: Path) -> None:
 
 @functools.cache
 def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
-    """Return a module's digests with and without words, and the modules with a file here that it imports anywhere."""
+    """Return a module's digests with and without words, and all imported modules that `_file` finds."""
     file = _file(module)
     assert file is not None, module
     content = file.read_bytes()
@@ -129,7 +130,7 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            # From here, so many packages up; `from package import name`: the name may be a module itself.
+            # `level` counts packages upwards from here. In `from package import name`, the name may be a module.
             here = module if file.name == "__init__.py" else module.rpartition(".")[0]
             up = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*up, *([node.module] if node.module else [])])
@@ -141,7 +142,7 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str
 
 
 def _code(tree: ast.Module) -> str:
-    """Return the code of a parsed module, without docstrings, and without fields that Python's versions leave out."""
+    """Return the code of a parsed module without docstrings and without fields that depend on Python's version."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -155,7 +156,7 @@ def _code(tree: ast.Module) -> str:
 
 
 class _Unworded(ast.NodeTransformer):
-    """Empties the strings of exceptions, log messages, and descriptions of settings."""
+    """Transformer that empties the strings of exceptions, log messages and descriptions of settings."""
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         return _Emptied().generic_visit(node)
@@ -186,7 +187,7 @@ class _Emptied(ast.NodeTransformer):
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a tree's nodes, without those under `if TYPE_CHECKING`."""
+    """Yield the nodes of a tree except those under `if TYPE_CHECKING`."""
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
@@ -197,9 +198,9 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
-    """Return the modules of dlscale, and of outside studies, that `modules` import; themselves included.
+    """Return `modules` and all modules of dlscale and of outside studies that they import.
 
-    Imports inside functions count; those for types, and by computed name, do not. `whole` includes `GUARDS`.
+    Imports inside functions count. Imports for type checking or by computed name do not. `whole` includes `GUARDS`.
     """
     seen, todo = set[str](), [*modules]
     while todo:
@@ -211,7 +212,7 @@ def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
 
 
 def _is_shown(module: str) -> bool:
-    """Return whether a module makes pages or pictures, which people look at."""
+    """Return whether a module makes pages or pictures for readers."""
     return module.startswith("dlscale.report.") or module.endswith(".preview")
 
 
@@ -222,9 +223,9 @@ def _digests(modules: tuple[str, ...]) -> dict[str, str]:
 
 
 def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
-    """Return the SHA-256 (64 hexadecimal digits) of all sources that `modules` reach, and of `files`.
+    """Return the SHA-256 (64 hexadecimal digits) of `files` and of all sources that `modules` import.
 
-    `files` are package data of the stage, such as a page's template.
+    `files` are package data of the stage, such as the template of a page.
     """
     digests = _digests(tuple(sorted(modules)))
     digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode())
@@ -237,13 +238,13 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
 
 
 def _path(module: str) -> str:
-    """Return the path of a module's file: within the package, or absolute."""
+    """Return the path of a module's file, relative to the package, or absolute if outside of it."""
     file = _file(module)
     return str(file.relative_to(ROOT) if file and file.is_relative_to(ROOT) else file)
 
 
 def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
-    """Return the modules that decide a stage's results for a run of `study` with `loaders`, by kind."""
+    """Return the modules that decide a stage's results for a run of `study` with the kinds `loaders`."""
     samples = registry.module_of(registry.study(study).dataset, "samples")
     modules = [STAGES[stage].decides, registry.studies()[study].module, samples, *map(registry.loader, loaders)]
     return [module for module in modules if module]
@@ -252,11 +253,11 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
 def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
     """Return the modules that decide a stage's results for a dataset of this kind.
 
-    Stage `acquire` depends on the `maker` of the file alone: a fetched file does not change with the code that fetches.
+    Stage `acquire` depends only on the `maker` of the file: a fetched file does not change with the code that fetches.
     """
     roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)
     modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.module_of(kind, role)]
-    if stage == "describe":  # what its rows are called
+    if stage == "describe":  # the class of the kind names the rows
         modules.append(type(registry.kind(kind)).__module__)
     return [module for module in modules if module]

@@ -1,4 +1,4 @@
-"""Ctrl-C, before and after there is something to clean up. It imports the smallest modules of Python alone."""
+"""Handling of Ctrl-C; this module only imports the smallest modules of Python, since it runs first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ seen = False
 
 
 def end_at_once(name: str) -> None:
-    """Have Ctrl-C end this process with one line, instead of a traceback of imports, until `raise_again`.
+    """Let Ctrl-C end this process with one line and no traceback, until `raise_again`.
 
-    (A `KeyboardInterrupt` in a callback of compiled code, as while pydantic compiles a pattern, would be ignored.)
-    Without a name the line is left out. A process that ignores Ctrl-C, as under nohup, still does; an earlier name
-    stays.
+    This is used while modules are imported: a `KeyboardInterrupt` in a callback of compiled code, such as when pydantic
+    compiles a pattern, would be ignored. Without a name the line is left out. A process that ignores Ctrl-C, such as
+    under nohup, still ignores it. A second call does not change the name.
     """
 
     def end(number: int, frame: object) -> None:
@@ -26,9 +26,9 @@ def end_at_once(name: str) -> None:
 
 
 def raise_again(*further: int) -> None:
-    """Have Ctrl-C, and `further` signals, raise `KeyboardInterrupt` again, so that what was begun is cleaned up.
+    """Let Ctrl-C and the signals `further` raise `KeyboardInterrupt` again, so that work in progress is cleaned up.
 
-    Ignored signals, as SIGHUP under nohup, still are.
+    Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
     for number in (signal.SIGINT, *further):
         if signal.getsignal(number) is not signal.SIG_IGN:

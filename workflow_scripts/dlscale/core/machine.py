@@ -1,4 +1,4 @@
-"""The machine: its memory, GPUs and compilers, and the output of its commands."""
+"""Properties of this machine: environment, memory, GPUs, compilers, and the output of commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-#: Environment that `python -m dlscale` was started with, before any change.
+#: Environment at the start of `python -m dlscale`, before any change.
 GIVEN: dict[str, str] = {}
 
-#: Variable with the values, as JSON, that `CHANGED` had when Snakemake was called.
+#: Environment variable: values of `CHANGED` when Snakemake was called, as JSON.
 CALLER = "DLSCALE_CALLER"
 
-#: Variable with the ids of the Snakemake processes above a job, the outermost first.
+#: Environment variable: ids of the Snakemake processes above a job, outermost first.
 SNAKEMAKES = "DLSCALE_SNAKEMAKES"
 
 #: Variables that Snakemake, its shell, and Python in the locale C set for a job.
@@ -32,28 +32,28 @@ CHANGED = (
     *("LC_CTYPE", "PWD", "OLDPWD", "SHLVL", "_"),
 )
 
-#: How threads of OpenMP wait for work: asleep, when they have looked for it for some microseconds. Those that sleep at
-#: once make small operations slow, since waking takes longer than they do; beside any other load, those that look for
-#: long make every operation wait for a core.
+#: Settings of OpenMP: idle threads spin for some microseconds, then sleep. Threads that sleep at once slow down small
+#: operations, since waking takes longer than the operation. Threads that spin for long occupy cores that other
+#: processes need.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
-#: The variable that names a folder on a disk of the node's own, where there is one: a site's `local_disk`.
+#: Environment variable: folder on the node's local disk (`local_disk` of a site), if it has one.
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 
-#: Variable with the folder for the steps of another program; `dlscale.extensions.programs.timed` repeats its name.
+#: Environment variable: folder for the steps of an external program; `dlscale.extensions.programs.timed` repeats it.
 STEPS = "DLSCALE_STEPS"
 
-#: The variable that has the watchdog's limits where they are not the usual ones: a site's `watchdog`.
+#: Environment variable: limits of the watchdog (`watchdog` of a site), if they are not the defaults.
 WATCHDOG = "DLSCALE_WATCHDOG"
 
 
 def given() -> dict[str, str]:
-    """Return the environment for programs that are not ours."""
+    """Return the environment for external programs."""
     return GIVEN or dict(os.environ)
 
 
 def first_environment() -> dict[str, str]:
-    """Return the environment that this process was started with, without what Python added since."""
+    """Return the environment at the start of this process, without variables that Python added."""
     try:
         entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     except OSError:
@@ -68,7 +68,7 @@ def callers_values() -> str:
 
 
 def restore_caller() -> None:
-    """In a job, let `given` return the environment of Snakemake's caller, without dlscale's own variables."""
+    """Change `given` in a job to the environment of Snakemake's caller, without dlscale's own variables."""
     if not GIVEN:
         return
     before = json.loads(GIVEN.get(CALLER, "{}"))
@@ -78,32 +78,32 @@ def restore_caller() -> None:
 
 
 def let_threads_wait() -> None:
-    """Set `WAITING`, unless the environment says otherwise; call it before anything loads OpenMP."""
+    """Set `WAITING`, unless the environment has one of these variables; call it before OpenMP is loaded."""
     if not any(name in os.environ for name in (*WAITING, "KMP_BLOCKTIME")):
         os.environ.update(WAITING)
 
 
 def put_python_first() -> None:
-    """Have commands find the programs of this Python's environment first, which need not be activated."""
+    """Put the folder of this Python first in PATH, so that its environment need not be activated."""
     folder, path = Path(sys.executable).parent, os.environ.get("PATH", os.defpath)
     if os.access(folder / "python", os.X_OK) and path.split(os.pathsep)[0] != str(folder):
         os.environ["PATH"] = os.pathsep.join([str(folder), path])
 
 
 def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when its parent, process `parent`, ends."""
+    """Let Linux send this process a signal when its parent, process `parent`, ends."""
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Have Linux make this process the parent of descendants whose parents end."""
+    """Let Linux make this process the parent of orphaned descendants."""
     ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def answer(words: list[str], seconds: float = 60.0) -> str | None:
-    """Return a command's output; None if it is missing, fails, or takes longer."""
+    """Return a command's output; None if it is missing, fails, or takes longer than `seconds`."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -111,9 +111,9 @@ def answer(words: list[str], seconds: float = 60.0) -> str | None:
 
 
 def job_limits() -> list[tuple[int, int]]:
-    """Return limit and use, bytes, of each control group of this process."""
+    """Return memory limit and memory use, bytes, of each control group of this process that has a limit."""
     found = []
-    with contextlib.suppress(OSError, ValueError):  # control groups, version 2, from this process's group upwards
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2, from the group of this process upwards
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
         place = Path("/sys/fs/cgroup")
         for folder in [place / group, *(place / group).parents]:
@@ -131,21 +131,21 @@ def text_of(path: Path) -> str:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that this job may still take."""
+    """Return the free memory for this job, bytes."""
     import psutil
 
     return int(max(min([psutil.virtual_memory().available, *(limit - used for limit, used in job_limits())]), 0))
 
 
 def gpus() -> int:
-    """Return the number of visible GPUs: those of CUDA_VISIBLE_DEVICES, or all."""
+    """Return the number of visible GPUs: the entries of CUDA_VISIBLE_DEVICES, or all GPUs if it is not set."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return sum(name.strip() not in ("", "-1") for name in named.split(","))
     return int(nvml(lambda driver: driver.nvmlDeviceGetCount()) or 0)
 
 
 def nvml(ask: Callable[[Any], Any]) -> Any:
-    """Return an answer of NVIDIA's driver; None where it, or the GPU asked about, has none."""
+    """Return the result of a query to NVIDIA's driver; None if the driver or the GPU does not support it."""
     import pynvml
 
     try:
@@ -155,13 +155,13 @@ def nvml(ask: Callable[[Any], Any]) -> Any:
         return None
 
 
-#: By CUDA's major version, the first number of the oldest driver that it runs on, whatever its minor version
+#: Major version of the oldest driver by major version of CUDA, for all minor versions
 #: (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1).
 DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def too_old(driver: str, cuda: str) -> str | None:
-    """Return a sentence if a driver is older than a version of CUDA needs, else None."""
+    """Return a message if the driver is too old for a version of CUDA, else None."""
     least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if int(driver.partition(".")[0]) >= least:
         return None
@@ -169,7 +169,7 @@ def too_old(driver: str, cuda: str) -> str | None:
 
 
 def _compiler() -> bool:
-    compiler = os.environ.get("CXX") or "g++"  # where PyTorch looks
+    compiler = os.environ.get("CXX") or "g++"  # as PyTorch searches for it
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
@@ -182,7 +182,7 @@ def _bf16() -> bool:
     return cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.read_text().split()))
 
 
-#: By the name in a run's `needs`: what it is, and whether this machine has it.
+#: Description of a requirement, and function that checks this machine, by name in a run's `needs`.
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "compiler": ("a C++ compiler (g++) and Python's headers (python3-dev)", _compiler),
     "dali": ("NVIDIA DALI (pip install 'dlscale[dali]')", _dali),
@@ -191,7 +191,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 
 
 def missing(needs: list[str], provided: Collection[str] | None = None) -> list[str]:
-    """Return the descriptions of `needs` that are not `provided` or, without that, not here."""
+    """Return the descriptions of `needs` that are not in `provided`, or that this machine lacks if it is None."""
     return [
         what
         for name, (what, here) in NEEDS.items()

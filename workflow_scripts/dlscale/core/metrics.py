@@ -1,4 +1,4 @@
-"""Losses and metrics: their descriptions, and the records of their values by epoch."""
+"""Descriptions of losses and metrics, and records of their values by epoch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dlscale.core.text import unit
 class Metric(Record):
     """Description of a validation metric, for tables and the page."""
 
-    name: str  #: As in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` where there is one for each channel.
-    title: str  #: Name of the kind for readers.
-    meaning: str = ""  #: Meaning, in a line.
-    unit: str = "1"  #: `1` for a number without a unit.
+    name: str  #: Key in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` for a metric of one channel.
+    title: str  #: Title of the kind for readers.
+    meaning: str = ""  #: Meaning in one line.
+    unit: str = "1"  #: Unit; `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
-    naive: str | None = None  #: Name of the metric that holds the same score of a naive answer, if there is one.
-    answer: str = ""  #: The naive answer, in words.
-    rival: str = ""  #: Name of the naive answer whose score this is, where there are several to choose from.
-    derived: bool = False  #: Whether it follows from other metrics, as a skill does: the page then shows those.
+    naive: str | None = None  #: Name of the metric with the score of the best baseline without learning, if any.
+    answer: str = ""  #: Description of the best baseline without learning.
+    rival: str = ""  #: Name of the baseline whose score this metric is, if there are several baselines.
+    derived: bool = False  #: Whether the metric follows from other metrics, like a skill; the page shows these instead.
 
     @property
     def kind(self) -> str:
@@ -39,7 +39,7 @@ class Metric(Record):
 
     @property
     def full_title(self) -> str:
-        """Title at the beginning of a caption: with a capital letter, unless it begins with a channel."""
+        """Title with a capital letter for captions, or with the channel in front."""
         return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
 
     @property
@@ -48,9 +48,9 @@ class Metric(Record):
         return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
 
     def skill(self, metrics: Mapping[str, float]) -> float | None:
-        """Return 1 - error / error of the naive answer, from metrics by name; None without such an answer.
+        """Return 1 - error / error of the best baseline without learning, from metrics by name.
 
-        A metric of which more is better has no skill.
+        The skill is None without a baseline, and for metrics for which higher is better.
         """
         value, naive = metrics.get(self.name), metrics.get(self.naive or "")
         return 1 - value / naive if self.better == "lower" and naive and value is not None else None
@@ -76,12 +76,12 @@ class Metric(Record):
         return next((epoch for epoch in epochs if self.reaches(self.of(epoch), target)), None)
 
 
-#: The validation loss, where a metric is asked for.
+#: Validation loss as a metric.
 VALID_LOSS = Metric(name="valid_loss", title="validation loss", meaning="mean over all validation samples")
 
 
 class LossInfo(Record):
-    """Name of a loss, and its unit in words."""
+    """Title of a loss, and its unit in words."""
 
     title: str = "loss"
     unit: str = ""
@@ -94,41 +94,42 @@ class LossInfo(Record):
 class Untrained(Record):
     """Scores of a model before its first step."""
 
-    train_loss: Number = math.nan  #: Of the first batch, before it is learnt from; NaN while that is not known.
+    train_loss: Number = math.nan  #: Loss of the first batch before the first update; NaN until known.
     valid_loss: Number  #: Mean over all validation samples.
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
 
 
 class Epoch(Record):
-    """One line of `metrics.jsonl`."""
+    """Line of `metrics.jsonl`: the results of one epoch."""
 
     epoch: int = Field(ge=1)
     step: int  #: Optimiser steps so far.
     samples: int | None  #: Training samples so far; None if a program's batch size is unknown.
-    learning_rate: Number  #: Of the epoch's last step.
+    learning_rate: Number  #: Learning rate of the epoch's last step.
     train_loss: Number  #: Mean over the epoch's training samples.
     valid_loss: Number  #: Mean over all validation samples.
-    epoch_seconds: Measured  #: Time of training alone, s.
-    #: Of training alone, with the wait for the first batch; None if a program's batch size is unknown.
+    epoch_seconds: Measured  #: Training time without validation, s.
+    #: Training rate without validation, but with the wait for the first batch; None if a program's batch size is
+    #: unknown.
     samples_per_second: Measured | None
-    valid_seconds: Measured = 0.0  #: Time of validation, which follows, s.
-    valid_samples: int = 0  #: Validation samples; 0 if not known.
-    valid_steps: int = 0  #: Validation batches; 0 if not known.
-    wall_time: float = 0.0  #: When the epoch's last training step was done, seconds since 1970-01-01 UTC.
+    valid_seconds: Measured = 0.0  #: Time of the validation after the epoch, s.
+    valid_samples: int = 0  #: Validation samples; 0 if unknown.
+    valid_steps: int = 0  #: Validation batches; 0 if unknown.
+    wall_time: float = 0.0  #: End of the epoch's last training step, seconds since 1970-01-01 UTC.
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
-    train_metrics: dict[str, Number] = {}  #: Means over the epoch's training samples, before each update, by name.
-    #: The run's geometry and loader, which decide its times; None if they changed within the epoch.
+    train_metrics: dict[str, Number] = {}  #: Training metrics by name: means over the epoch, before each update.
+    #: Geometry and loader of the run, which decide its times; None if they changed within the epoch.
     made_with: dict[str, Any] | None = {}
-    untrained: Untrained | None = None  #: Of the first epoch: what was before it, if that was looked at.
+    untrained: Untrained | None = None  #: Scores before the first epoch, in its record, if they were measured.
 
     @property
     def begin(self) -> float:
-        """Start time, seconds since 1970-01-01 UTC; of an epoch in several tries, as if without a pause."""
+        """Start time, seconds since 1970-01-01 UTC; pauses between several tries are not included."""
         return self.wall_time - self.epoch_seconds
 
 
 def read_epochs(path: Path) -> list[Epoch]:
-    """Read `metrics.jsonl`; a missing, torn or empty file is a `UserError`."""
+    """Read `metrics.jsonl`; raise a `UserError` if it is missing, damaged or empty."""
     advice = "delete it and run the train stage again"
     try:
         no_pipe(path)
@@ -136,10 +137,10 @@ def read_epochs(path: Path) -> list[Epoch]:
         epochs = [Epoch.checked(json.loads(line), f"{path}: line {row}") for row, line in enumerate(lines, 1)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the train stage first") from None
-    except (OSError, ValueError, RecursionError) as error:  # no text, or no JSON
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or not JSON
         raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
     if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
-        raise UserError(f"{path}: holds {f'not all of {len(epochs)} epochs' if epochs else 'no epoch'}; {advice}")
+        raise UserError(f"{path}: has {f'not all of {len(epochs)} epochs' if epochs else 'no epochs'}; {advice}")
     return epochs
 
 
@@ -149,9 +150,9 @@ def epoch_lines(epochs: Iterable[Epoch]) -> str:
 
 
 class Best(Record):
-    """The epoch whose weights a run keeps as `model_best.pt`."""
+    """Best epoch of a run, with its weights in `model_best.pt`."""
 
-    metric: str  #: That it is the best in: `valid_loss`, or a name as in `Epoch.metrics`.
+    metric: str  #: Metric that ranks the epochs: `valid_loss`, or a name in `Epoch.metrics`.
     value: Number
     epoch: int
     step: int

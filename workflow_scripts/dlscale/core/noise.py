@@ -6,17 +6,17 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Of intervals.
+#: Confidence level of intervals.
 CONFIDENCE = 0.95
 
-#: Share of the values that is cut off at each end, so that a burst of other programs does not decide.
+#: Fraction of the values that is cut off at each end, to limit the effect of a short foreign load.
 TRIM = 0.2
 
 
 def standard_errors(samples: float, looks: int = 1) -> float:
     """Return the half-width of a mean's interval in standard errors (Student's t); infinite for one sample.
 
-    `looks` intervals together hold in 95 % (Bonferroni).
+    With `looks` intervals, all of them together are correct with a probability of 95 % (Bonferroni).
     """
     from scipy.special import stdtrit
 
@@ -24,7 +24,7 @@ def standard_errors(samples: float, looks: int = 1) -> float:
 
 
 def reach(spread: float, samples: int, looks: int = 1) -> float:
-    """Return the half-width of a mean's interval, from the samples' standard deviation."""
+    """Return the half-width of a mean's interval from the standard deviation of the samples."""
     return standard_errors(samples, looks) * spread / math.sqrt(samples) if samples > 1 else math.inf
 
 
@@ -36,10 +36,11 @@ def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the trimmed mean, and the half-width of its 95 % interval; infinite for one value.
+    """Return the trimmed mean and the half-width of its 95 % interval; infinite for one value.
 
-    A fifth is cut off at each end, and the error is that of the Winsorized values (Tukey and McLaughlin 1963, Sankhya A
-    25, 331): other programs distort a few measurements by much. Fewer than five values are not cut: Student's interval.
+    A fifth of the values is cut off at each end, since other programs distort a few measurements by much. The error is
+    that of the Winsorized values (Tukey and McLaughlin 1963, Sankhya A 25, 331). Fewer than five values are not cut,
+    which gives Student's interval.
     """
     ordered, cut = sorted(values), int(TRIM * len(values))
     kept = ordered[cut : len(ordered) - cut]
@@ -48,24 +49,24 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return centre, math.inf
     whole = [kept[0]] * cut + kept + [kept[-1]] * cut
     error = statistics.stdev(whole) * math.sqrt(len(whole)) / len(kept)
-    # Equal values differ by how they are rounded.
+    # Equal values may differ by rounding.
     return centre, standard_errors(len(kept)) * error if error > 1e-12 * abs(centre) else 0.0
 
 
 def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the ratio of two quantities, measured in turn, and its 95 % interval.
+    """Return the ratio of two quantities that were measured alternately, and the ends of its 95 % interval.
 
-    It is `interval` of the ratios' logarithms.
+    The interval is computed by `interval` from the logarithms of the ratios of all rounds.
     """
     centre, reach = interval([math.log(first / second) for first, second in rounds])
     return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
 
 
 def halved(count: int, factor: float) -> list[int]:
-    """Return the sizes of the rounds of successive halving: `count`, a `factor`-th of it, and so on.
+    """Return the sizes of the rungs of successive halving: `count`, `count / factor`, and so on.
 
-    Each round has the best of the one before, `factor` times as long (Jamieson and Talwalkar 2016, arXiv:1502.07943,
-    algorithm 1).
+    Each rung has the best trials of the previous rung and is `factor` times as long (Jamieson and Talwalkar 2016,
+    arXiv:1502.07943, algorithm 1).
     """
     sizes = [count]
     while sizes[-1] >= factor:

@@ -1,6 +1,6 @@
-"""The path of each result, defined once: rules declare results here, commands and pages find them here.
+"""Paths of all results, defined once for rules, commands and pages.
 
-A name that is left out is the wildcard of Snakemake that stands for it: `Results("results").run("metrics.jsonl")` is
+A name that is left out becomes its Snakemake wildcard: `Results("results").run("metrics.jsonl")` is
 `results/plans/{plan}/{run}/metrics.jsonl`.
 """
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class Results(NamedTuple):
-    """Paths in a folder of results."""
+    """Paths in a results folder."""
 
     folder: str | Path
 
     # ---- datasets ------------------------------------------------------------------------------------
 
     def raw_file(self, file: str = "{file}", dataset: str = "{dataset}") -> str:
-        """Return the path of a raw file that was acquired."""
+        """Return the path of an acquired raw file."""
         return f"{self.folder}/data/{dataset}/source/{file}"
 
     def piece(self, part: str = "{split}/{part}", piece: int | str = "{piece}", dataset: str = "{dataset}") -> str:
@@ -42,17 +42,17 @@ class Results(NamedTuple):
         return f"{self.folder}/data/{dataset}/preview.png"
 
     def dataset_settings(self, dataset: str = "{dataset}") -> str:
-        """Return the path of a dataset's settings, as its description saw them."""
+        """Return the path of the settings with which a dataset was described."""
         return f"{self.folder}/data/{dataset}/config.yaml"
 
     # ---- runs ----------------------------------------------------------------------------------------
 
     def run(self, file: str = "", plan: str = "{plan}", run: str = "{run}") -> str:
-        """Return the path of a file of a run, or the run's folder."""
+        """Return the path of a file of a run; without a file, the path of the run's folder."""
         return f"{self.folder}/plans/{plan}/{run}{'/' * bool(file)}{file}"
 
     def checkpoints(self, plan: str, run: str) -> str:
-        """Return the folder of a run's checkpoints, which is no output of a rule: a failed job keeps it."""
+        """Return the folder of a run's checkpoints; it is not an output of a rule, so a failed job keeps it."""
         return f"{self.folder}/checkpoints/{plan}/{run}"
 
     def program(self, revision: str = "{revision}") -> str:
@@ -67,7 +67,7 @@ class Results(NamedTuple):
         return f"{self.folder}/plans"
 
     def plan(self, plan: str = "{plan}") -> str:
-        """Return the path of a plan's record: its runs, and what it asks."""
+        """Return the path of a plan's record (`PlanRecord`)."""
         return f"{self.folder}/plans/{plan}/plan.yaml"
 
     def table(self, plan: str = "{plan}") -> str:
@@ -75,7 +75,7 @@ class Results(NamedTuple):
         return f"{self.folder}/plans/{plan}/summary.csv"
 
     def rung(self, plan: str = "{plan}", rung: int | str = "{rung}") -> str:
-        """Return the path of the list of trials that come to a rung of successive halving."""
+        """Return the path of the list of trials in a rung of successive halving."""
         return f"{self.folder}/plans/{plan}/rung{rung}.json"
 
     def plan_page(self, plan: str = "{plan}") -> str:
@@ -83,7 +83,7 @@ class Results(NamedTuple):
         return f"{self.folder}/plans/{plan}/report.html"
 
     def references(self) -> list[str]:
-        """Return the paths of the imported references; hidden ones are half of an import, under way or killed."""
+        """Return the paths of the imported references; hidden folders are incomplete imports."""
         return sorted(map(str, Path(self.folder).glob("references/[!.]*/reference.json")))
 
     # ---- jobs ----------------------------------------------------------------------------------------
@@ -93,5 +93,5 @@ class Results(NamedTuple):
         return f"{self.folder}/logs/{'/'.join([stage, *names])}.log"
 
     def benchmark(self, stage: str, *names: str) -> str:
-        """Return the path of a job's time, as Snakemake writes it."""
+        """Return the path of a job's duration, as Snakemake writes it."""
         return f"{self.folder}/benchmarks/{'/'.join([stage, *names])}.tsv"

@@ -1,4 +1,4 @@
-"""A stage's process: rank, image, log, locks, and last message."""
+"""Process of a stage: rank, image, log, locks, and last message."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dlscale.core import interrupt
 from dlscale.core.errors import UserError
 from dlscale.core.files import explained, open_regular
 
-# ---- what started it ----------------------------------------------------------------------------------
+# ---- launcher -----------------------------------------------------------------------------------------
 
-#: Variables that name rank, size and local rank, by what started the process. Slurm's come last: within its jobs
-#: mpirun starts one process a node by srun, and that one starts the ranks.
+#: Variables with rank, size and local rank, one row per launcher. Slurm's come last, because within a Slurm job
+#: mpirun starts one process per node by srun, which then starts the ranks.
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun of Open MPI, jsrun
@@ -31,11 +31,11 @@ VARIABLES = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
 )
 
-#: Variable that names a file, in a folder of one user alone, by which the ranks of a node meet.
+#: Environment variable: file, in a folder of one user, by which the ranks of a node find each other.
 MEET = "DLSCALE_MEET"
 
 
-#: All variables by which launchers number processes and let them meet.
+#: All variables of launchers for the ranks and the rendezvous of processes.
 LAUNCHED = (
     *dict.fromkeys(name for names in VARIABLES for name in names),
     *("LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
@@ -44,15 +44,18 @@ LAUNCHED = (
 
 
 class Ranks(NamedTuple):
-    """Place of this process among those that were started together."""
+    """Rank of this process among the processes that were started together, and their number."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  #: Rank on the node.
+    local_rank: int = 0  #: Rank among the processes of this node.
 
 
 def ranks() -> Ranks:
-    """Return this process's place by the environment; alone, if that has none. PyTorch is not needed."""
+    """Return rank and size from the launcher's environment variables; a single process without them.
+
+    PyTorch is not needed.
+    """
     for names in VARIABLES:
         values = [os.environ.get(name, "") for name in names]
         if all(value.isdecimal() for value in values):
@@ -78,7 +81,7 @@ class Image:
         os.environ["DLSCALE_IMAGE"] = f"{self.engine}:{self.name}={self.identity}"
 
 
-# ---- its log ------------------------------------------------------------------------------------------
+# ---- log ----------------------------------------------------------------------------------------------
 
 _log: Path | None = None  #: File that this process logs to.
 
@@ -89,8 +92,8 @@ def redirect(log: Path) -> TextIO:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.is_file():
-            log.unlink()  # and is not emptied: its content may be what `go_on` keeps
-        # Appending, so that what is written after `go_on` has no hole before it.
+            log.unlink()  # truncating would also empty the copy that `go_on` keeps as a hard link
+        # Append mode, since `go_on` may make the file longer.
         file = open(log, "a", buffering=1, encoding="utf-8", opener=open_regular)  # noqa: SIM115 - it stays open
     except OSError as error:
         raise explained(error, log) from error
@@ -104,28 +107,28 @@ def redirect(log: Path) -> TextIO:
 def go_on(kept: Path, resumed: bool) -> None:
     """Keep this process's log under a second name, `kept`: Snakemake removes a job's log before each try.
 
-    If `resumed`, the log first gets what `kept` holds of earlier tries.
+    If `resumed`, the lines of earlier tries in `kept` are first put in front of this log.
     """
     if not (_log and _log.is_file()):
         return
     try:
         if resumed and kept.exists():
-            with _log.open("r+b") as file:  # the same file: others write to it
+            with _log.open("r+b") as file:  # not a new file, since other processes write to this one
                 text = kept.read_bytes() + file.read()
                 file.seek(0)
                 file.write(text)
         kept.unlink(missing_ok=True)
         os.link(_log, kept)
     except OSError as error:
-        logging.info("this log is not kept for a later try: %s", error)
+        logging.info("cannot keep this log for a later try: %s", error)
 
 
-# ---- its locks ----------------------------------------------------------------------------------------
+# ---- locks --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Hold the lock `folder/name` during the block; raise a `UserError` that names another holder."""
+    """Hold the lock `folder/name` during the block; raise a `UserError` with the owner if it is taken."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / name, "a+", errors="replace", opener=open_regular)  # noqa: SIM115 - closed below, with the lock
@@ -133,18 +136,18 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
         raise explained(error, folder) from error
     with file:
         try:
-            # A POSIX lock, which forked children (loader workers that outlive a killed parent) do not hold.
+            # A POSIX lock is not inherited by forked children, such as loader workers that outlive a killed parent.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.seek(0)
                 owner = file.read().strip() or "another process"
                 raise UserError(f"{folder}: in use by {owner}; wait for it, or end it and try again") from None
-            logging.warning("%s: this file system has no locks; see to it that no second run writes here", folder)
+            logging.warning("%s: this file system has no locks; make sure that no second run writes here", folder)
         else:
             job = os.environ.get("SLURM_JOB_ID")
             owner = f"process {os.getpid()} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}\n"
-            with contextlib.suppress(OSError):  # on a full disk it holds without a name
+            with contextlib.suppress(OSError):  # on a full disk the lock works without the owner's name
                 file.truncate(0)
                 os.write(file.fileno(), owner.encode())
         yield
@@ -152,20 +155,20 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` during the block; others on this machine wait."""
+    """Hold the lock file `path` during the block; other processes on this machine wait."""
     with open(path, "a", opener=open_regular) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-# ---- its end ------------------------------------------------------------------------------------------
+# ---- end ----------------------------------------------------------------------------------------------
 
 #: Last message of a process that Ctrl-C ended.
 INTERRUPTED = "interrupted"
-#: Last message of such a call of the workflow.
-INTERRUPTED_CALL = "Interrupted. What is done is kept: the same command goes on from there."
+#: Last message of a call of the workflow that Ctrl-C ended.
+INTERRUPTED_CALL = "Interrupted. Finished results are kept: the same command continues."
 
-#: Status of a process that ends since another one of its run ended, hangs, or sends wrong values.
+#: Exit status of a process that ends because another process of its run ended, hangs, or sends wrong values.
 LOST = 76
 
 
@@ -173,7 +176,7 @@ def _print(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-#: Prints a last message where the user reads; the command line sets it.
+#: Function that prints a last message to the user; the command line sets it.
 say: Callable[[str], object] = _print
 
 
@@ -186,9 +189,9 @@ def end(message: str, status: int) -> None:
 
 
 def with_last_word(work: Callable[..., object], ended: Callable[[], int]) -> Callable[..., None]:
-    """Return a function that does `work` and exits with the status of `ended`, unless that is 0.
+    """Return a function that calls `work`, then exits with the status that `ended` returns, unless it is 0.
 
-    (Snakemake shows where functions of the Snakefile raise.)
+    It exits instead of raising, since Snakemake prints a traceback for functions of the Snakefile that raise.
     """
 
     def done(*args: object, **named: object) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a stage, in its log and for `dlscale status`; and where the time of a call went."""
+"""Progress of a stage, for its log and `dlscale status`, and a table of the time that the jobs of a call took."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ Item = TypeVar("Item")
 
 LINE_SECONDS = 10.0
 
-#: Ends the name of the file beside a stage's log that tells how far it is. It is gone when the stage is done.
+#: Suffix of the progress file, which is next to a stage's log while the stage runs.
 SUFFIX = ".doing"
-#: That of this process; None: nobody asks.
+#: Progress file of this process; None: progress is not recorded.
 file: Path | None = None
 
 
 class Doing(Record):
-    """Progress of a stage that runs: a file beside its log."""
+    """Progress of a running stage, written to a file next to its log."""
 
     what: str
-    part: bool = False  #: Whether it counts but a part of its stage, which others may follow.
+    part: bool = False  #: Whether the progress is about one part of the stage, after which other parts may follow.
     done: int = 0
-    total: int | None = None  #: None: not known.
+    total: int | None = None  #: Final value of `done`; None if unknown.
     unit: str = ""
-    left: float | None = None  #: Seconds to the end, as far as one sees.
-    values: dict[str, float] = {}  #: Numbers told with it, by name: loss, samples/s.
+    left: float | None = None  #: Estimated time to the end, s.
+    values: dict[str, float] = {}  #: Additional numbers by name, such as loss and samples/s.
     host: str = Field(default_factory=socket.gethostname)
-    place: str = Field(default_factory=lambda: place())  #: Where its `pid` is a number: host and, on Linux, name space.
+    place: str = Field(default_factory=lambda: place())  #: Where `pid` is valid: host and, on Linux, PID namespace.
     pid: int = Field(default_factory=os.getpid)
-    job: str | None = Field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))  #: Slurm's number.
-    time: float = Field(default_factory=time.time)  #: When this was said, seconds since 1970-01-01 UTC.
+    job: str | None = Field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))  #: Job id of Slurm.
+    time: float = Field(default_factory=time.time)  #: Time of writing, seconds since 1970-01-01 UTC.
 
 
 @contextlib.contextmanager
 def told(log: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Keep a file beside `log` with this process's progress during the block; without a log, none."""
+    """Keep a progress file next to `log` during the block; without a log, do nothing."""
     global file
     file = Path(f"{log}{SUFFIX}") if log else None
     try:
@@ -63,21 +63,21 @@ def told(log: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def place() -> str:
-    """Return where a process number is valid: the host and, on Linux, the name space."""
+    """Return where a process id is valid: the host and, on Linux, the PID namespace."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     return socket.gethostname()
 
 
 def tell(doing: Doing) -> None:
-    """Write this process's progress; failures to write are ignored."""
+    """Write this process's progress to its file; write errors are ignored."""
     if file:
         with contextlib.suppress(UserError, OSError):
             doing.write(file)
 
 
 class Progress:
-    """Counter of things, `unit` in the plural, towards a total (None: unknown)."""
+    """Counter of items, with their `unit` in the plural, towards a total (None: unknown)."""
 
     def __init__(
         self,
@@ -87,11 +87,14 @@ class Progress:
         values: Callable[[], Mapping[str, float]] = dict,
         part: bool = False,
     ) -> None:
-        """Begin to count; `values` returns numbers to show, by name; `part` says that the stage goes on afterwards."""
+        """Start counting.
+
+        `values` returns numbers to show, by name. `part` means that the stage continues afterwards.
+        """
         self.what, self.total, self.unit, self.values, self.part = what, total, unit, values, part
-        self.done = self._shown = 0  # and what the last line said
+        self.done = self._shown = 0  # count, and the count in the last line
         self._start = self._last = time.monotonic()
-        self._first: tuple[float, int] | None = None  # when the first of this process was done, and the count then
+        self._first: tuple[float, int] | None = None  # time and count at the first update of this process
 
     def update(self, done: int, total: int | None = None) -> None:
         self.done = done
@@ -104,7 +107,7 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Seconds to the end, at this process's pace; None if not known."""
+        """Time to the end at this process's pace, s; None if unknown."""
         if self.total is None or self._first is None or self.done <= self._first[1]:
             return None
         return (self.total - self.done) * (time.monotonic() - self._first[0]) / (self.done - self._first[1])
@@ -137,37 +140,37 @@ class Progress:
 
 
 def tracked(items: Iterable[Item], what: str, total: int | None, unit: str) -> Iterator[Item]:
-    """Yield `items`, counting them: a part of what a stage does."""
+    """Yield `items` and record their count as the progress of one part of a stage."""
     with Progress(what, total, unit, part=True) as progress:
         for count, item in enumerate(items, 1):
             yield item
             progress.update(count)
 
 
-# ---- where the time of a call went ------------------------------------------------------------------
+# ---- time of the jobs of a call ---------------------------------------------------------------------
 
-#: Line that every stage logs when it begins to work; `Job.starting` is read from it.
+#: Line that every stage logs when its work begins; `Job.starting` is read from it.
 STARTED = "started in %.1f s"
 _STARTED = re.compile(r"^(?:\d\d:\d\d:\d\d )?" + STARTED.replace("%.1f", r"(\d+\.\d)"), re.MULTILINE)
 
 
 def age() -> float:
-    """Return how long ago this process was started, s."""
-    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # field 22: since the machine's start
+    """Return the time since the start of this process, s."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # field 22: start time since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class Job(NamedTuple):
-    """A job that is done."""
+    """A finished job."""
 
     rule: str
-    end: float  #: Seconds since 1970-01-01 UTC.
+    end: float  #: End time, seconds since 1970-01-01 UTC.
     seconds: float
-    starting: float | None  #: Seconds until Python and the stage's imports had started; None if that is not known.
+    starting: float | None  #: Time for starting Python and for the stage's imports, s; None if unknown.
 
 
 def took(benchmark: str | Path) -> float | None:
-    """Return the time of a job, s, by the file that Snakemake writes; None where that is not there, or torn."""
+    """Return the duration of a job from Snakemake's benchmark file, s; None if it is missing or damaged."""
     try:
         return float(read_text(benchmark).splitlines()[1].split("\t")[0])
     except (OSError, IndexError, ValueError, UserError):
@@ -175,7 +178,7 @@ def took(benchmark: str | Path) -> float | None:
 
 
 def jobs(results: Path, since: float) -> list[Job]:
-    """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), from benchmarks and logs."""
+    """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), read from benchmarks and logs."""
     folder, found = results / "benchmarks", []
     for path in folder.rglob("*.tsv"):
         if (end := path.stat().st_mtime) < since:
@@ -193,10 +196,10 @@ def jobs(results: Path, since: float) -> list[Job]:
 
 
 def lines(done: Iterable[Job], since: float, until: float, cores: int | None = None, busy: float = 0.0) -> list[str]:
-    """Return a table of jobs by rule, the longest first; nothing if there was none.
+    """Return a table of job times by rule, longest first; an empty list without jobs.
 
-    `since` and `until` are seconds since 1970-01-01 UTC, `busy` the processor time (s) of the call's own processes on
-    `cores`, where that is known.
+    `since` and `until` are seconds since 1970-01-01 UTC. `busy` is the processor time (s) of the call's own processes
+    on `cores`, if known.
     """
     rules: dict[str, list[Job]] = {}
     for job in done:
@@ -204,8 +207,8 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
     if not rules:
         return []
     elapsed, totals = until - since, {rule: sum(job.seconds for job in own) for rule, own in rules.items()}
-    used = f" on {cores} cores, of which this call used {percent(min(1.0, busy / (cores * elapsed)))}" if cores else ""
-    beside = " Jobs ran side by side: their times are more in sum." if sum(totals.values()) > 1.02 * elapsed else ""
+    used = f" on {cores} cores; this call used {percent(min(1.0, busy / (cores * elapsed)))} of them" if cores else ""
+    beside = " Jobs ran in parallel, so their times add up to more." if sum(totals.values()) > 1.02 * elapsed else ""
     width = max(map(len, rules))
     table = [f"  {'':<{width}}  jobs        time  of which starting"]
     for rule, own in sorted(rules.items(), key=lambda item: -totals[item[0]]):

@@ -1,6 +1,6 @@
-"""Named ranges of a step, for profilers, and the progress of a process, for the watchdog; free without either.
+"""Named ranges of a step for profilers, and progress of a process for the watchdog; without both, they cost nothing.
 
-Within `step` are `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`, `optimizer`, and `comm`
+A `step` contains `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`, `optimizer`, and `comm`
 (sums over ranks, which overlap `backward`).
 """
 
@@ -12,29 +12,29 @@ from contextlib import AbstractContextManager
 
 RANGES = ("step", "data", "copy", "forward", "backward", "optimizer", "comm")
 
-#: Kinds of what a process is at. Steps follow one another, and are alike;
+#: Kind of work: a loop of similar steps.
 STEPS = "steps"
-#: between loops of them something is written, validated, or waited for;
+#: Kind of work: writing, validating or waiting between two loops of steps.
 BETWEEN = "between"
-#: before any step processes test what they exchange;
+#: Kind of work: the self-test of the communication before the first step.
 REHEARSAL = "self-test"
-#: and all else, which takes as long as it likes: data are opened, code is compiled.
+#: Kind of work: everything else without a time limit, such as opening data and compiling code.
 OPENING = "opening"
 
-#: Range of a process that waits for its checkpoint, which a thread of each process writes together with the others'.
+#: Range in which a process waits for its checkpoint, which threads of all processes write together.
 SAVING = "checkpoint"
 
-FIRST = 16  #: Ranges of steps that are to be done until that ends, in which devices, libraries and files are set up.
+FIRST = 16  #: Number of ranges in the first steps that still count as opening: devices, libraries and files are set up.
 
-#: Opens a range of this name: a context that closes it.
+#: Function that returns the context of a range with this name.
 Marker = Callable[[str], AbstractContextManager[object]]
 
 _OFF = contextlib.nullcontext()
 _marker: Marker | None = None
 
-entered = 0  #: How many ranges, and parts of the run, have been entered or left,
-at = ""  #: and in which one this process is.
-_marked = 0  #: How many ranges have been entered.
+entered = 0  #: Number of times that a range or a part of the run was entered or left.
+at = ""  #: Name of the current range or part.
+_marked = 0  #: Number of ranges entered.
 _kinds = [OPENING]
 
 
@@ -54,7 +54,7 @@ def advance(name: str) -> None:
 
 @contextlib.contextmanager
 def part(name: str, kind: str | None = None) -> Iterator[None]:
-    """Record that this process is in a part of the run, as all ranks will be; `kind` is that of its work."""
+    """Record that this process is in a part of the run that all ranks reach; `kind` is the kind of its work."""
     outer = at
     advance(name)
     with patience(kind or _kinds[-1]):
@@ -66,7 +66,7 @@ def part(name: str, kind: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patience(kind: str = OPENING) -> Iterator[None]:
-    """Mark this process's work as of another kind, perhaps on this rank alone: compiling, opening."""
+    """Set the kind of this process's work during the block, possibly on this rank only, such as compiling."""
     _kinds.append(kind)
     try:
         yield
@@ -75,13 +75,13 @@ def patience(kind: str = OPENING) -> Iterator[None]:
 
 
 def kind() -> str:
-    """Return the kind of what this process is at."""
+    """Return the kind of this process's current work."""
     return OPENING if _kinds[-1] == STEPS and _marked < FIRST else _kinds[-1]
 
 
 @contextlib.contextmanager
 def marking(marker: Marker) -> Iterator[None]:
-    """Have `mark` open ranges with `marker` within this context."""
+    """Let `mark` open ranges with `marker` within this context."""
     global _marker
     before, _marker = _marker, marker
     try:

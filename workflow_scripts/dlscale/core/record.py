@@ -1,4 +1,4 @@
-"""Records: a typed class for each file that a stage writes, for its writer and its readers."""
+"""Base class and types of records; a record is a JSON file that a stage writes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json, write_json
 
-#: A number; JSON's null stands for one that is not finite.
+#: Number; NaN and infinities are null in JSON.
 Number = Annotated[
     float,
     BeforeValidator(lambda value: math.nan if value is None else value),
     PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
 ]
 
-#: A rate or a time that was measured: no mistaken unit makes it so great, and `true` is none.
+#: Measured rate or time; the upper bound is above all values with a wrong unit, and booleans are refused.
 Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
 
-#: A number with a logarithm.
+#: Measured value that has a logarithm.
 Positive = Annotated[Measured, Field(ge=1e-15)]
 
 
 def _time(text: str) -> str:
     if not (time := dt.datetime.fromisoformat(text)).tzinfo:
-        raise ValueError(f"{text}: expected a time with its zone")
+        raise ValueError(f"{text}: expected a time with a time zone")
     return time.astimezone(dt.UTC).isoformat(timespec="seconds")
 
 
-#: A time in UTC, ISO 8601, to the second.
+#: Time in UTC, ISO 8601, to the second.
 Time = Annotated[str, AfterValidator(_time)]
 
 
 class Record(BaseModel):
-    """A frozen record; keys of later versions are ignored."""
+    """Frozen record; unknown keys, from later versions, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
@@ -49,12 +49,12 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a record's file; anything else in it is a `UserError`."""
+        """Read a record from its file; raise a `UserError` if it does not match."""
         return cls.checked(read_json(path), str(path))
 
     @classmethod
     def checked(cls, values: Any, where: str) -> Self:
-        """Return the record in `values`; `where` begins the message of a `UserError`."""
+        """Return the record in `values`; raise a `UserError` that begins with `where` if they do not match."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:

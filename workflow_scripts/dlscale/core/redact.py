@@ -1,6 +1,7 @@
-"""Programs without their secrets: `***secret.NAME***` stands for one in a command or an environment.
+"""Redact the secrets of external programs: `***secret.NAME***` replaces a secret in a command or environment.
 
-The configuration of programs is read so. Only the process that starts a program gets the secrets: in its environment.
+The configuration has markers instead of secrets. Only the process that starts a program gets the secrets, in its
+environment.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from urllib.parse import SplitResult
 from dlscale.core.errors import UserError
 from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, VARIABLE, split
 
-#: Last words of names of secrets; some depend on the word before.
+#: Last words of the names of secrets; some count only after certain words.
 _NAMES = {
     *("password", "passwd", "passphrase", "passcode", "passwords", "pgpassword", "sshpass", "pass", "pwd"),
     *("secret", "secrets", "credential", "credentials", "signature", "sig", "authorization", "auth", "cookie"),
     *("apikey", "apitoken", "authkey", "authtoken", "accesskey", "accesstoken", "secretkey", "sastoken"),
     *("token", "bearer", "webhook", "pat", "jwt"),
 }
-#: Of these, those that alone are no secret: a working folder, a pattern, a signature of a model.
+#: Words of `_NAMES` that are harmless as a complete name: a working folder, a pattern, a signature of a model.
 _NOT_ALONE = {"pwd", "pat", "sig", "signature"}
-#: Words before `key` that make it a secret. In upper case, as a variable, all do but the others.
+#: Words before `key` that mark a secret. In upper-case names of variables all words do, except `_PLAIN_KEYS`.
 _KEYS = {
     *("api", "access", "secret", "private", "auth", "account", "shared", "signing", "encryption", "license", "licence"),
     *("service", "client", "storage", "master", "ssh", "deploy", "subscription", "app", "admin", "wandb", "openai"),
 }
 _PLAIN_KEYS = {"primary", "foreign", "sort", "public", "cache", "partition", "group", "index", "image", "label", "data"}
-#: Words before `token` or `pass` that make it a part of a model or a tokenizer.
+#: Words before `token` or `pass` that mark a part of a model or a tokenizer instead of a secret.
 _PLAIN = {
     *("pad", "eos", "bos", "unk", "mask", "cls", "sep", "class", "special", "image", "stop", "start", "end", "begin"),
     *("prefix", "suffix", "first", "last", "second", "next", "new", "per", "separator", "word", "decoder", "query"),
@@ -39,7 +40,7 @@ _PLAIN = {
 #: Keys of a program that may hold secrets.
 _OF_PROGRAM = {"command", "resume", "values", "environment", "folder", "log", "repository", "image"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: Values that are no secrets: numbers, switches, special tokens, variables of a shell.
+#: Values that are never secrets: numbers, switches, special tokens, shell variables.
 _OPEN = re.compile(
     r"[\d.,:_+-]*(e[+-]?\d+)?|true|false|yes|no|on|off|none|null|auto|default|<[^<>]*>|\[[a-z]+\]|\$\{?\w+\}?|\$\(.*\)",
     re.IGNORECASE,
@@ -47,11 +48,11 @@ _OPEN = re.compile(
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_][\w.-]*)\}")
 _NAME = r"(?P<name>(?<![\w.])[A-Za-z_][\w.-]*)"
 _SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
-#: A word of a command that gives a value to a name.
+#: Word of a command that assigns a value to a name.
 _ASSIGNED = re.compile(rf"[-+~]{{0,2}}{_NAME}=(?P<value>.+)", re.DOTALL)
 _OPTION = re.compile(rf"-{{1,2}}{_NAME}")
 _LOGIN = re.compile(r"[^\s:/]+:[^\s/]+")
-#: Names with their values within a text: "NAME": "VALUE", NAME=VALUE, NAME: VALUE, --NAME VALUE.
+#: Assignments within a text: "NAME": "VALUE", NAME=VALUE, NAME: VALUE, --NAME VALUE.
 _ASSIGNMENTS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -61,7 +62,7 @@ _ASSIGNMENTS = tuple(
         r"\b(?P<name>bearer)\s+(?P<value>[^\s\"']+)",
     )
 )
-#: Secrets that are known by their form.
+#: Secrets that have a known form, such as access tokens of GitHub.
 _FORMS = re.compile(
     r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"
     r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"
@@ -70,7 +71,7 @@ _FORMS = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name's last words are those of a secret: API_KEY, hf-token, password; not key_dim, tokens."""
+    """Return whether a name ends like the name of a secret: API_KEY, hf-token, password; not key_dim, tokens."""
     words = [word.lower() for word in _WORD.findall(re.sub(r"[\d_.-]+$", "", name))]
     last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
     if words[-3:] == ["access", "key", "id"]:
@@ -83,14 +84,14 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(settings: Any, secrets: dict[str, str] | None = None) -> Any:
-    """Return words, texts or variables with their secrets replaced; these go into `secrets`, by what replaces them."""
+    """Return words, texts or variables with secrets replaced by markers; add them to `secrets` by marker."""
     return _Redaction({} if secrets is None else secrets).settings(settings)
 
 
 def redact_programs(settings: Any, secrets: dict[str, str] | None = None) -> Any:
-    """Return a configuration with the secrets of all its programs replaced; these go into `secrets`.
+    """Return a configuration with the secrets of all programs replaced; add them to `secrets` by marker.
 
-    Values that a placeholder puts where a secret stands are secrets, too.
+    Values of placeholders that are inserted into a secret are secrets, too.
     """
     known, names = {} if secrets is None else secrets, set[str]()
     while True:
@@ -103,17 +104,17 @@ def redact_programs(settings: Any, secrets: dict[str, str] | None = None) -> Any
 
 
 def has_marker(settings: Any) -> bool:
-    """Return whether settings hold what stands for a secret."""
+    """Return whether settings contain a marker of a secret."""
     return bool(MARKER.search(json.dumps(settings)))
 
 
 def restore(settings: Any) -> Any:
-    """Return settings with the secrets that the environment has in place of their markers."""
+    """Return settings with markers replaced by the secrets in the environment."""
     return put_back(settings, json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:
-    """Return settings with these secrets; a missing one is a `UserError`."""
+    """Return settings with markers replaced by `secrets`; a missing secret is a `UserError`."""
     if isinstance(settings, Mapping):
         return {key: put_back(value, secrets) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -122,8 +123,8 @@ def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:
     def put(match: re.Match[str]) -> str:
         if match[0] not in secrets:
             raise UserError(
-                f"{match[0]} stands for a secret, which is not here; let snakemake start the program, or give "
-                "--config a file with the secret"
+                f"{match[0]} stands for a secret, which this process does not have; let snakemake start the program, "
+                "or give --config a file with the secret"
             )
         return secrets[match[0]]
 
@@ -131,7 +132,7 @@ def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:
 
 
 class _Redaction:
-    """Replaces secrets, and collects them and the names of values that are secrets."""
+    """Replaces secrets by markers; collects the secrets, and the names of placeholders within secrets."""
 
     def __init__(self, secrets: dict[str, str], names: set[str] | None = None) -> None:
         self.secrets, self.names = secrets, set(names or ())
@@ -214,7 +215,7 @@ class _Redaction:
         return f"{key}={self._replaced(key, value)}" if equals else self._replaced("query", word)
 
     def _put(self, name: str, value: str) -> str:
-        """Return what stands for a value, unless it is plainly no secret."""
+        """Return the marker for a value, or the value itself if it is clearly harmless."""
         return value if _OPEN.fullmatch(value) else self._replaced(name, value)
 
     def _replaced(self, name: str, secret: str) -> str:
@@ -232,6 +233,6 @@ class _Redaction:
 
 
 def _joined(url: str, parts: SplitResult, netloc: str, query: str) -> str:
-    """Return an address with another login and query, and otherwise as it is."""
+    """Return an address with its login, host and query replaced."""
     start = url.replace(parts.netloc, netloc, 1)
     return start.replace(f"?{parts.query}", f"?{query}", 1) if parts.query else start

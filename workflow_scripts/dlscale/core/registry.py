@@ -22,7 +22,7 @@ from dlscale.core.errors import UserError, unknown
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-#: What the author of a study imports from `dlscale` itself, and where it is.
+#: Module of each name that the author of a study imports from `dlscale` directly.
 PLACES = {
     **dict.fromkeys(("Study", "Metrics", "SampleLoss", "PublishedLog"), "dlscale.studies.base"),
     **dict.fromkeys(("Metric", "LossInfo"), "dlscale.core.metrics"),
@@ -81,7 +81,7 @@ def _packages() -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class StudyPlace:
-    """Place of a study."""
+    """Name, module and file of a study."""
 
     name: str
     module: str  #: Name under which the study is imported.
@@ -89,14 +89,14 @@ class StudyPlace:
 
     @property
     def yaml(self) -> Path:
-        """File of its settings, datasets, plans and published figures."""
+        """File with the settings, datasets, plans and published figures of the study."""
         if self.file.name == "__init__.py":
             return self.file.with_name(f"{self.file.parent.name}.yaml")
         return self.file.with_suffix(".yaml")
 
     @property
     def root(self) -> Path:
-        """Folder from which a study from outside is imported."""
+        """Folder from which an outside study is imported."""
         return self.file.parents[self.file.name == "__init__.py"]
 
 
@@ -124,9 +124,9 @@ def _file(module: str) -> Path:
 
 
 def add(name: str, path: str | Path) -> None:
-    """Register the study in an outside file or folder, and make it importable; twice is fine.
+    """Register the study in an outside file or folder, and make it importable; a second call does nothing new.
 
-    A `UserError` is raised for a missing file, one that Python cannot import, or a name that is taken.
+    A missing file, a module name that Python cannot import, or a name that is taken raises a `UserError`.
     """
     where = f"studies.{name}"
     file = Path(path).expanduser().resolve()
@@ -134,21 +134,21 @@ def add(name: str, path: str | Path) -> None:
     if not file.is_file() or file.suffix != ".py":
         raise UserError(f"{where}: {path}: expected a study's Python file (.py), or a folder with __init__.py")
     if name in _shipped():
-        raise UserError(f"{where}: dlscale has a study of this name; choose another")
+        raise UserError(f"{where}: dlscale already has a study of this name; choose another name")
     module = (file.parent if file.name == "__init__.py" else file).stem
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
         raise UserError(f"{where}: {path}: Python cannot import a module called '{module}'; rename it")
     study = StudyPlace(name, module, file)
     if not study.yaml.is_file():
-        raise UserError(f"{where}: {study.yaml}: no such file; a study's settings stand in a YAML file beside it")
+        raise UserError(f"{where}: {study.yaml}: no such file; write the study's settings to this YAML file")
     _added[name] = study
     if str(study.root) not in sys.path:
-        sys.path.append(str(study.root))  # last: nothing there hides what is installed
-    source(module)  # one of two would be imported for both
+        sys.path.append(str(study.root))  # last, so that its modules do not hide installed packages
+    source(module)  # refuses a module that exists twice, since only one of them would be imported
 
 
 def added() -> dict[str, StudyPlace]:
-    """Return the studies that were added."""
+    """Return the outside studies by name."""
     return dict(_added)
 
 
@@ -169,7 +169,7 @@ def source(module: str) -> Path | None:
 
 
 def mistake(error: BaseException) -> str | None:
-    """Return place and message of an exception raised in an outside study; None for others."""
+    """Return file, line and message of an exception raised in an outside study; None for other exceptions."""
     places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places = [(Path(error.filename), error.lineno)]
@@ -181,7 +181,7 @@ def mistake(error: BaseException) -> str | None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module by name; a mistake in one from outside is a `UserError`."""
+    """Import a module by name; an error in an outside module becomes a `UserError`."""
     try:
         return importlib.import_module(module)
     except UserError:
@@ -203,14 +203,14 @@ def study(name: str) -> Any:
     if lacks or isinstance(found, type):
         raise UserError(
             f"{known[name].file}: expected `STUDY = MyStudy()` at its end, an object with dataset, Model and Loss; "
-            f"got {found!r}" + f" without {', '.join(lacks)}" * bool(lacks) + "; docs/adding.md says what a study has"
+            f"got {found!r}" + f" without {', '.join(lacks)}" * bool(lacks) + "; see docs/adding.md"
         )
     return found
 
 
 @functools.cache
 def shipped_kinds() -> dict[str, str]:
-    """Return the package of each shipped kind of dataset, importing nothing."""
+    """Return the package of each shipped kind of dataset without importing it."""
     packages = {file.parent.name: f"dlscale.datasets.{file.parent.name}" for file in PACKAGE.glob("datasets/*/kind.py")}
     packages |= _table("KINDS")
     return dict(sorted(packages.items()))
@@ -221,9 +221,9 @@ def _outside_kinds() -> dict[str, Any]:
     for study in _added.values():
         for kind in getattr(load(study.module), "KINDS", []):
             if isinstance(kind, type):
-                raise UserError(f"{study.file}: KINDS holds the class {kind.__name__}; write {kind.__name__}()")
+                raise UserError(f"{study.file}: KINDS has the class {kind.__name__}; write {kind.__name__}()")
             if kind.name in shipped_kinds() or found.setdefault(kind.name, kind) is not kind:
-                raise UserError(f"{study.file}: a kind of dataset called '{kind.name}' is there already; rename it")
+                raise UserError(f"{study.file}: a kind of dataset called '{kind.name}' already exists; rename it")
     return found
 
 
@@ -233,7 +233,7 @@ def kinds() -> dict[str, str]:
 
 
 def kind(name: str) -> Any:
-    """Return a kind of dataset: `KIND` of a folder's `kind.py`, or one of an outside module's `KINDS`."""
+    """Return a kind of dataset: `KIND` in `kind.py` of a shipped folder, or an entry of an outside study's `KINDS`."""
     if name in shipped_kinds():
         return load(f"{shipped_kinds()[name]}.kind").KIND
     known = _outside_kinds()
@@ -242,22 +242,22 @@ def kind(name: str) -> Any:
     return known[name]
 
 
-#: Functions of each role that an outside kind's module may have. A role that is not here acquires: `acquire`.
+#: Functions by role that the module of an outside kind may define; every other role has the function `acquire`.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
     "describe": ("describe_prepared", "complete"),
     "preview": ("preview",),
 }
-#: Modules for a kind of dataset without one of its own for a role.
+#: Default module by role, for kinds of datasets without their own.
 DEFAULTS = {"samples": "dlscale.data.samples"}
 
 
 def module_of(name: str, role: str) -> str | None:
-    """Return the module of a role for a kind of dataset; None if there is none.
+    """Return the module of a role for a kind of dataset; None if the kind lacks the role.
 
-    `role` is `source`, `samples`, `describe`, `preview`, or the kind's name for a module that acquires. A shipped kind
-    has a module of that name; an outside kind has functions beside its class.
+    `role` is `source`, `samples`, `describe`, `preview`, or the kind's name for a module that acquires files. A shipped
+    kind has a module of that name. An outside kind has functions in the module of its class.
     """
     if name in shipped_kinds():
         own = f"{shipped_kinds()[name]}.{role}"
@@ -295,34 +295,34 @@ def rules() -> list[str]:
 
 
 def program_stages() -> dict[str, str]:
-    """Return the modules of stages of a run, if a program runs in place of dlscale's training."""
+    """Return the modules for external programs by stage of a run."""
     return _table("PROGRAM_STAGES")
 
 
 def trackers() -> dict[str, str]:
-    """Return the full name of the class of each experiment tracker, by its name in `training.trackers`.
+    """Return the full class name of each experiment tracker, by its name in `training.trackers`.
 
-    A class is called with a run's folder, its settings, its history and the folder of its checkpoints; it has the
+    The class is called with the run's folder, settings and history, and the folder of its checkpoints. It has the
     methods `add(epoch)` and `close()`.
     """
     return _table("TRACKERS")
 
 
 def profilers() -> dict[str, str]:
-    """Return the module of each profiler that looks at processes of its own, by its name in `profile.tools`.
+    """Return the module of each profiler that starts separate processes, by its name in `profile.tools`.
 
-    A module has `profile(run_json, manifest, world, threads, device, folder)`, which all ranks call, and
+    The module has `profile(run_json, manifest, world, threads, device, folder)`, which all ranks call, and
     `of_report(path)`, which reads a report.
     """
     return _table("PROFILERS")
 
 
 class LoaderPlace(NamedTuple):
-    """Place of a loader that an extension adds; functions and classes by their full names."""
+    """Full names of the module, class and function of a loader that an extension adds."""
 
     module: str  #: Module with the function `build`.
     settings: str  #: Class of the settings.
-    prepare: str = ""  #: Function of the loader's settings and the manifest's path, called before a stage begins.
+    prepare: str = ""  #: Function of (loader settings, path of the manifest) that is called before a stage begins.
 
 
 def _loaders() -> dict[str, LoaderPlace]:
@@ -337,12 +337,12 @@ def loader(kind: str) -> str:
 
 
 def loader_settings() -> list[Any]:
-    """Return the classes of settings of the loaders that extensions add."""
+    """Return the settings classes of the loaders that extensions add."""
     return [named(place.settings) for place in _loaders().values()]
 
 
 def prepare_data(loader: dict[str, Any], manifest: str) -> None:
-    """Prepare a dataset for a loader, by its settings."""
+    """Prepare a dataset for a loader, if the loader has a function for it."""
     place = _loaders().get(str(loader.get("kind")))
     if place and place.prepare:
         named(place.prepare)(loader, manifest)

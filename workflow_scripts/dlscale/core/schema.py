@@ -1,4 +1,4 @@
-"""Behaviour shared by all configuration models."""
+"""Types of settings, and the base class of all configuration models."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from pydantic_core import PydanticCustomError
 
 from dlscale.core.errors import nearest
 
-#: Names of datasets, plans and runs become folders, so they hold nothing that a shell or a path reads.
+#: Pattern of the names of datasets, plans and runs: they become folders, so special characters are not allowed.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 NAME_IN_WORDS = "1 to 64 letters (A to Z), digits, '_' and '-', the first of them a letter or a digit"
 Name = Annotated[str, StringConstraints(pattern=NAME)]
 
-#: Whole numbers as they occur; what is larger is a slip, and would end far from where it was written.
+#: Whole numbers with a bound: a larger number is a typing error, which would fail later with an unclear message.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
-#: Of nodes, GPUs and processes: the largest machines have some ten thousand.
+#: Number of nodes, GPUs or processes; the largest machines have some ten thousand.
 Devices = Annotated[int, Field(gt=0, le=1_000_000)]
-#: Samples of a step.
+#: Samples per step.
 BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
-#: Upper bounds of numbers that cost, generously, and why. More is a slip, and would end far from where it
-#: was written: in a machine that stands still, or a week later.
+#: Generous upper bounds, with their reasons. A larger number is a typing error, which would only show later: as a
+#: machine that hangs, or a job that takes weeks.
 BOUNDS = {
     512: "each is a process, or a thread, on a node",
-    1_024: "no node has more cores, and libraries end a process of some thousands",
+    1_024: "no node has more cores, and libraries fail with thousands of threads",
     604_800: "a week of seconds",
-    1_000: "nobody has computed with so many",
-    10_000: "for each there is a file, and a job that makes it",
+    1_000: "larger numbers are not realistic",
+    10_000: "each needs a file, and a job that makes it",
     65_536: "memory grows with it, or with its square",
-    100_000: "each takes time, and what it leaves takes memory",
-    1e30: "a greater number overflows in 32 bits on the way",
+    100_000: "each takes time, and its results take memory",
+    1e30: "larger numbers overflow in 32 bits",
 }
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 Seconds = Annotated[float, Field(ge=0, le=604_800)]
-#: Of a loader.
+#: Number of worker processes of a loader.
 Workers = Annotated[int, Field(ge=0, le=512)]
-#: That a process computes with.
+#: Number of CPU threads of a process.
 Threads = Annotated[int, Field(gt=0, le=1_024)]
-#: Layers, heads, batches that are kept ready.
+#: Number of layers, heads, or batches prepared in advance.
 Few = Annotated[int, Field(gt=0, le=1_000)]
-#: Files, or folders, or jobs.
+#: Number of files, folders or jobs.
 Files = Annotated[int, Field(gt=0, le=10_000)]
-#: Cells, pixels, channels along one axis.
+#: Number of cells, pixels or channels along one axis.
 Extent = Annotated[int, Field(gt=0, le=65_536)]
-#: Of what is measured again and again.
+#: Number of repetitions of a measurement.
 Repeats = Annotated[int, Field(ge=0, le=100_000)]
-#: Whole numbers of either sign.
+#: Whole number of either sign.
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
-#: As PyTorch takes them.
+#: Largest seed that PyTorch accepts.
 MOST_SEED = 2**63 - 1
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 
-#: Runs that a plan has at most: each has a folder and jobs of its own, which Snakemake keeps in memory.
+#: Maximum number of runs of a plan; Snakemake keeps their jobs in memory.
 MOST_RUNS = 10_000
 
 
 class Strict(BaseModel):
-    """A frozen model of settings that refuses unknown keys with the nearest name, and takes numbers as strings."""
+    """Frozen model of settings that refuses unknown keys, suggests the nearest name, and accepts numbers as strings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -86,7 +86,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_boolean_numbers(cls, data: Any) -> Any:
-        """Refuse `true` for 1, also in lists."""
+        """Refuse `true` and `false` as numbers, also in lists."""
         for name, field in cls.model_fields.items() if isinstance(data, dict) else ():
             value = data.get(key := field.alias or name)
             for each in value if isinstance(value, list) else [value]:
@@ -115,7 +115,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each key of a type's settings; `*` stands for users' names."""
+    """Yield the path of each key in a type of settings; `*` stands for names that users choose."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
             key = field.alias or name
@@ -128,6 +128,6 @@ def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
 
 
 class Component(Strict):
-    """Settings of one of several kinds, told apart by `kind`, a Literal."""
+    """Settings of one of several kinds, which the Literal `kind` distinguishes."""
 
     kind: str

@@ -1,4 +1,4 @@
-"""Settings from YAML, and one clear message for each mistake in them."""
+"""Read settings from YAML, validate them, and report each error with one message."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from dlscale.core.text import many
 Raw = dict[str, Any]
 Kind = TypeVar("Kind")
 
-#: Tag of text.
+#: YAML tag of strings.
 STRING_TAG = "tag:yaml.org,2002:str"
 
-#: Values that a file of settings may have beside the written ones, through aliases.
+#: Maximum number of additional values that the aliases of a file may stand for.
 MAX_ALIASED_VALUES = 100_000
 
 
 def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, str]:
-    """Return the settings in a YAML file, or in the JSON object of an option, and the name of their place."""
+    """Return the settings in a YAML file or in the JSON object of an option, and their origin for messages."""
     if not str(config).startswith("{"):
         return read_yaml(config), str(config)
     try:
         return json.loads(str(config)), option
     except json.JSONDecodeError as error:
-        raise UserError(f"{option}: not valid JSON ({error}); pass what the workflow prints, or a file") from None
+        raise UserError(f"{option}: not valid JSON ({error}); pass the JSON of the workflow, or a file") from None
 
 
 def write_yaml(path: str | Path, settings: Raw) -> None:
-    """Write settings for whoever reads the results."""
+    """Write settings to a YAML file for readers of the results."""
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_text(path, f"# Written by the workflow: the resolved settings. Change config.yaml instead.\n{text}")
 
@@ -47,11 +47,11 @@ def write_yaml(path: str | Path, settings: Raw) -> None:
 class YamlLoader(yaml.CSafeLoader):
     """PyYAML's safe loader on libyaml's parser, with the plain values of YAML 1.2 and bounded aliases.
 
-    YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. Here all that is not plainly a number, `true`,
-    `false` or null is a string, whose meaning the type of its key decides. Keys are strings as written.
+    YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. Here every value that is not clearly a number,
+    `true`, `false` or null is a string; the type of its key decides its meaning. Keys are strings as written.
     """
 
-    yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]  # without those of YAML 1.1
+    yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]  # removes the resolvers of YAML 1.1
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -68,32 +68,32 @@ class YamlLoader(yaml.CSafeLoader):
             raise yaml.MarkedYAMLError(problem=problem)
         for each in written:
             self._check_tag(each)
-        return self.construct_object(node, deep=True)  # deep: a value in itself is refused
+        return self.construct_object(node, deep=True)  # deep, so that a value that contains itself is refused
 
     def _check_tag(self, node: yaml.Node) -> None:
-        """Refuse a written tag, such as `!!int`, that changes how a value is read; `!!str` may stay."""
+        """Refuse a written tag, such as `!!int`, that changes how a value is read; `!!str` is allowed."""
         plain = isinstance(node, yaml.ScalarNode) and not node.style
         if node.tag not in (STRING_TAG, self.resolve(type(node), node.value, (plain, not plain))):
             name = node.tag.replace("tag:yaml.org,2002:", "!!")
-            problem = f"the tag {name} is not read here; remove it, or write !!str for text"
+            problem = f"the tag {name} is not supported; remove it, or write !!str for text"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """Refuse a NUL character, which no path, command or label can have."""
+        """Refuse a NUL character, which is invalid in paths, commands and labels."""
         value = super().construct_scalar(node)
         if "\0" in str(value):
             raise yaml.MarkedYAMLError(problem="a NUL character; remove it", problem_mark=node.start_mark)
         return value
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse repeated keys, then merge what `<<` brings."""
+        """Refuse repeated keys, then merge the values of `<<`."""
         written: dict[str, yaml.Node] = {}
         for key, _ in node.value if node not in self._seen else ():
             if (first := written.setdefault(str(key.value), key)) is not key and key.value != "<<":
-                problem = f"the key {key.value!r} stands in line {first.start_mark.line + 1} already; leave one out"
+                problem = f"the key {key.value!r} is already in line {first.start_mark.line + 1}; leave one out"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                key.tag = STRING_TAG  # all keys are names, also 1 and true
+                key.tag = STRING_TAG  # all keys are strings, even 1 and true
         self._seen.add(node)
         super().flatten_mapping(node)
 
@@ -111,7 +111,7 @@ for _tag, _pattern, _starts in (
 def _expanded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
     """Return the number of values that a node and its aliases stand for."""
     if node not in sizes:
-        sizes[node] = 1  # also of a node within itself, which its construction refuses
+        sizes[node] = 1  # set first, since a node may contain itself; construction refuses it later
         if isinstance(node, yaml.CollectionNode):
             mapping = isinstance(node, yaml.MappingNode)
             inner = itertools.chain.from_iterable(node.value) if mapping else node.value
@@ -126,8 +126,8 @@ class StringLoader(YamlLoader):
 
 
 def read_yaml(path: str | Path) -> Raw:
-    """Read a YAML mapping in UTF-8 with `YamlLoader`; anything else is a `UserError`."""
-    no_pipe(path, "a file of settings")  # who reads it next, such as Snakemake, would find it empty
+    """Read a YAML mapping in UTF-8 with `YamlLoader`; raise a `UserError` for any other content."""
+    no_pipe(path, "a file of settings")  # the next reader of a pipe, such as Snakemake, would find it empty
     try:
         raw = load_yaml(Path(path).read_text(encoding="utf-8-sig"), str(path))
     except FileNotFoundError:
@@ -143,18 +143,18 @@ def read_yaml(path: str | Path) -> Raw:
 
 
 def load_yaml(text: str, where: str, loader: type[YamlLoader] = YamlLoader) -> Any:
-    """Return the value that a YAML text stands for; a mistake in it is a `UserError` that names its line."""
+    """Return the value of a YAML text; raise a `UserError` with the line of a mistake."""
     try:
         return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number of thousands of digits; many brackets
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as thousands of digits or of brackets
         raise UserError(f"{where}: not valid YAML: {brief(error)}") from None
 
 
 def typed(word: str) -> tuple[str, Any]:
-    """Return key and value of KEY=VALUE, numbers as strings, as in Snakemake's `--config`."""
+    """Return key and value of KEY=VALUE; numbers stay strings, as in Snakemake's `--config`."""
     key, equals, text = word.partition("=")
     if not (key and equals):
         raise UserError(f"{word}: expected KEY=VALUE")
@@ -162,10 +162,10 @@ def typed(word: str) -> tuple[str, Any]:
 
 
 def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:
-    """Validate `raw` as a type that pydantic knows; errors become one `UserError` that names each key by its path.
+    """Validate `raw` with pydantic as `kind`; raise one `UserError` that names the path of each wrong key.
 
-    `layers` are the paths and settings that `raw` was merged from, later over earlier: a wrong value is reported where
-    it was written.
+    `layers` are the paths and settings from which `raw` was merged, later over earlier. A wrong value is reported with
+    the path of the layer that set it.
     """
     try:
         return TypeAdapter(kind).validate_python(raw)
@@ -174,7 +174,7 @@ def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: S
 
 
 def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
-    """Return one line for each place in `raw` that `error` complains of; see `validate`."""
+    """Return one line for each wrong value in `raw`; see `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
         keys = _path(raw, item["loc"])
@@ -182,29 +182,29 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
         if item["type"] == "unknown_key":
             culprits = [(*keys, item["ctx"]["key"])]
         elif item["type"] == "value_error":
-            # A check of several keys names them in its message.
+            # The message of a check over several keys names these keys.
             culprits = [(*keys, *name.split(".")) for name in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", item["msg"])]
         written = [path for path, layer in layers if any(holds(layer, culprit) for culprit in culprits)]
         prefix = written[-1:] or [path for path, _ in layers[-1:]]
         path = ".".join(map(str, [*prefix, *keys]))
         reason = _elsewhere(kind, keys, item, prefix) if item["type"] == "unknown_key" else _reason(item)
-        # One line a place: of a union each member has its own complaint about the same value.
+        # One line per value: each member of a union has its own error for the same value.
         reasons.setdefault(f"{where}: {cut(path) + ': ' if path else ''}", []).append(cut(reason, 1_500))
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 
 
 def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:
-    """Return the message for an unknown key, with the places of keys of that name."""
+    """Return the message for an unknown key; suggest sections in which a key of this name exists."""
     key, here, valid = item["ctx"]["key"], tuple(map(str, keys)), item["ctx"]["keys"].split(", ")
-    if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a letter too many or too few: nearer than any place
+    if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a typing error is likelier than a wrong section
         return str(item["msg"])
-    # The path of each key, after the steps of the tree between it and here, and those that it has in common with here.
+    # For each key: distance from here in the tree (up to a constant), its path, and the number of common steps.
     every = [(len(path) - 2 * same, path, same) for path in set(key_paths(kind)) for same in [_shared(path, here)]]
-    # Of a union each member has its keys; those of others are not valid here.
+    # Keys of other members of a union are not valid here.
     every = [each for each in sorted(every) if each[2] < len(here) or {*each[1][len(here) :][:1]} <= {*valid}]
     named = [each for each in every if each[1][-1] == key]
     near = [each for each in named if each[0] == named[0][0]]
-    if not 1 <= len(near) <= 3:  # `kind` is a key of many sections, none of which is meant more than the others
+    if not 1 <= len(near) <= 3:  # a key of many sections, such as `kind`, gives no useful suggestion
         return str(item["msg"])
     places = [
         ".".join(path[same:] if same == len(here) < len(path) else (*prefix, *here[:same], *path[same:]))
@@ -215,13 +215,13 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
 
 
 def _shared(path: tuple[str, ...], here: tuple[str, ...]) -> int:
-    """Return the number of steps that two paths have in common; `*` stands for any name."""
+    """Return the length of the common prefix of two paths; `*` matches any name."""
     steps = zip(path, here, strict=False)
     return len([*itertools.takewhile(lambda step: step[0] in ("*", step[1]), steps)])
 
 
 def _reason(item: Any) -> str:
-    """Return one of pydantic's complaints in words, with what was given and expected."""
+    """Return the message for an error of pydantic, with the given and the expected value."""
     context, given = item.get("ctx", {}), item.get("input")
     got = f"got {cut(repr(given))}"
     match item["type"]:
@@ -263,16 +263,16 @@ def _choices(listed: str) -> list[str]:
 
 
 def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return a pydantic location without union tags, which are no keys of the file."""
+    """Return a location of pydantic without union tags, which are not keys of the file."""
     path: list[int | str] = []
     here = raw
     for position, key in enumerate(location):
-        if key == "[key]":  # the name itself is wrong; it stands before this mark
+        if key == "[key]":  # the name itself is wrong; it precedes this marker
             continue
         try:
             here = here[key]
         except (KeyError, IndexError, TypeError):
-            # A key that is missing ends the path; anything else that is not there is a tag.
+            # A missing key can only be the last element; other missing elements are tags.
             last = position == len(location) - 1
             if not last or not isinstance(here, Mapping) or here.get("kind") == key:
                 continue
@@ -289,7 +289,7 @@ def flat(settings: Raw, prefix: str = "") -> Raw:
 
 
 def nested(values: Raw) -> Raw:
-    """Return settings by dotted key as nested mappings."""
+    """Return settings with dotted keys as nested mappings."""
     settings: Raw = {}
     for key, value in values.items():
         *path, last = key.split(".")

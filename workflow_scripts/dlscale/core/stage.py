@@ -1,4 +1,4 @@
-"""A row of the table of stages, and the options of its command."""
+"""Row of the table of stages, and options of its command."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: Scope of one job of a stage.
+#: Object for which one job of a stage runs.
 Scope = Literal["raw", "piece", "part", "dataset", "run", "plan", "page", "image"]
 
-#: Where a job runs: on the node of the controller, on part of a CPU node, or on the devices of the run's geometry.
+#: Nodes of a job: the node of the controller, part of a CPU node, or the devices of the run's geometry.
 Nodes = Literal["here", "cpu", "geometry"]
 
 
-#: An option of the command line: its flag, and the keywords of `argparse`.
+#: Option of the command line: its flag, and keyword arguments for `argparse`.
 Option = tuple[str, dict[str, Any]]
 
 
@@ -28,13 +28,13 @@ def path(flag: str, text: str, **more: Any) -> Option:
     return option(flag, text, metavar="PATH", **more)
 
 
-#: A validation sample needs no backward pass, which is two thirds of a training sample's work: of 6 FLOPs a parameter
-#: the forward pass takes 2 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+#: Work of a validation sample as a fraction of a training sample's. The forward pass takes 2 of the 6 FLOPs per
+#: parameter; the rest is the backward pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
 VALIDATION = 1 / 3
 
 
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of all steps + a third of those of all validations; None for data without a sample."""
+    """Return the samples of all steps plus a third of the samples of all validations; None for an empty dataset."""
     if not train or valid is None:
         return None
     steps = run.training.steps or math.inf
@@ -44,35 +44,35 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
     return float(samples + VALIDATION * (epochs + 1) * valid)
 
 
-#: Words that start another program's processes; its command follows them.
-START = option("--start", "words that start another program's processes, as JSON", False, metavar="JSON")
+#: Option: words that start the processes of an external program; its command follows them.
+START = option("--start", "words that start the processes of an external program, as JSON", False, metavar="JSON")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table."""
+    """One row of the table of stages; several fields only apply to stages with scope `run`."""
 
     module: str  #: Entry module; its `main(args)` does the work.
-    text: str  #: Its work, for `--help`.
+    text: str  #: Description for `--help`.
     scope: Scope
-    options: tuple[Option, ...] = ()  #: Beside `--log` and those that every stage of a run has.
-    #: Of a run: the keys that the stage sees beside the common ones. What it cannot see cannot make it run again.
+    options: tuple[Option, ...] = ()  #: Options, without `--log` and the common options of a run's stages.
+    #: Keys of a run that the stage reads in addition to the common keys. Other keys do not make it run again.
     settings: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()  #: Of a run: files in its folder; the first one shows that the stage is done.
-    usual: bool = False  #: Of a run: whether plans go through the stage unless they say what they measure.
+    outputs: tuple[str, ...] = ()  #: Files in the run's folder; the first one shows that the stage is done.
+    usual: bool = False  #: Whether the stage is in `measure` of a plan by default.
     nodes: Nodes = "here"
-    #: Of a run: samples that it computes, in units of one training sample, from the samples of train and valid.
+    #: Function of (run, training samples, validation samples) for the work, in units of one training sample.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
-    seconds: Callable[[Any], float] | None = None  #: Of a run: what it takes beside that, whatever the rate.
-    starts: Callable[[Any], int] | None = None  #: Of a run: how many times a process has to start up; None: once.
-    minutes: int = 60  #: Time limit where nothing is known of how long a job takes; a site may say another.
-    warned: bool = False  #: Whether the job asks to be warned of its time limit.
-    science: str = ""  #: The module that decides the results, where the entry only stands around it.
-    #: Of a run: the entry module where another program runs in place of dlscale's training; None: it has no such stage.
+    seconds: Callable[[Any], float] | None = None  #: Function of the run for the time that does not depend on its rate.
+    starts: Callable[[Any], int] | None = None  #: Function of the run for the number of process starts; None: 1.
+    minutes: int = 60  #: Time limit of a job of unknown duration; a site may set another one.
+    warned: bool = False  #: Whether the job gets a signal before its time limit.
+    science: str = ""  #: Module that decides the results, if it is not the entry module.
+    #: Entry module for an external program instead of dlscale's training; None: the stage does not exist for it.
     program: str | None = None
-    after: str = ""  #: Of a row of an extension: the row that it follows; at the end, if that is empty.
+    after: str = ""  #: Name of the row after which an extension inserts this row; empty: at the end.
 
     @property
     def decides(self) -> str:
-        """The module from which all that decides the results is reached."""
+        """Module whose imports include all code that decides the results."""
         return self.science or self.module

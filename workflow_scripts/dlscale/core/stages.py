@@ -1,7 +1,7 @@
-"""The table of stages.
+"""Table of stages.
 
-The command line, a plan's `measure`, the params of rules, cost, doctor, time limits and Slurm requests derive from it.
-A stage that measures a run is added by a row here, its module, and a thin rule.
+The command line, a plan's `measure`, the params of rules, cost, doctor, time limits and Slurm requests are derived from
+it. To add a stage that measures a run, add a row here, its module, and a thin rule.
 """
 
 from __future__ import annotations
@@ -14,50 +14,54 @@ from dlscale.core.stage import START, Stage, option, path, training_work
 
 
 def throughput_trials(run: Any) -> int:
-    """Return warm-up and counted trials in 3 modes, and of steps without sums over ranks where these are left out."""
+    """Return the number of warm-up and counted trials over all modes: 3, or 4 with steps without communication."""
     modes = 3 + (run.geometry.dp > 1 and run.can_step_alone)
     return int(modes * (run.throughput.warmup + run.throughput.trials))
 
 
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return trials x batches x batch size, as if all were of FULL, which is the slowest."""
+    """Return trials x batches x batch size, as if all trials were of the slowest mode, training."""
     return float(throughput_trials(run) * run.throughput.batches * run.batch_size)
 
 
 def throughput_seconds(run: Any) -> float:
-    """Return the least time of the trials, plus that of the turns on a quiet machine, s."""
+    """Return the minimum time of the trials plus the time of the paired timing on an idle machine, s."""
     return float(throughput_trials(run) * run.throughput.seconds) + turns_seconds(run)
 
 
 def turns_seconds(run: Any) -> float:
-    """Return the seconds of a run's paired timing on a quiet machine."""
+    """Return the time of a run's paired timing on an idle machine, s."""
     return float(run.throughput.beside) if run.processes.world_size == 1 else 0.0
 
 
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return (skipped x starts + profilers x (with, before and after) x profiled steps) x batch size."""
+    """Return the samples of the profile stage.
+
+    They are (skipped steps x starts + 3 x profilers x profiled steps) x batch size; 3 windows per profiler are with
+    it, before it and after it.
+    """
     steps = run.profile.skip * profile_starts(run) + 3 * len(run.profile.tools) * run.profile.steps
     return float(steps * run.batch_size)
 
 
 def profile_starts(run: Any) -> int:
-    """Return the number of processes that a rank starts in turn, those of profilers included."""
+    """Return the number of processes that a rank starts one after the other: one, and one per external profiler."""
     return 1 + len(registry.profilers().keys() & run.profile.tools)
 
 
 _PAGE = option(
-    "--page", "live page to write from the present results: options of report as JSON", False, metavar="JSON"
+    "--page", "options of report, as JSON, to write a live page from the current results", False, metavar="JSON"
 )
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 _RECORD = path("--record", "YAML file to which --config is written", required=False)
 
-#: Every stage of a run has these.
+#: Options of every stage of a run.
 RUN_OPTIONS = (
     path("--config", "the run's config.yaml, or its settings as JSON"),
     path("--manifest", "manifest.json of the run's dataset"),
-    option("--device", "where to compute", False, choices=("auto", "cpu", "cuda"), default="auto"),
-    option("--threads", "CPU threads per node, shared by its processes", False, type=int, metavar="N"),
-    path("--telemetry", "CSV file for telemetry of the node, once a second", required=False),
+    option("--device", "device that computes", False, choices=("auto", "cpu", "cuda"), default="auto"),
+    option("--threads", "CPU threads per node, divided among its processes", False, type=int, metavar="N"),
+    path("--telemetry", "CSV file for telemetry of the node, one row per second", required=False),
     _RECORD,
 )
 
@@ -68,7 +72,7 @@ STAGES: dict[str, Stage] = {
         "image",
         (
             option("--engine", "container engine", metavar="NAME"),
-            option("--image", "localhost/... is built, others are pulled", metavar="NAME"),
+            option("--image", "name of the image; localhost/... is built, other names are pulled", metavar="NAME"),
             option("--target", "target of docker/Dockerfile", False, default="cpu", choices=("cpu", "gpu")),
             option("--build-arg", "argument of the build", False, action="append", default=[], metavar="NAME=VALUE"),
         ),
@@ -81,7 +85,7 @@ STAGES: dict[str, Stage] = {
     ),
     "acquire": Stage(
         "dlscale.data.acquire",
-        "Simulate or fetch one raw file of a dataset (fetching needs the network).",
+        "Simulate or fetch one raw file of a dataset; fetching needs the network.",
         "raw",
         (_DATASET, option("--file", "name of the raw file", metavar="NAME"), path("--out", "file to write")),
         nodes="cpu",
@@ -92,7 +96,7 @@ STAGES: dict[str, Stage] = {
         "piece",
         (
             _DATASET,
-            option("--part", "the part", metavar="SPLIT/NAME"),
+            option("--part", "name of the part", metavar="SPLIT/NAME"),
             option("--piece", "number of the piece, from 0", False, type=int, default=0, metavar="N"),
             path("--source", "raw files of the part", required=False, nargs="*", default=[]),
             path("--out", "HDF5 file to write"),
@@ -133,7 +137,7 @@ STAGES: dict[str, Stage] = {
             path("--checkpoints", "folder of this run's checkpoints"),
             option(
                 "--sources",
-                "digest of the sources; with another one the training starts afresh",
+                "fingerprint of the sources; a checkpoint with another fingerprint is not resumed",
                 False,
                 default="",
                 metavar="SHA256",
@@ -151,13 +155,11 @@ STAGES: dict[str, Stage] = {
     ),
     "throughput": Stage(
         "dlscale.measure.throughput",
-        "Measure a run's samples/s: IO, SYNTHETIC, FULL.",
+        "Measure a run's throughput (samples/s) in loading, computing and training.",
         "run",
         (
-            path(
-                "--beside", "the plan's first run, timed in turn with this one; in the form of --config", required=False
-            ),
-            path("--beside-manifest", "manifest.json of that run's dataset, if it is another", required=False),
+            path("--beside", "first run of the plan, for paired timing with this run; like --config", required=False),
+            path("--beside-manifest", "manifest.json of the dataset of that run, if it differs", required=False),
             path("--out", "JSON file to write"),
             START,
         ),
@@ -170,7 +172,7 @@ STAGES: dict[str, Stage] = {
     ),
     "profile": Stage(
         "dlscale.measure.profile",
-        "Profile some steps of a run: where time and memory go.",
+        "Profile some steps of a run: time and memory by operation.",
         "run",
         (path("--out", "folder to write: profile.json, profile_summary.csv, traces"),),
         settings=("profile",),
@@ -185,7 +187,7 @@ STAGES: dict[str, Stage] = {
         "run",
         (
             path("--out", "folder to write: tune.json, tuned.yaml"),
-            option("--run", "name of the run, from which the plan in tuned.yaml starts", metavar="PLAN.RUN"),
+            option("--run", "name of the run, which is the base of the plan in tuned.yaml", metavar="PLAN.RUN"),
             option(
                 "--call",
                 "shell command of the workflow, up to its files; shown with tuned.yaml",
@@ -193,12 +195,12 @@ STAGES: dict[str, Stage] = {
                 default="snakemake --configfile",
                 metavar="WORDS",
             ),
-            option("--candidates", "of another program: runs to try, with their changes", False, metavar="JSON"),
+            option("--candidates", "runs of an external program to try, with their changes", False, metavar="JSON"),
         ),
         settings=("tune",),
         outputs=("tune.json", "tuned.yaml", "telemetry/tune.csv"),
         nodes="geometry",
-        work=lambda run, train, valid: 0.0,  # it measures by the clock; what it starts with is short beside that
+        work=lambda run, train, valid: 0.0,  # its time is set in seconds; the work before is short compared to it
         seconds=lambda run: float(run.tune.seconds),
         minutes=30,
     ),
@@ -208,7 +210,7 @@ STAGES: dict[str, Stage] = {
         "plan",
         (
             path("--plan", "the plan's plan.yaml"),
-            option("--rung", "number of that rung, from 1", type=int, metavar="N"),
+            option("--rung", "number of the next rung, from 1", type=int, metavar="N"),
             path("--out", "JSON file to write"),
         ),
     ),
@@ -224,7 +226,7 @@ STAGES: dict[str, Stage] = {
     ),
     "report": Stage(
         "dlscale.report.report",
-        "Write the report's page.",
+        "Write the page of the report.",
         "page",
         (
             option("--title", "heading of the page"),
@@ -233,7 +235,7 @@ STAGES: dict[str, Stage] = {
             path("--references", "reference.json files", required=False, nargs="*", default=[]),
             option(
                 "--call",
-                "shell command of the workflow; shown with runs to measure again",
+                "shell command of the workflow; shown with runs that should be measured again",
                 False,
                 default="snakemake",
                 metavar="WORDS",
@@ -249,7 +251,7 @@ for _name, _row in registry.stages().items():
 for _name, _module in registry.program_stages().items():
     STAGES[_name] = replace(STAGES[_name], program=_module)
 
-#: The stages that a plan may measure its runs with, in order.
+#: Stages of a run that a plan may name in `measure`, in order.
 RUN_STAGES = tuple(name for name, stage in STAGES.items() if stage.scope == "run")
-#: The stages that make a dataset on CPU nodes.
+#: Stages that make a dataset on CPU nodes.
 DATA_STAGES = tuple(name for name, stage in STAGES.items() if stage.nodes == "cpu")

@@ -1,6 +1,6 @@
-"""`telemetry/STAGE.csv` of a run: a node's activity each second during a stage; its writer and readers.
+"""Writer and readers of `telemetry/STAGE.csv`: a node's activity, once a second, during a stage of a run.
 
-The standard library alone is imported, for the sampling process is to be small.
+Only the standard library is imported, to keep the sampling process small.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from dlscale.core import board
 from dlscale.core.errors import UserError
 from dlscale.core.files import explained, no_pipe
 
-#: The process that samples; a stage imports none of it.
+#: Module of the sampling process; a stage does not import it.
 SAMPLER = "dlscale.measure.telemetry"
-PATIENCE = 5.0  #: Seconds that a stage waits at its end for the last row.
+PATIENCE = 5.0  #: Time that a stage waits for the last row when it ends, s.
 
 
 @dataclass(frozen=True)
 class GpuSample:
-    """Activity of a GPU of the run; None: not told. Columns `gpu0_utilization`, `gpu0_memory_bytes`, ..."""
+    """Activity of a GPU of the run; None if unknown. Columns are `gpu0_utilization`, `gpu0_memory_bytes`, ..."""
 
-    utilization: float | None = None  #: Share of the driver's last interval, 1/6 to 1 s, in which a kernel ran.
-    memory_bytes: float | None = None  #: In use, by all processes.
+    utilization: float | None = None  #: Fraction of the driver's last interval (1/6 to 1 s) in which a kernel ran.
+    memory_bytes: float | None = None  #: Memory in use by all processes, bytes.
     watts: float | None = None
-    joules: float | None = None  #: Since sampling began, from the GPU's own counter.
+    joules: float | None = None  #: Energy since sampling began, from the GPU's counter, J.
     sm_mhz: float | None = None
     celsius: float | None = None
-    throttled: str | None = None  #: Causes of lower clocks, joined by `+`: `dlscale.measure.telemetry.REASONS`.
+    throttled: str | None = None  #: Causes of lower clocks (`dlscale.measure.telemetry.REASONS`), joined by `+`.
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A row: rates and shares are means over the `seconds` before `time`.
+    """A row of the file; rates and fractions are means over the `seconds` before `time`.
 
-    The run's own processes are all ranks of the node and their descendants. Where these are not all seen (ranks in
-    containers of their own), `cpu_others` is None, and the run's figures are of those that are.
+    The run's processes are all ranks on the node and their descendants. If some of them are not visible (ranks in
+    separate containers), `cpu_others` is None, and the run's values only include visible processes.
     """
 
     time: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
-    cores: int  #: Of the machine.
-    cpu: float | None = None  #: Share of the machine's processor time that was used, 0 to 1.
-    cpu_run: float | None = None  #: By the run's own processes.
-    cpu_others: float | None = None  #: By all others.
-    #: By other jobs of the same call, part of `cpu_others`; None if Snakemake is not among the run's ancestors.
+    cores: int  #: Number of cores of the machine.
+    cpu: float | None = None  #: Fraction of the machine's processor time that was used, 0 to 1.
+    cpu_run: float | None = None  #: Fraction that the run's processes used.
+    cpu_others: float | None = None  #: Fraction that all other processes used.
+    #: Fraction that other jobs of the same call used, a part of `cpu_others`; None if Snakemake is not an ancestor of
+    #: the run.
     cpu_call: float | None = None
-    rss_bytes: float | None = None  #: Memory of the run's processes; what they share counts in each.
-    read_bytes_per_second: float | None = None  #: System calls of the run's processes asked for; not mapped files.
-    reads_per_second: float | None = None  #: Such calls.
-    disk_read_bytes_per_second: float | None = None  #: Fetched from disks for the run, be it for mapped files.
+    rss_bytes: float | None = None  #: Memory of the run's processes; shared memory counts once per process.
+    read_bytes_per_second: float | None = None  #: Bytes requested by read calls of the run, without mapped files.
+    reads_per_second: float | None = None  #: Number of these read calls per second.
+    disk_read_bytes_per_second: float | None = None  #: Bytes fetched from disks for the run, mapped files included.
     write_bytes_per_second: float | None = None
-    #: Since sampling began, of a node whose GPUs are not used: all of it (Cray), or processors and memory (RAPL).
+    #: Energy since sampling began, if the run uses no GPUs: of the node (Cray), or of processors and memory (RAPL), J.
     joules: float | None = None
     gpus: tuple[GpuSample, ...] = field(default=())
 
@@ -76,7 +77,7 @@ _GPU = tuple(column.name for column in fields(GpuSample))
 
 
 def header(gpus: int) -> str:
-    """Return the first line of a file with so many GPUs."""
+    """Return the header line of a file with columns for `gpus` GPUs."""
     return ",".join(Sample(0, 1, 1, gpus=(GpuSample(),) * gpus).cells()) + "\n"
 
 
@@ -88,7 +89,7 @@ def line(sample: Sample) -> str:
 
 
 def read(path: str | Path) -> list[Sample]:
-    """Read a file; none and an empty one hold no samples, and half a last line is left out."""
+    """Read a file; a missing or empty file has no samples, and an incomplete last line is ignored."""
     try:
         no_pipe(path)
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -100,7 +101,7 @@ def read(path: str | Path) -> list[Sample]:
 
 
 def read_nodes(path: str | Path) -> list[list[Sample]]:
-    """Read the files of all nodes, the first node's first, without those of an earlier run on more nodes."""
+    """Read the files of all nodes, first node first; files of an earlier run on more nodes are ignored."""
     path = Path(path)
     first = read(path)
     count = len(list(path.parent.glob(f"{path.stem}.node*")))
@@ -109,12 +110,12 @@ def read_nodes(path: str | Path) -> list[list[Sample]]:
 
 
 def node_file(path: Path, node: int) -> Path:
-    """Return the file of a node; `path` is that of the first."""
+    """Return the file of a node; `path` is the file of the first node."""
     return path.with_name(f"{path.stem}.node{node}{path.suffix}") if node else path
 
 
 def begin(samples: Sequence[Sample]) -> float:
-    """Return when sampling began, seconds since 1970-01-01 UTC."""
+    """Return the start time of sampling, seconds since 1970-01-01 UTC."""
     return samples[0].time - samples[0].seconds
 
 
@@ -134,14 +135,15 @@ def _sample(row: Mapping[str, str]) -> Sample:
     return sample
 
 
-# ---- what it comes to -------------------------------------------------------------------------------
+# ---- summary ----------------------------------------------------------------------------------------
 
 
 def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> float | None:
-    """Return the energy of a run between two times (seconds since 1970-01-01 UTC), J; None if not known.
+    """Return the energy of a run between two times (seconds since 1970-01-01 UTC), J; None if unknown.
 
-    It is that of its GPUs, from their own counters, else power x time, which is constant between samples; without GPUs
-    that of its nodes, as far as they count it. A counter that was set back counts on from there.
+    With GPUs it is the energy of the GPUs, from their counters, or else from power x time, with constant power between
+    samples. Without GPUs it is the energy of the nodes, if they have a counter. A counter that was reset continues from
+    its new value.
     """
     found = list[float]()
     for samples in nodes:
@@ -161,20 +163,20 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
 
 @dataclass(frozen=True)
 class Summary:
-    """A node's activity during a stage. Columns are named as in the file; unknown ones are absent."""
+    """A node's activity during a stage, by column of the file; columns without values are absent."""
 
     seconds: float = 0.0
-    means: Mapping[str, float] = field(default_factory=dict)  #: Over time.
+    means: Mapping[str, float] = field(default_factory=dict)  #: Means over time, by column.
     peaks: Mapping[str, float] = field(default_factory=dict)
-    joules: float | None = None  #: Of the GPUs, or of a node without.
-    throttled_seconds: float = 0.0  #: In which a GPU of the run was held back.
-    throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Seconds by reason, added up over the GPUs.
-    #: Share of its cycles that a GPU lost while it was held back, against its greatest clock here; of the worst GPU.
+    joules: float | None = None  #: Energy of the GPUs, or of a node without GPUs, J.
+    throttled_seconds: float = 0.0  #: Time in which at least one GPU of the run was throttled, s.
+    throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Time by reason, summed over the GPUs, s.
+    #: Fraction of cycles lost by throttling, compared with the maximum clock of the samples, for the worst GPU.
     clock_loss: float = 0.0
 
 
 def summary(samples: Sequence[Sample]) -> Summary:
-    """Return what the samples of a node come to."""
+    """Return the summary of a node's samples."""
     if not samples:
         return Summary()
     columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -182,7 +184,7 @@ def summary(samples: Sequence[Sample]) -> Summary:
     throttled = 0.0
     for sample in samples:
         for name, value in list(sample.cells().items())[3:]:
-            if isinstance(value, float | int) and not name.endswith("joules"):  # which is a sum
+            if isinstance(value, float | int) and not name.endswith("joules"):  # energy is a sum, without a mean
                 columns[name].append((value, sample.seconds))
         held = [reason for gpu in sample.gpus for reason in (gpu.throttled or "").split("+") if reason]
         for reason in held:
@@ -206,30 +208,31 @@ def _clock_loss(samples: Sequence[Sample], number: int) -> float:
     return lost / sum(seconds for seconds, _, _ in clocks) if lost else 0.0
 
 
-# ---- of a stage ----------------------------------------------------------------------------------------
+# ---- sampling of a stage -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
-    """Sample the node, a row each second, into a new file `path`, while this context and this process last.
+    """Sample the node into a new file `path`, a row each second, until this context or this process ends.
 
     Parameters
     ----------
     root
-        Process that with its descendants is the run on this node: this one, or its parent if that started several.
+        Id of the process whose descendants are the run on this node: this process, or its parent, the launcher of
+        several.
     ranks
         Number of the run's processes on this node.
     gpus
-        Number of its GPUs; 0 on a CPU.
+        Number of the run's GPUs on this node; 0 on a CPU.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # one that lives on, of a stage that was killed, has the old file
+        path.unlink(missing_ok=True)  # the sampler of a killed stage may still write to the old file
         file = open(path, "ab", buffering=0)  # noqa: SIM115 - as standard output
     except OSError as error:
         raise explained(error, path) from error
     words = map(str, (root, ranks, gpus))
-    # In a group of its own: Ctrl-C on the terminal would end it with a traceback before it has learnt to ignore that.
+    # A separate process group, since Ctrl-C could end the sampler with a traceback before it ignores the signal.
     with file:
         sampler = subprocess.Popen(
             [sys.executable, "-m", SAMPLER, *words], stdin=subprocess.PIPE, stdout=file, process_group=0
@@ -239,22 +242,22 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            sampler.stdin.write(b"\n")  # processes that were forked meanwhile may keep the pipe open
+            sampler.stdin.write(b"\n")  # closing is not enough: forked processes may keep the pipe open
             sampler.stdin.close()
         try:
             sampler.wait(PATIENCE)
-        except subprocess.TimeoutExpired:  # such as where a driver does not answer
+        except subprocess.TimeoutExpired:  # for example if a driver does not respond
             sampler.kill()
             sampler.wait()
 
 
 def show(file: Path) -> None:
-    """Have TensorBoard show the means, energy and throttled time of telemetry in its run's folder."""
+    """Write means, energy and throttled time of telemetry to the run's event files for TensorBoard."""
     if file.parent.name != "telemetry" or not file.exists():
         return
     try:
         found = summary(read(file))
-    except UserError as error:  # what was measured is there all the same
+    except UserError as error:  # the results of the stage exist, so a warning is enough
         logging.warning("%s", error)
         return
     others = {"seconds": found.seconds, "joules": found.joules, "throttled_seconds": found.throttled_seconds}

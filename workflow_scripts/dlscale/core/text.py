@@ -1,4 +1,4 @@
-"""Numbers, units, times and sizes as people read them."""
+"""Format numbers, units, times and sizes for readers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TextIO
 
-#: Stands for a value that is not known.
+#: Text for an unknown value.
 NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u00a0"  # a number and its unit stay on one line
-#: Text that a spreadsheet runs as a formula, and the same with leading quotes.
+#: Text that a spreadsheet runs as a formula, also after leading quotes.
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 _COLOURS = {"bold": 1, "red": 31}
@@ -25,7 +25,7 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits (all before the point) and thousands set apart."""
+    """Return `value` with `digits` significant digits, all digits before the point, and thousands separators."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -45,17 +45,17 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def count(value: int | None) -> str:
-    """Return a whole number with thousands set apart."""
+    """Return a whole number with thousands separators."""
     return NONE if value is None else f"{value:,}"
 
 
 def many(value: int, what: str) -> str:
-    """Return a number of things, `what` in the singular."""
+    """Return a number with its noun; `what` is the singular."""
     return f"{value} {what}{'' if value == 1 else 'es' if what.endswith('s') else 's'}"
 
 
 def unit(text: str | None) -> str:
-    """Return a unit with powers raised (`m s**-1` and `m s-1`: m s⁻¹); nothing for `1`."""
+    """Return a unit with superscript powers (`m s**-1` and `m s-1`: m s⁻¹); an empty string for `1`."""
     if text in (None, "", "1"):
         return ""
     power = r"(?:\*\*|\^)([-+]?\d+)|(?<=\b[A-Za-z])(-?\d)\b|(?<=\b[A-Za-z]{2})(-?\d)\b"
@@ -63,12 +63,12 @@ def unit(text: str | None) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of 1 in whole per cent."""
+    """Return a fraction as a whole number of per cent."""
     return f"{100 * share:.0f}{_SPACE}%".replace("-", "−")
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in its two greatest units."""
+    """Return a duration in its two largest units."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 60:
@@ -85,14 +85,14 @@ def size(bytes_: float | None, space: str = _SPACE) -> str:
     if bytes_ is None:
         return NONE
     for name in ("B", "kB", "MB", "GB", "TB"):
-        if bytes_ < 999.5 or name == "TB":  # what is left is not written as 1,000
+        if bytes_ < 999.5 or name == "TB":  # 999.5 would be rounded to 1,000
             break
         bytes_ /= 1000
     return f"{number(bytes_)}{space}{name}"
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines of aligned columns, those numbered in `right` to the right."""
+    """Return rows of cells as lines of aligned columns; column numbers in `right` are right-aligned."""
     rows = list(rows)
     sides = [(">" if place in right else "<") for place in range(len(rows[0]))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -103,12 +103,12 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def readable(text: str) -> str:
-    """Return a word of a command line with bytes that are not UTF-8 written as hexadecimal numbers."""
+    """Return a word of a command line; bytes that are not UTF-8 become hexadecimal escapes."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 def escape_formula(value: Any) -> Any:
-    """Return text with a leading quote if a spreadsheet would run it as a formula; keep numbers and other values."""
+    """Put a quote before text that a spreadsheet would run as a formula; return other values unchanged."""
     if not isinstance(value, str) or not _FORMULA.match(value):
         return value
     try:
@@ -119,7 +119,7 @@ def escape_formula(value: Any) -> Any:
 
 
 def unescape_formula(text: str) -> str:
-    """Return the text that `escape_formula` wrote."""
+    """Return the original of a text that `escape_formula` wrote."""
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 

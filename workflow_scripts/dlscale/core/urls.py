@@ -1,7 +1,7 @@
-"""Addresses without their secrets, and the way of the secrets to the stage that fetches.
+"""Redact addresses, and pass the full addresses to the stage that fetches.
 
-A configuration is read with its addresses hidden, so that pages, records, command lines and params hold no secret. The
-whole addresses go to `acquire`, in its environment alone.
+Addresses in a configuration are redacted when it is read, so that pages, records, command lines and params contain no
+secrets. Only the environment of the stage `acquire` has the full addresses.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from urllib.parse import SplitResult, urlsplit
 
 from dlscale.core.errors import UserError
 
-#: Name in the environment: whole addresses by hidden ones, as JSON.
+#: Environment variable: full addresses by redacted address, as JSON.
 VARIABLE = "DLSCALE_URLS"
-#: Keys of a query that change while the file stays the same: logins, and signatures of presigned addresses.
+#: Query keys whose values may change while the file stays the same: logins, and signatures of presigned addresses.
 LOGINS = re.compile(
     r"x-(amz|goog|ms)-.*|.*(token(?!s|iz)|secret|signature|passw(or)?d|credential).*|sig|pw|pwd|pass|auth|authorization"
     r"|expires|(api|access|aws)[-_]?(access)?[-_]?key([-_]?id)?|googleaccessid|key-pair-id|key|policy|s[etpvr]|spr|sip|"
     r"sk(oid|tid|[tesv])",
     re.IGNORECASE,
 )
-#: What stands for a secret of a program: `***secret.NAME***`.
+#: Marker that replaces a secret of a program: `***secret.NAME***`.
 MARKER = re.compile(r"\*\*\*secret\.[\w-]+(\.\d+)?\*\*\*")
-#: What stands for a value of a query, or for a secret of a program.
+#: Text that replaces a value of a query or a secret of a program.
 HIDDEN = re.compile(rf"\*\*\*|~[0-9a-f]{{8}}|{MARKER.pattern}")
 IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
 def hidden(url: str) -> str:
-    """Return an address without login, fragment, and the values of its query.
+    """Return a redacted address: without login, fragment, and the values of its query.
 
-    A value becomes `***` under a login's key, and else `~` with eight digits of its SHA-256, so that files stay apart;
-    a short secret could be guessed from these. A text that is no address, or hidden already, stays; a malformed address
-    with any of `@`, `?`, `#` becomes `***`.
+    The value of a login's key becomes `***`. Other values become `~` and eight digits of their SHA-256, so that
+    different files have different addresses; a short secret could be guessed from these digits. A text that is not an
+    address, or is already redacted, stays. A malformed address with any of `@`, `?`, `#` becomes `***`.
     """
     parts = split(url)
     if parts is None:
@@ -50,7 +50,7 @@ def split(url: str) -> SplitResult | None:
     """Return the parts of a well-formed address with a host, else None."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises for what is not a port, such as the start of a password with a slash in it
+        _ = parts.port  # raises for an invalid port, such as the start of a password with a slash
     except ValueError:
         return None
     return parts if parts.hostname else None
@@ -67,7 +67,7 @@ def _hidden_value(word: str) -> str:
 
 
 def has_secret(settings: Any) -> bool:
-    """Return whether an address in settings has a login, or a query's value under a login's key or none."""
+    """Return whether an address in settings has a login, or a query value under a login's key or without a key."""
     if isinstance(settings, Mapping):
         return any(map(has_secret, settings.values()))
     if isinstance(settings, list | tuple):
@@ -81,14 +81,14 @@ def has_secret(settings: Any) -> bool:
 
 
 def hidden_in(text: str) -> str:
-    """Return a text with the addresses in it hidden."""
+    """Return a text with all addresses redacted."""
     return IN_TEXT.sub(lambda match: hidden(match[0]), text)
 
 
 def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> Any:
-    """Return settings with addresses hidden; the whole ones go into `secrets`, by hidden ones.
+    """Return settings with redacted addresses; add the full addresses to `secrets` by redacted address.
 
-    A malformed address is a `UserError`, which names its key by its path `where`.
+    A malformed address is a `UserError` that names its key, whose path begins with `where`.
     """
     if isinstance(settings, Mapping):
         return {key: hide(value, f"{where}.{key}", secrets) for key, value in settings.items()}
@@ -99,8 +99,8 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
     found = hidden(settings)
     if found == "***":
         raise UserError(
-            f"{where}: an address that cannot be read; expected SCHEME://HOST/PATH, and in a user name or password "
-            "%40 for @, %3A for :, %2F for /, %3F for ?, %23 for #"
+            f"{where}: malformed address; expected SCHEME://HOST/PATH; in a user name or password, write %40 for @, "
+            "%3A for :, %2F for /, %3F for ?, %23 for #"
         )
     if found != settings and secrets is not None:
         secrets[found] = settings
@@ -108,32 +108,32 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
 
 
 def publish(secrets: Mapping[str, str]) -> None:
-    """Put whole addresses into the environment, for the stages of this process."""
+    """Put full addresses into the environment for the stages that this process starts."""
     os.environ.pop(VARIABLE, None)
     text = json.dumps(secrets)
-    if len(text) > 100_000:  # Linux takes 131,072 bytes in one variable, or starts no process at all
+    if len(text) > 100_000:  # Linux starts no process if a variable has more than 131,072 bytes
         raise UserError(
-            f"configuration: {len(secrets)} secrets of programs, and addresses with logins or queries, have "
-            f"{len(text):,} characters; expected at most 100,000; put logins into ~/.netrc, or fetch the files before"
+            f"configuration: {len(secrets)} secrets of programs and addresses with logins or queries have "
+            f"{len(text):,} characters; expected at most 100,000; put logins into ~/.netrc, or fetch the files yourself"
         )
     if secrets:
         os.environ[VARIABLE] = text
 
 
 def exchanged(text: str, addresses: Mapping[str, str]) -> str:
-    """Return a text of JSON with each address that is a key in `addresses` replaced by its value."""
+    """Return a JSON text with each address in the keys of `addresses` replaced by its value."""
     for old, new in addresses.items():
         text = text.replace(json.dumps(old), json.dumps(new))
     return text
 
 
 def whole(url: str) -> str:
-    """Return the address that a hidden one stands for."""
+    """Return the full address of a redacted one."""
     found: str = json.loads(os.environ.get(VARIABLE, "{}")).get(url, url)
     parts = split(found)
     if parts and any(_hidden_value(word) == word and word[-1:] != "=" for word in parts.query.split("&") if word):
         raise UserError(
-            f"{url}: the values of its query are secret, and not here; let snakemake fetch it, or give --config a file "
-            "with the whole address"
+            f"{url}: this process does not have the secret values of the query; let snakemake fetch the file, or give "
+            "--config a file with the full address"
         )
     return found
