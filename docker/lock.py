@@ -1,8 +1,8 @@
-"""Write requirements-cpu.txt and requirements-gpu.txt: what of requirements.lock an image needs, with hashes.
+"""Write docker/requirements-*.txt: the packages of requirements.lock that an image needs, with hashes.
 
-`make lock` calls this after requirements.lock has been made, and nothing is resolved again: the lock says which package
-came in by which other, so that what only development needs can be left out. PyTorch and what brings its CUDA are not
-in these files; see the Dockerfile.
+`make lock` calls this after it has written requirements.lock, and a second lock with DALI for CUDA 13. The locks name
+the packages that require each package, so packages for development can be left out. PyTorch and its CUDA packages are
+not in these files: the index in the Dockerfile decides on their build.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-#: Not locked: the index (cpu) or the base image (gpu) decides on the build, and on the Triton that goes with it; numpy
-#: as well is left to that base, whose other packages are compiled against it.
-APART = {"cpu": {"torch", "triton"}, "gpu": {"torch", "triton", "numpy"}}
-EXTRAS = {"cpu": ["grib"], "gpu": ["dali", "grib"]}
+#: Not locked: the index decides on PyTorch's build, and on the Triton that belongs to it.
+APART = {"torch", "triton"}
+#: Optional dependencies of each image.
+EXTRAS = {"cpu": ["grib"], "gpu-cuda12": ["dali", "grib"], "gpu-cuda13": ["dali-cuda13", "grib"]}
+#: Packages that only a CUDA build of PyTorch requires.
+CUDA = re.compile(r"nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|cuda-")
 PYTHONS = ("cp311", "cp312")
 PLATFORMS = re.compile(r"any|manylinux.*_(x86_64|aarch64)")
 
 
-def locked() -> dict[str, tuple[str, list[str]]]:
-    """Return of each package in requirements.lock its version and the packages that asked for it."""
-    entries = re.findall(r"^(\S+)==(\S+)  # via (.+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+def locked(path: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return the version of each package in a lock, and the packages that require it."""
+    entries = re.findall(r"^(\S+)==(\S+) +# via (.+)$", path.read_text(), re.MULTILINE)
     return {canonicalize_name(name): (version, via.split(", ")) for name, version, via in entries}
 
 
@@ -69,20 +71,21 @@ def hashes(index: str, name: str, version: str) -> list[str]:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the file of each image."""
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
     )
     index = asked.stdout.strip() or "https://pypi.org/simple"
-    lock = locked()
+    lock, cuda13 = locked(ROOT / "requirements.lock"), locked(Path(sys.argv[1]))
     for target, extras in EXTRAS.items():
-        names = sorted(needed(lock, extras) - APART[target])
+        known = {**lock, **cuda13} if target == "gpu-cuda13" else lock
+        names = [name for name in sorted(needed(known, extras) - APART) if not CUDA.match(name)]
+        versions = [known[name][0] for name in names]
         with ThreadPoolExecutor(8) as pool:
-            digests = list(pool.map(lambda name: hashes(index, name, lock[name][0]), names))
-        apart = ", ".join(sorted(APART[target]))
-        lines = [f"# Written by `make lock` from requirements.lock: what the image {target} has, but for {apart}."]
-        for name, found in zip(names, digests, strict=True):
-            entry = [f"{name}=={lock[name][0]}", *(f"--hash=sha256:{digest}" for digest in found)]
+            digests = list(pool.map(hashes, [index] * len(names), names, versions))
+        lines = [f"# Written by `make lock`: the packages of the image {target}, except PyTorch and its CUDA packages."]
+        for name, version, found in zip(names, versions, digests, strict=True):
+            entry = [f"{name}=={version}", *(f"--hash=sha256:{digest}" for digest in found)]
             lines.append(" \\\n    ".join(entry))
         (FOLDER / f"requirements-{target}.txt").write_text("\n".join(lines) + "\n")
 
