@@ -111,13 +111,6 @@ def test_the_two_images_have_tags_of_their_own() -> None:
     assert sha == "type=sha,prefix=${{ matrix.target }}-sha-"
 
 
-@pytest.mark.parametrize("name", ["slurm", "perlmutter"])
-def test_a_controller_outlasts_slurms_restart(name: str) -> None:
-    """The Slurm plugin gives up after `status-attempts` failed queries in a row, and then waits forever."""
-    profile = read_yaml(ROOT / f"profiles/{name}/profile.yaml")
-    assert profile["slurm-status-attempts"] / profile["max-status-checks-per-second"] >= 1800
-
-
 @pytest.mark.slow
 def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     """`make install` over an environment with another PyTorch than the lock's; all else is there, too."""

@@ -71,6 +71,9 @@ class Qos(Strict):
     max_nodes: PositiveInt | None = Field(None, description="Most nodes of a job.")
     max_gpus: PositiveInt | None = Field(None, description="Most GPUs of a job.")
     max_minutes: PositiveInt | None = Field(None, description="Most minutes of a job.")
+    max_jobs: PositiveInt | None = Field(
+        None, description="Maximum number of submitted jobs of a user; further jobs of a call wait. Absent: no limit."
+    )
     charge: NonNegativeFloat = Field(1.0, description="Factor on the cost of a node-hour.")
 
 
