@@ -41,7 +41,7 @@ class Executor(SlurmExecutor):
         self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's number.
         self._refused: dict[
             int, tuple[float, float]
-        ] = {}  #: Start and next pause, seconds, by `id` of the refused job.
+        ] = {}  #: Start and next pause, s, by `id` of the job.
         self._timers: list[threading.Timer] = []  #: Submissions to come.
         super().__post_init__(test_mode)
 
