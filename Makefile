@@ -265,7 +265,9 @@ lock: | $(VENV)/bin/python  ## update requirements.lock and the images' locks fr
 	        '# no local version (+cpu, +cu130), and none of the CUDA packages that only some of its builds need.'; \
 	   sed -E -e '/^(nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|cuda-|pip==|#|$$)/d' -e 's/^(torch==[0-9.]+)\+[a-z0-9.]+/\1/' -e 's/ +# via/  # via/' \
 	        $(VENV)/lock.txt; } > requirements.lock
-	@python docker/lock.py
+	@uv pip compile --quiet --extra dali-cuda13 --extra grib --python-version 3.11 --no-header --annotation-style line \
+	    --constraint requirements.lock --output-file $(VENV)/lock-cuda13.txt pyproject.toml
+	@python docker/lock.py $(VENV)/lock-cuda13.txt
 
 .PHONY: version
 version: | $(VENV)/bin/python  ## write pyproject.toml's version into all other files that have it

@@ -1,8 +1,8 @@
-"""Write requirements-cpu.txt and requirements-gpu.txt: the packages of requirements.lock for each image, with hashes.
+"""Write docker/requirements-*.txt: the packages of requirements.lock that an image needs, with hashes.
 
-`make lock` runs this script after it has written requirements.lock. Nothing is resolved again: the lock lists which
-packages require each package, so packages that only development needs are left out. PyTorch and its CUDA packages are
-not in these files; see the Dockerfile.
+`make lock` calls this after it has written requirements.lock, and a second lock with DALI for CUDA 13. The locks name
+the packages that require each package, so packages for development can be left out. PyTorch and its CUDA packages are
+not in these files: the index in the Dockerfile decides on their build.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-#: Packages that are not locked. The index (cpu) or the base image (gpu) decides on the build of PyTorch and its Triton.
-#: For gpu also numpy, since packages of the base image are compiled against its version.
-APART = {"cpu": {"torch", "triton"}, "gpu": {"torch", "triton", "numpy"}}
-EXTRAS = {"cpu": ["grib"], "gpu": ["dali", "grib"]}
+#: Not locked: the index decides on PyTorch's build, and on the Triton that belongs to it.
+APART = {"torch", "triton"}
+#: Optional dependencies of each image.
+EXTRAS = {"cpu": ["grib"], "gpu-cuda12": ["dali", "grib"], "gpu-cuda13": ["dali-cuda13", "grib"]}
+#: Packages that only a CUDA build of PyTorch requires.
+CUDA = re.compile(r"nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx)|cuda-")
 PYTHONS = ("cp311", "cp312")
 PLATFORMS = re.compile(r"any|manylinux.*_(x86_64|aarch64)")
 
 
-def locked() -> dict[str, tuple[str, list[str]]]:
-    """Return version and requiring packages of each package in requirements.lock."""
-    entries = re.findall(r"^(\S+)==(\S+)  # via (.+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+def locked(path: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return the version of each package in a lock, and the packages that require it."""
+    entries = re.findall(r"^(\S+)==(\S+) +# via (.+)$", path.read_text(), re.MULTILINE)
     return {canonicalize_name(name): (version, via.split(", ")) for name, version, via in entries}
 
 
 def needed(lock: dict[str, tuple[str, list[str]]], extras: list[str]) -> set[str]:
-    """Return the packages that dlscale with `extras` needs, directly or indirectly."""
+    """Return the packages that dlscale with `extras` needs, however far down."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     found: set[str] = set()
@@ -48,13 +50,13 @@ def needed(lock: dict[str, tuple[str, list[str]]], extras: list[str]) -> set[str
 
 
 def usable(tag: Tag) -> bool:
-    """Return whether an image can use a wheel with this tag."""
+    """Whether an image can use a wheel with this tag."""
     compiled = tag.interpreter in PYTHONS or tag.abi == "abi3"
     return bool(PLATFORMS.fullmatch(tag.platform)) and (compiled or tag.interpreter == "py3")
 
 
 def hashes(index: str, name: str, version: str) -> list[str]:
-    """Return the SHA-256 of all usable wheels of one version, or else of its source distribution."""
+    """Return the SHA-256 of the wheels of one version that an image can use, or else of its source."""
     with urllib.request.urlopen(f"{index.rstrip('/')}/{name}/", timeout=60) as page:
         links = re.findall(r'/([^/"#]+)#sha256=([0-9a-f]{64})"', page.read().decode())
     wheels, sources = set(), set()
@@ -69,20 +71,21 @@ def hashes(index: str, name: str, version: str) -> list[str]:
 
 
 def main() -> None:
-    """Write both requirements files."""
+    """Write the file of each image."""
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
     )
     index = asked.stdout.strip() or "https://pypi.org/simple"
-    lock = locked()
+    lock, cuda13 = locked(ROOT / "requirements.lock"), locked(Path(sys.argv[1]))
     for target, extras in EXTRAS.items():
-        names = sorted(needed(lock, extras) - APART[target])
+        known = {**lock, **cuda13} if target == "gpu-cuda13" else lock
+        names = [name for name in sorted(needed(known, extras) - APART) if not CUDA.match(name)]
+        versions = [known[name][0] for name in names]
         with ThreadPoolExecutor(8) as pool:
-            digests = list(pool.map(lambda name: hashes(index, name, lock[name][0]), names))
-        apart = ", ".join(sorted(APART[target]))
-        lines = [f"# Written by `make lock` from requirements.lock: packages of the image {target} without {apart}."]
-        for name, found in zip(names, digests, strict=True):
-            entry = [f"{name}=={lock[name][0]}", *(f"--hash=sha256:{digest}" for digest in found)]
+            digests = list(pool.map(hashes, [index] * len(names), names, versions))
+        lines = [f"# Written by `make lock`: the packages of the image {target}, except PyTorch and its CUDA packages."]
+        for name, version, found in zip(names, versions, digests, strict=True):
+            entry = [f"{name}=={version}", *(f"--hash=sha256:{digest}" for digest in found)]
             lines.append(" \\\n    ".join(entry))
         (FOLDER / f"requirements-{target}.txt").write_text("\n".join(lines) + "\n")
 

@@ -14,6 +14,10 @@ except UserError as error:
 if workflow.is_main_process:
     tell(*REASONS)
 
+# Jobs beyond the limit of a QOS wait here: Slurm would refuse them.
+for name, limit in slurm.job_limits(SITE.scheduler).items() if SITE.scheduler else ():
+    workflow.register_resource(name, limit)
+
 CONTEXT = Context(
     configuration=CONFIG,
     site=SITE,

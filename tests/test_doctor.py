@@ -216,8 +216,8 @@ esac""",
     [
         ("MinJobAge               = 300 sec", "ok", "300 s"),
         ("MinJobAge               = 120 sec", "ok", "120 s"),
-        ("MinJobAge               = 60 sec", "warn", "slurm-init-seconds-before-status-checks: 20"),
-        ("MinJobAge               = 2 sec", "warn", "slurm-init-seconds-before-status-checks: 1"),
+        ("MinJobAge               = 60 sec", "warn", "dlscale-init-seconds-before-status-checks: 20"),
+        ("MinJobAge               = 2 sec", "warn", "dlscale-init-seconds-before-status-checks: 1"),
         ("MpiDefault              = none", "warn", "not in the output"),
     ],
 )

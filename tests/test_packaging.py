@@ -62,9 +62,22 @@ def test_the_workflow_asks_for_the_same_snakemake() -> None:
     assert f"snakemake>={least},<10" in PROJECT["dependencies"]
 
 
-def test_one_cuda_in_the_gpu_image() -> None:
-    (major,) = re.findall(r"^# PyTorch .*CUDA (\d+)\.\d", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
-    assert re.findall(r"nvidia-dali-cuda(\d+)0==", (ROOT / "docker/requirements-gpu.txt").read_text()) == [major]
+@pytest.mark.parametrize("major", ["12", "13"])
+def test_one_cuda_in_the_gpu_image(major: str) -> None:
+    """Base image, PyTorch's index, Nsight Systems and all locked NVIDIA libraries are for one version of CUDA."""
+    text = (ROOT / "docker/Dockerfile").read_text()
+    (base, settings) = re.findall(rf"^FROM (\S+) AS cuda{major}\nENV (.+)$", text, re.MULTILINE)[0]
+    assert re.search(rf"/cuda:{major}\.\d+\.\d+-base-\S+@sha256:[0-9a-f]{{64}}$", base)
+    assert re.search(rf"whl/cu{major}\d ", settings) and f"nsight-systems-{major}-" in settings
+    locked = (ROOT / f"docker/requirements-gpu-cuda{major}.txt").read_text()
+    assert re.findall(r"nvidia-dali-cuda(\d+)0==", locked) == [major]
+    assert set(re.findall(r"^nvidia-\S+-cu(\d+)==", locked, re.MULTILINE)) == {major}
+    assert "numpy==" in locked and not re.search("^(torch|triton)==", locked, re.MULTILINE)
+
+
+def test_cuda_12_is_the_default() -> None:
+    assert "\nARG CUDA=12\n" in (ROOT / "docker/Dockerfile").read_text()
+    assert EXTRAS["dali"] == ["nvidia-dali-cuda120>=2.0"]
 
 
 def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +109,6 @@ def test_the_two_images_have_tags_of_their_own() -> None:
     ]
     (sha,) = [tag for tag in step["with"]["tags"].splitlines() if tag.startswith("type=sha")]
     assert sha == "type=sha,prefix=${{ matrix.target }}-sha-"
-
-
-@pytest.mark.parametrize("name", ["slurm", "perlmutter"])
-def test_a_controller_outlasts_slurms_restart(name: str) -> None:
-    """The Slurm plugin gives up after `status-attempts` failed queries in a row, and then waits forever."""
-    profile = read_yaml(ROOT / f"profiles/{name}/profile.yaml")
-    assert profile["slurm-status-attempts"] / profile["max-status-checks-per-second"] >= 1800
 
 
 @pytest.mark.slow

@@ -566,6 +566,30 @@ class Cluster:
         """Wait for one of these states."""
         until(f"job {job} to be {' or '.join(states)}", lambda: self.state(job) in states)
 
+    def limit(self, qos: str, limit: str) -> None:
+        """Set a limit of a QOS, such as `MaxSubmitJobsPerUser=1`; -1 removes it."""
+        self.run("sacctmgr", "-i", "-Q", "modify", "qos", qos, "set", limit)
+        name, _, value = limit.partition("=")
+        shown = f"{name}={value if value != '-1' else 'N'}"
+        flags = "flags=qos"
+        until(
+            f"the limit {limit}",
+            lambda: (
+                f"QOS={qos}(" in (text := self.run("scontrol", "show", "assoc_mgr", flags).stdout)
+                and shown in text.partition(f"QOS={qos}(")[2].partition("\nQOS=")[0]
+            ),
+        )
+
+    def stop_controller(self) -> None:
+        """Stop `slurmctld`: nodes and jobs go on, and no command of Slurm gets a reply."""
+        self._halt("slurmctld", patience=10)
+
+    def start_controller(self) -> None:
+        """Start `slurmctld` again, with the jobs that it knew."""
+        self._spawn("slurmctld", "slurmctld", "-D", "-f", self.conf)
+        until("slurmctld", lambda: "UP" in self.run("scontrol", "ping", check=False).stdout)
+        until("all nodes", self.ready)
+
     def cancel_all(self) -> None:
         """Cancel all jobs, and wait until the nodes are free again."""
         self.run("scancel", "--user=root", "--state=PENDING")

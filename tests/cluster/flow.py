@@ -20,7 +20,7 @@ from tests.conftest import ERA5, ERA5_RUN
 from tests.waiting import PATIENCE, until
 
 #: Faster than on a production site, where asking often would be a burden.
-QUICK = ["--slurm-init-seconds-before-status-checks=3", "--latency-wait=5"]
+QUICK = ["--dlscale-init-seconds-before-status-checks=3", "--latency-wait=5"]
 
 #: One dataset; runs of each shape. Steps are few: what is tested is how jobs come and go.
 CONFIG: dict[str, Any] = {

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,78 @@ def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster)
     assert cluster.state(other) == "COMPLETED"
     assert flow.provenance("long/run")["resumed_from_step"] > 0
     assert "asked to end: saved after step" in flow.output
+
+
+@pytest.mark.slow
+def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluster: Cluster) -> None:
+    """Slurm kills it and does not requeue it; Snakemake submits it again."""
+    marker = "began"
+    script = f"test -e {marker} && exit 0; touch {marker}; trap '' TERM; for i in $(seq 600); do sleep 1; done"
+    program = {"command": ["bash", "-c", script], "folder": "."}
+    flow = make(targets=["long"], plans__long__settings={"program": program})
+    flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
+    with flow.running("--retries=2") as process:
+        flow.until("the program", (flow.path / marker).exists, process)
+        cluster.submit(
+            "sleep 5", "--qos=premium", "--constraint=gpu", "--nodes=4", "--account=m0000_g", "--time=1", cwd=flow.path
+        )
+        assert process.wait(2 * PATIENCE) == 0, flow.output[-8000:]
+    states = [row[0] for row in flow.jobs("state", "comment:100") if "program" in row[1]]
+    assert sorted(states) == ["COMPLETED", "PREEMPTED"]
+    assert "and does not requeue it" in flow.output
+
+
+@pytest.mark.slow
+def test_an_outage_of_slurm(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
+    """Slurm's controller is away for two minutes, in which the job ends: its result counts, and it runs once."""
+    flow = make(targets=["long"], plans__long__settings=long(60, prepared))
+    with flow.running("--retries=0") as process:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
+        try:
+            cluster.stop_controller()
+            time.sleep(120)
+            assert process.poll() is None, flow.output[-8000:]
+        finally:
+            cluster.start_controller()
+        assert process.wait(2 * PATIENCE) == 0, flow.output[-8000:]
+    assert [row[0] for row in flow.jobs("state")] == ["COMPLETED"]
+    assert flow.provenance("long/run")["resumed_from_step"] is None
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
+    """The call ends without a traceback; its job goes on, and the next call waits for it."""
+    flow = make(targets=["long"], plans__long__settings=long(60, prepared))
+    with flow.running("--retries=0") as process:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
+        try:
+            cluster.stop_controller()
+            time.sleep(10)
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(2 * PATIENCE) != 0
+        finally:
+            cluster.start_controller()
+    assert "Traceback" not in flow.output, flow.output[-8000:]
+    assert flow.run("--unlock") == 0, flow.output
+    assert flow.run("--retries=0") == 0, flow.output[-8000:]
+    assert [row[0] for row in flow.jobs("state")] == ["COMPLETED"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [False, True], ids=["refused", "known to the site"])
+def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cluster: Cluster, known: bool) -> None:
+    """A refused submission is repeated; with the limit in `site.yaml` no submission is refused."""
+    flow = make(targets=["long"], plans__long__settings=long(15, prepared))
+    flow.config["plans"]["long"]["runs"] = {"run": {}, "other": {"seed": 7}}
+    if known:
+        flow.config["site"]["scheduler"]["qos"] = {"shared": {"max_jobs": 1}}
+    cluster.limit("shared", "MaxSubmitJobsPerUser=1")
+    try:
+        assert flow.run("--retries=0") == 0, flow.output[-8000:]
+    finally:
+        cluster.limit("shared", "MaxSubmitJobsPerUser=-1")
+    assert [row[0] for row in flow.jobs("state")] == ["COMPLETED", "COMPLETED"]
+    assert ("Slurm refuses a job of rule train (QOSMaxSubmit" in flow.output) is not known, flow.output[-8000:]
 
 
 @pytest.mark.slow

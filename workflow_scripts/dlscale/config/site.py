@@ -72,6 +72,9 @@ class Qos(Strict):
     max_nodes: PositiveInt | None = Field(None, description="Maximum number of nodes per job.")
     max_gpus: PositiveInt | None = Field(None, description="Maximum number of GPUs per job.")
     max_minutes: PositiveInt | None = Field(None, description="Maximum time limit of a job, minutes.")
+    max_jobs: PositiveInt | None = Field(
+        None, description="Maximum number of submitted jobs of a user; further jobs of a call wait. Absent: no limit."
+    )
     charge: NonNegativeFloat = Field(1.0, description="Factor on the cost of a node-hour.")
 
 

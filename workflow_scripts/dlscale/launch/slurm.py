@@ -38,7 +38,7 @@ def request(
     minutes: int | None = None,
     processes: Geometry | None = None,
 ) -> Request:
-    """Return a job's resources, by the names of the workflow's Slurm executor.
+    """Return a job's resources, by the names of the workflow's Slurm executor, and one job of its queue's limit.
 
     `geometry` is the run's geometry; None for a stage on part of a CPU node. `minutes` is the estimated time limit
     (None: the site's), cut to the queue's. `processes` is the geometry of the processes, if not one per device.
@@ -67,6 +67,7 @@ def request(
     named = {"qos": qos, "constraint": nodes.constraint, "slurm_partition": nodes.partition}
     named["slurm_account"] = account_of(scheduler, nodes)
     wanted |= {key: value for key, value in named.items() if value}
+    wanted |= {name: 1 for name in job_limits(scheduler) if name == f"{qos}_jobs"}
     extra = []
     if wanted.get("tasks_per_node") == 1:
         # The executor refuses one task per node, and multiplies tasks by GPUs if `gres` requests any.
@@ -76,6 +77,11 @@ def request(
         # The signal goes to all processes of the job's steps, not to the batch shell (B:), which it would end.
         extra.append(f"--signal=USR2@{scheduler.warning_seconds}")
     return {**wanted, "slurm_extra": " ".join(extra)} if extra else wanted
+
+
+def job_limits(scheduler: Scheduler) -> dict[str, int]:
+    """Return the maximum numbers of submitted jobs, by the name of the resource that counts those of a QOS."""
+    return {f"{name}_jobs": qos.max_jobs for name, qos in scheduler.qos.items() if qos.max_jobs}
 
 
 def words(asked: Mapping[str, Any]) -> str:

@@ -75,7 +75,7 @@ Facts = dict[str, Any]
 
 #: Oldest supported versions, as in pyproject.toml. Early builds of a version, such as 2.11.0a0, count as that version.
 LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
-#: Seconds for which `squeue` must list ended jobs: three times slurm-init-seconds-before-status-checks of the profiles.
+#: Seconds for which `squeue` must list ended jobs: three times dlscale-init-seconds-before-status-checks.
 MIN_JOB_AGE = 120
 #: First and last cuDNN version whose 3D convolutions in bf16 return wrong values.
 BAD_CUDNN = 90_800, 91_099
@@ -246,7 +246,7 @@ def probe_queue() -> Finding:
         return Finding("MinJobAge", "warn", "not in the output of `scontrol show config`", "ask the site's staff")
     if (age := int(found[1])) < MIN_JOB_AGE:
         text = f"{age} s, expected at least {MIN_JOB_AGE} s: a job cancelled with scancel would seem to run forever"
-        remedy = f"in profile.yaml set slurm-init-seconds-before-status-checks: {max(1, age // 3)}"
+        remedy = f"in profile.yaml set dlscale-init-seconds-before-status-checks: {max(1, age // 3)}"
         return Finding("MinJobAge", "warn", text, remedy)
     return Finding("MinJobAge", "ok", f"{age} s")
 

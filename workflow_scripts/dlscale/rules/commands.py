@@ -96,4 +96,4 @@ class Commands:
                 int(time.monotonic()), attempt, *(getattr(wildcards, key, "") for key in ("dataset", "plan", "run"))
             ).get(name)
 
-        return {name: resource(name) for name in slurm.RESOURCES}
+        return {name: resource(name) for name in (*slurm.RESOURCES, *slurm.job_limits(scheduler))}

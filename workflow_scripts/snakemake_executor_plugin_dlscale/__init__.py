@@ -1,0 +1,115 @@
+"""Snakemake's Slurm executor, extended for long calls: `executor: dlscale`.
+
+The class extends that of snakemake-executor-plugin-slurm 2.8.0, and has the same settings, under the prefix `dlscale-`.
+It adds four things; docs/upstream.md has the reports to the plugin's authors:
+
+- Jobs stay active if Slurm answers no status query. The plugin forgets them then, and Snakemake waits forever.
+- A preempted job that Slurm does not requeue has failed. The plugin waits for it forever.
+- A job that Slurm has not listed for `FORGOTTEN_SECONDS` has failed. The plugin waits for it forever.
+- A submission that Slurm refuses because of a limit on the number of jobs is repeated for an hour. The plugin counts it
+  as a failed job.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
+from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings
+from snakemake_executor_plugin_slurm.job_status_query import query_job_status
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+
+__all__ = ["Executor", "ExecutorSettings", "common_settings"]
+
+#: Seconds without an entry in `squeue` after which a job counts as lost. Slurm lists ended jobs for `MinJobAge`.
+FORGOTTEN_SECONDS = 900.0
+#: Seconds for which a refused submission is repeated, and the first and the longest pause between two attempts.
+REFUSED_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3600.0, 60.0, 600.0
+#: Slurm's reasons for refusing a submission that ends once other jobs have ended.
+REFUSED = re.compile(r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*")
+
+
+class Executor(SlurmExecutor):
+    """Executor of Slurm jobs that outlives outages of Slurm."""
+
+    def __post_init__(self, test_mode: bool = False) -> None:
+        self._checked: list[SubmittedJobInfo] = []  #: Jobs of the running status check that have not ended.
+        self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's number.
+        self._refused: dict[
+            int, tuple[float, float]
+        ] = {}  #: Start and next pause, s, by `id` of the job.
+        self._timers: list[threading.Timer] = []  #: Submissions to come.
+        super().__post_init__(test_mode)
+
+    async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo]:
+        """Yield the jobs that are active: all jobs of which Slurm does not say that they ended."""
+        self._checked = list(active_jobs)
+        async for _ in super().check_active_jobs(active_jobs):
+            pass  # `report_job_success` and `report_job_error` remove ended jobs from the list
+        if self._checked:
+            await self._report_lost_jobs()
+        for job in list(self._checked):
+            yield job
+        self._checked = []
+
+    async def _report_lost_jobs(self) -> None:
+        """Report jobs as failed that Slurm preempted without requeueing, or that it no longer lists."""
+        command = f"squeue --me --array --noheader --states=all --name={self.run_uuid} --format='%i|%T'"
+        states, _ = await query_job_status(command, self.logger)
+        if states is None:
+            return
+        now = time.monotonic()
+        for job in list(self._checked):
+            number = str(job.external_jobid)
+            state = states.get(number) or states.get(number.partition("_")[0])
+            if state:
+                self._seen[number] = now
+            if state == "PREEMPTED" and not self.workflow.executor_settings.requeue:
+                message = f"Slurm preempted job {number}, and does not requeue it."
+            elif not state and now - self._seen.setdefault(number, now) > FORGOTTEN_SECONDS:
+                message = f"Slurm has not listed job {number} for {FORGOTTEN_SECONDS / 60:.0f} minutes."
+            else:
+                continue
+            self.report_job_error(job, msg=message)
+
+    def report_job_success(self, job_info: SubmittedJobInfo) -> None:
+        """Report a job as finished."""
+        self._end(job_info)
+        super().report_job_success(job_info)
+
+    def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **kwargs: Any) -> None:
+        """Report a job as failed, or submit it again if Slurm refused it because of a limit on the number of jobs."""
+        self._end(job_info)
+        if job_info.external_jobid is None and (reason := REFUSED.search(msg or "")):
+            start, pause = self._refused.get(id(job_info.job), (time.monotonic(), FIRST_PAUSE_SECONDS))
+            if time.monotonic() - start < REFUSED_SECONDS:
+                self._refused[id(job_info.job)] = start, min(2 * pause, LONGEST_PAUSE_SECONDS)
+                self.logger.warning(
+                    f"Slurm refuses a job of rule {job_info.job.name} ({reason[0]}). The next attempt follows in "
+                    f"{pause:.0f} s."
+                )
+                timer = threading.Timer(pause, self.run_job, [job_info.job])
+                timer.daemon = True
+                self._timers.append(timer)
+                timer.start()
+                return
+        super().report_job_error(job_info, msg=msg, **kwargs)
+
+    def _end(self, job_info: SubmittedJobInfo) -> None:
+        self._checked = [job for job in self._checked if job is not job_info]
+
+    def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
+        """Cancel all jobs, also those whose status is being queried, and the submissions to come."""
+        for timer in self._timers:
+            timer.cancel()
+        super().cancel_jobs([*active_jobs, *(job for job in self._checked if job not in active_jobs)])
+
+    def shutdown(self) -> None:
+        """End without further submissions."""
+        for timer in self._timers:
+            timer.cancel()
+        super().shutdown()
