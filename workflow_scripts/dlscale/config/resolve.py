@@ -423,7 +423,7 @@ def _plain(value: Any, where: str = "configuration") -> Any:
 
 
 class _Resolver:
-    """Resolves runs on demand, since `use` and `from` may refer to any plan."""
+    """Resolver of runs, on demand, since `use` and `from` may refer to any plan."""
 
     def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
         self.workflow, self.files = workflow, files

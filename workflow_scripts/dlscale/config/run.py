@@ -378,9 +378,9 @@ class Throughput(Strict):
     )
     error: PositiveFloat = Field(
         0.01,
-        description="Relative half-width of the 95 % interval at which the paired timing ends early: each time that "
-        "the two runs are opened, their ratio must be known this well. If it is not known to three times this value, "
-        "the timing continues.",
+        description="Precision of the paired timing: relative half-width of the 95 % interval of the ratio, each time "
+        "that the two runs are opened. The timing ends early when this precision is reached, and takes longer if the "
+        "half-width is above three times this value.",
     )
 
 

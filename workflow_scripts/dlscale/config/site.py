@@ -101,7 +101,7 @@ class Nodes(Strict):
     def gpu_name(self) -> str:
         """Part of the GPUs' name as the driver reports it.
 
-        Empty if the site does not set it.
+        It is empty if the site does not set it.
         """
         if not self.gpus:
             return ""

@@ -50,7 +50,7 @@ class Results(NamedTuple):
     def run(self, file: str = "", plan: str = "{plan}", run: str = "{run}") -> str:
         """Return the path of a file of a run.
 
-        Without a file, the path of the run's folder.
+        Without a file, return the path of the run's folder.
         """
         return f"{self.folder}/plans/{plan}/{run}{'/' * bool(file)}{file}"
 
